@@ -77,7 +77,9 @@ class Round(NamedTuple):
 
 
 @contextmanager
-def router(urls: Sequence[str], tokenizer: Path, folder: Path, *, affinity: bool) -> Iterator[str]:
+def router(
+    urls: Sequence[str], tokenizer: Path, folder: Path, *, affinity: bool
+) -> Iterator[str]:
     """Run a router in front of engines; yield its URL when all are ready."""
     port, config = free_port(), folder / "qarr.toml"
     config.write_text(
@@ -86,7 +88,16 @@ def router(urls: Sequence[str], tokenizer: Path, folder: Path, *, affinity: bool
         "[profile]\nauto = false\n"
     )
     main = f"{TURNED} = {affinity}; from router.cli.main import main; main()"
-    argv = [sys.executable, "-c", main, "serve", "--config", str(config), "--tokenizer", str(tokenizer)]
+    argv = [
+        sys.executable,
+        "-c",
+        main,
+        "serve",
+        "--config",
+        str(config),
+        "--tokenizer",
+        str(tokenizer),
+    ]
     with process([*argv, "--port", str(port)], None, log=folder / "router.log"):
         wait_for(port, "/healthz")
         deadline = time.monotonic() + 300
@@ -100,17 +111,28 @@ def router(urls: Sequence[str], tokenizer: Path, folder: Path, *, affinity: bool
 def replicas(url: str) -> list[dict[str, object]]:
     """Return the replicas of ``precise``."""
     tiers = httpx.get(f"{url}/tiers", trust_env=False, timeout=30).json()["tiers"]
-    found: list[dict[str, object]] = next(t["replicas"] for t in tiers if t["tier"] == "precise")
+    found: list[dict[str, object]] = next(
+        t["replicas"] for t in tiers if t["tier"] == "precise"
+    )
     return found
 
 
 def read(url: str, engines: Sequence[str]) -> Counts:
     """Read the counters of a router and of the engines."""
     page = httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text
-    theirs = "\n".join(httpx.get(f"{one}/metrics", trust_env=False, timeout=30).text for one in engines)
+    theirs = "\n".join(
+        httpx.get(f"{one}/metrics", trust_env=False, timeout=30).text for one in engines
+    )
 
     def total(text: str, name: str, label: str = "") -> float:
-        return sum(map(float, re.findall(rf"^{name}{{[^}}]*{label}[^}}]*}} (\S+)$", text, re.MULTILINE)))
+        return sum(
+            map(
+                float,
+                re.findall(
+                    rf"^{name}{{[^}}]*{label}[^}}]*}} (\S+)$", text, re.MULTILINE
+                ),
+            )
+        )
 
     return Counts(
         total(page, "qarr_prompt_tokens_total"),
@@ -122,15 +144,29 @@ def read(url: str, engines: Sequence[str]) -> Counts:
     )
 
 
-async def chat(client: httpx.AsyncClient, url: str, seed: random.Random, turns: int) -> list[float]:
+async def chat(
+    client: httpx.AsyncClient, url: str, seed: random.Random, turns: int
+) -> list[float]:
     """Have a chat, and return the time to the first token of each turn, in milliseconds."""
-    messages = [{"role": "system", "content": " ".join(seed.choices(WORDS, k=SYSTEM_WORDS))}]
+    messages = [
+        {"role": "system", "content": " ".join(seed.choices(WORDS, k=SYSTEM_WORDS))}
+    ]
     times = []
     for _ in range(turns):
-        messages.append({"role": "user", "content": " ".join(seed.choices(WORDS, k=TURN_WORDS))})
-        body = {"model": "precise", "messages": messages, "max_tokens": ANSWER, "temperature": 0, "stream": True}
+        messages.append(
+            {"role": "user", "content": " ".join(seed.choices(WORDS, k=TURN_WORDS))}
+        )
+        body = {
+            "model": "precise",
+            "messages": messages,
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "stream": True,
+        }
         started, first, parts = time.perf_counter(), 0.0, []
-        async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+        async with client.stream(
+            "POST", f"{url}/v1/chat/completions", json=body
+        ) as response:
             response.raise_for_status()
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
@@ -144,7 +180,9 @@ async def chat(client: httpx.AsyncClient, url: str, seed: random.Random, turns: 
     return times
 
 
-async def chats(url: str, seed: random.Random, options: argparse.Namespace) -> list[float]:
+async def chats(
+    url: str, seed: random.Random, options: argparse.Namespace
+) -> list[float]:
     """Have chats, some at once; return the times to the first tokens of all turns but the first."""
     limit = asyncio.Semaphore(options.at_once)
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
@@ -157,24 +195,40 @@ async def chats(url: str, seed: random.Random, options: argparse.Namespace) -> l
         return [ms for times in await asyncio.gather(*map(one, seeds)) for ms in times]
 
 
-def measure(url: str, engines: Sequence[str], seed: random.Random, options: argparse.Namespace) -> Round:
+def measure(
+    url: str, engines: Sequence[str], seed: random.Random, options: argparse.Namespace
+) -> Round:
     """Run one round."""
     before = read(url, engines)
     times = asyncio.run(chats(url, seed, options))
     time.sleep(1)  # the engine counts a step after it has sent the step's tokens
     after = read(url, engines)
-    served = tuple(new - old for new, old in zip(after.served, before.served, strict=True))
-    return Round(times, Counts(*(a - b for a, b in zip(after[:5], before[:5], strict=True)), served))
+    served = tuple(
+        new - old for new, old in zip(after.served, before.served, strict=True)
+    )
+    return Round(
+        times,
+        Counts(*(a - b for a, b in zip(after[:5], before[:5], strict=True)), served),
+    )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4, help="of each setting, the first of which is not counted")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=4,
+        help="of each setting, the first of which is not counted",
+    )
     parser.add_argument("--chats", type=int, default=8, help="of one round")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument(
-        "--engines", nargs="+", help="URLs of engines that run already, instead of two that are started"
+        "--engines",
+        nargs="+",
+        help="URLs of engines that run already, instead of two that are started",
     )
     parser.add_argument("--at-once", type=int, default=4, help="chats that are open")
     options = parser.parse_args()
@@ -189,14 +243,29 @@ def main() -> None:
         for _ in range(0 if engines else 2):
             logs = Path(stack.enter_context(TemporaryDirectory()))
             spec = TierSpec(TierName.PRECISE, CONTEXT, 16, 16, checkpoint=folder)
-            engines.append(stack.enter_context(engine(spec, settings.engine.python, logs, plugin=True)).url)
+            engines.append(
+                stack.enter_context(
+                    engine(spec, settings.engine.python, logs, plugin=True)
+                ).url
+            )
         for affinity in seen:
             logs = Path(stack.enter_context(TemporaryDirectory()))
-            routers[affinity] = stack.enter_context(router(engines, folder, logs, affinity=affinity))
+            routers[affinity] = stack.enter_context(
+                router(engines, folder, logs, affinity=affinity)
+            )
         for number in range(options.rounds):
             for affinity in sorted(seen, reverse=number % 2 == 0):
-                print(f"round {number + 1} of {options.rounds}: {_name(affinity)}", file=sys.stderr, flush=True)
-                found = measure(routers[affinity], engines, random.Random(f"{number} {affinity}"), options)
+                print(
+                    f"round {number + 1} of {options.rounds}: {_name(affinity)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                found = measure(
+                    routers[affinity],
+                    engines,
+                    random.Random(f"{number} {affinity}"),
+                    options,
+                )
                 if number:  # in the first one the routers learn the speed
                     seen[affinity].append(found)
     report(seen, options)
@@ -204,7 +273,9 @@ def main() -> None:
 
 def report(seen: dict[bool, list[Round]], options: argparse.Namespace) -> None:
     """Print the table."""
-    commit = check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+    commit = check_output(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True
+    ).strip()
     print(f"commit {commit}; {machine_name()}; engines of precise, one core each")
     print(
         f"{options.rounds - 1} rounds of {options.chats} chats, {options.at_once} at once, of {options.turns} turns;"
@@ -217,7 +288,10 @@ def report(seen: dict[bool, list[Round]], options: argparse.Namespace) -> None:
     for affinity, rounds in seen.items():
         all_of = [sum(found.counts[n] for found in rounds) for n in range(5)]  # type: ignore[misc]
         prompt, predicted, reported, queries, hits = all_of
-        served = [sum(each) for each in zip(*(found.counts.served for found in rounds), strict=True)]
+        served = [
+            sum(each)
+            for each in zip(*(found.counts.served for found in rounds), strict=True)
+        ]
         ratio = statistics.median(ms for found in rounds for ms in found.ttft_ms) / base
         shown = f"{predicted / prompt:.0%}" if affinity else "-"
         print(

@@ -104,31 +104,57 @@ class Seen:
 
 def main() -> None:
     """Run as the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="another checkout of QARR with a .venv, as a row")
-    parser.add_argument("--limit", type=int, help="most tasks of each half; default: all")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.0, 1.2], help="shares of saturation")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each task is asked at the load")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--before", type=Path, help="another checkout of QARR with a .venv, as a row"
+    )
+    parser.add_argument(
+        "--limit", type=int, help="most tasks of each half; default: all"
+    )
+    parser.add_argument(
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.8, 1.0, 1.2],
+        help="shares of saturation",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="how often each task is asked at the load"
+    )
     options = parser.parse_args()
     shown = [argument for argument in sys.argv[1:] if not argument.startswith("/")]
     print(f"$ python benchmarks/answers.py {' '.join(shown)}".rstrip(), flush=True)
-    with tempfile.TemporaryDirectory() as name, real_engines() as engines, ExitStack() as routers:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        real_engines() as engines,
+        ExitStack() as routers,
+    ):
         folder = Path(name)
         measured, held_out = halves(engines, options.limit)
         with router(folder / "measuring", engines) as running:
             note(running.run("profile", "latency"))
             profile = asyncio.run(profiled(running, measured))
-        settings = merged(LIKE, {"policy": {"profiles": str(folder / "measuring/profiles")}})
+        settings = merged(
+            LIKE, {"policy": {"profiles": str(folder / "measuring/profiles")}}
+        )
         ours = routers.enter_context(router(folder / "ours", engines, settings))
         ways = [Way(way, ours.url, [tier]) for way, tier in FIXED.items()]
         ways += [Way(ROUND_ROBIN, ours.url, STANDARD_TIERS)]
         if options.before is not None:
             command = options.before / ".venv/bin/qarr"
-            settings = merged(LIKE, {"policy": {"profiles": str(copied_profiles(folder))}})
-            theirs = routers.enter_context(router(folder / "theirs", engines, settings, command))
+            settings = merged(
+                LIKE, {"policy": {"profiles": str(copied_profiles(folder))}}
+            )
+            theirs = routers.enter_context(
+                router(folder / "theirs", engines, settings, command)
+            )
             ways.append(Way(BEFORE, theirs.url, ["auto"]))
         ways.append(Way(AUTO, ours.url, ["auto"]))
-        asyncio.run(compare(engines, ways, held_out, profile, options.loads, options.rounds))
+        asyncio.run(
+            compare(engines, ways, held_out, profile, options.loads, options.rounds)
+        )
 
 
 def copied_profiles(folder: Path) -> Path:
@@ -141,10 +167,19 @@ def copied_profiles(folder: Path) -> Path:
 
 def halves(engines: Engines, limit: int | None) -> tuple[list[Task], list[Task]]:
     """Return the tasks that make the profile, and those held out, shuffled; what is too long or runs code is left out."""
-    longest = CHARS_PER_TOKEN * min(settings["max_model_len"] for settings in engines.tiers.values())
-    tasks = [t for t in read_tasks(TASKS) if not isinstance(t.check, RunsCheck) and len(t.prompt) < longest]
+    longest = CHARS_PER_TOKEN * min(
+        settings["max_model_len"] for settings in engines.tiers.values()
+    )
+    tasks = [
+        t
+        for t in read_tasks(TASKS)
+        if not isinstance(t.check, RunsCheck) and len(t.prompt) < longest
+    ]
     random.Random(1).shuffle(tasks)
-    of = [[task for task in tasks if int(task.digest, 16) % 2 == half][:limit] for half in (0, 1)]
+    of = [
+        [task for task in tasks if int(task.digest, 16) % 2 == half][:limit]
+        for half in (0, 1)
+    ]
     return of[0], of[1]
 
 
@@ -152,7 +187,9 @@ async def profiled(running: Router, tasks: Sequence[Task]) -> QualityProfile:
     """Measure and keep the profile, every answer scored as well."""
     plan = Plan(tuple(tasks), SUITE, running.profiles / JOURNAL, diagnosed=len(tasks))
     async with RouterClient(running.url, "") as client:
-        found = await measure(client, plan, lambda step, done, total: note(f"{done} of {total}: {step}"))
+        found = await measure(
+            client, plan, lambda step, done, total: note(f"{done} of {total}: {step}")
+        )
     keep_quality(running.profiles, found)
     return found
 
@@ -167,10 +204,20 @@ async def compare(
 ) -> None:
     """Ask every way alone and at each load, and print what became of it."""
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=LIMIT_S), trust_env=False
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=LIMIT_S),
+        trust_env=False,
     ) as session:
-        fixed = {way.name: await one_by_one(session, engines, way, tasks) for way in ways if way.name in FIXED}
-        known = [task for task in tasks if any(seen.right(task.digest) for seen in fixed.values())]
+        fixed = {
+            way.name: await one_by_one(session, engines, way, tasks)
+            for way in ways
+            if way.name in FIXED
+        }
+        known = [
+            task
+            for task in tasks
+            if any(seen.right(task.digest) for seen in fixed.values())
+        ]
         kinds = [count for count in profile.of(TierName.FAST) if count.answered]
         print(
             f"# {len(kinds)} kinds measured on {sum(count.asked for count in kinds)} tasks; "
@@ -180,17 +227,29 @@ async def compare(
         alone = {}
         for way in ways:
             seen = fixed.get(way.name)
-            alone[way.name] = only(seen, known) if seen else await one_by_one(session, engines, way, known)
+            alone[way.name] = (
+                only(seen, known)
+                if seen
+                else await one_by_one(session, engines, way, known)
+            )
         table("one at a time", alone, known)
-        full = await saturation(session, next(way for way in ways if way.name == ROUND_ROBIN), known)
+        full = await saturation(
+            session, next(way for way in ways if way.name == ROUND_ROBIN), known
+        )
         for load in loads:
             loaded = {}
             for way in ways:
-                loaded[way.name] = await at_rate(session, engines, way, known * rounds, load * full)
-            table(f"{load:g} of saturation ({load * full:.2f} requests/s)", loaded, known)
+                loaded[way.name] = await at_rate(
+                    session, engines, way, known * rounds, load * full
+                )
+            table(
+                f"{load:g} of saturation ({load * full:.2f} requests/s)", loaded, known
+            )
 
 
-async def one_by_one(session: aiohttp.ClientSession, engines: Engines, way: Way, tasks: Sequence[Task]) -> Seen:
+async def one_by_one(
+    session: aiohttp.ClientSession, engines: Engines, way: Way, tasks: Sequence[Task]
+) -> Seen:
     """Ask tasks one after another, and attribute the engines' CPU time to each."""
     note(f"{way.name}: {len(tasks)} tasks, one at a time")
     answers: dict[str, list[Answer]] = {}
@@ -206,10 +265,16 @@ async def one_by_one(session: aiohttp.ClientSession, engines: Engines, way: Way,
 def only(seen: Seen, tasks: Sequence[Task]) -> Seen:
     """Return what was seen of some of the tasks that were asked one at a time."""
     answers = {task.digest: seen.answers[task.digest] for task in tasks}
-    return Seen(answers, sum(answer.engine_s for each in answers.values() for answer in each), 0.0)
+    return Seen(
+        answers,
+        sum(answer.engine_s for each in answers.values() for answer in each),
+        0.0,
+    )
 
 
-async def saturation(session: aiohttp.ClientSession, way: Way, tasks: Sequence[Task]) -> float:
+async def saturation(
+    session: aiohttp.ClientSession, way: Way, tasks: Sequence[Task]
+) -> float:
     """Return the requests a second that callers without pauses get."""
     note("saturating")
     numbers, done = itertools.count(), 0
@@ -227,7 +292,11 @@ async def saturation(session: aiohttp.ClientSession, way: Way, tasks: Sequence[T
 
 
 async def at_rate(
-    session: aiohttp.ClientSession, engines: Engines, way: Way, tasks: Sequence[Task], rate: float
+    session: aiohttp.ClientSession,
+    engines: Engines,
+    way: Way,
+    tasks: Sequence[Task],
+    rate: float,
 ) -> Seen:
     """Ask tasks at random moments, the same for every way."""
     note(f"{way.name}: {len(tasks)} tasks, {rate:.2f} a second")
@@ -240,7 +309,9 @@ async def at_rate(
         return await ask(session, way, number, task)
 
     answers: dict[str, list[Answer]] = {}
-    for answer in await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks))):
+    for answer in await asyncio.gather(
+        *(one(number, task) for number, task in enumerate(tasks))
+    ):
         answers.setdefault(answer.task, []).append(answer)
     took = time.monotonic() - began
     await idle(way.url)
@@ -252,7 +323,9 @@ def busy_s(engines: Engines) -> float:
     return sum(work["busy_s"] for work in engines.work().values())
 
 
-async def ask(session: aiohttp.ClientSession, way: Way, number: int, task: Task) -> Answer:
+async def ask(
+    session: aiohttp.ClientSession, way: Way, number: int, task: Task
+) -> Answer:
     """Send a task, time its answer and judge it."""
     body = {
         "model": way.models[number % len(way.models)], "messages": task.messages, "max_tokens": task.max_tokens,
@@ -262,7 +335,9 @@ async def ask(session: aiohttp.ClientSession, way: Way, number: int, task: Task)
     first = last = 0.0
     text, tokens, ended, tier = "", 0, False, None
     try:
-        async with session.post(f"{way.url}/v1/chat/completions", json=body) as response:
+        async with session.post(
+            f"{way.url}/v1/chat/completions", json=body
+        ) as response:
             if response.status == 200:
                 tier = TierName(response.headers["x-qarr-tier"])
                 async for line in response.content:
@@ -283,17 +358,29 @@ async def ask(session: aiohttp.ClientSession, way: Way, number: int, task: Task)
         return Answer(task.digest, None, right=False)
     right = await asyncio.to_thread(task.check.passes, text)
     tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 else 0.0
-    return Answer(task.digest, tier, right, (first - sent) * 1000 if first else math.inf, tpot_ms)
+    return Answer(
+        task.digest, tier, right, (first - sent) * 1000 if first else math.inf, tpot_ms
+    )
 
 
-def correlations(fixed: Mapping[str, Seen], tasks: Sequence[Task], profile: QualityProfile) -> None:
+def correlations(
+    fixed: Mapping[str, Seen], tasks: Sequence[Task], profile: QualityProfile
+) -> None:
     """Print how well each measure ranks classes and tiers by the answers that they lose of the held-out tasks."""
     rows = []
     precise = fixed[f"all {TierName.PRECISE}"]
     for tier, kind in itertools.product(STANDARD_TIERS[:2], PromptClass):
         own = fixed[f"all {tier}"]
-        asked = [t for t in tasks if t.prompt_class is kind and own.right(t.digest) + precise.right(t.digest)]
-        counts = [count for count in profile.of(tier) if count.prompt_class is kind and count.diagnosis is not None]
+        asked = [
+            t
+            for t in tasks
+            if t.prompt_class is kind and own.right(t.digest) + precise.right(t.digest)
+        ]
+        counts = [
+            count
+            for count in profile.of(tier)
+            if count.prompt_class is kind and count.diagnosis is not None
+        ]
         if not asked or not counts:
             continue
         expected = losses(PRECISIONS[tier], profile.of(tier), PARAMETERS)[kind]
@@ -303,7 +390,9 @@ def correlations(fixed: Mapping[str, Seen], tasks: Sequence[Task], profile: Qual
         rows.append(
             (
                 f"{kind.value} {tier}",
-                statistics.fmean(precise.right(t.digest) - own.right(t.digest) for t in asked),
+                statistics.fmean(
+                    precise.right(t.digest) - own.right(t.digest) for t in asked
+                ),
                 statistics.fmean(expected[t.complexity].mean for t in asked),
                 statistics.fmean(prior[t.complexity].mean for t in asked),
                 *(
@@ -313,31 +402,71 @@ def correlations(fixed: Mapping[str, Seen], tasks: Sequence[Task], profile: Qual
                 len(asked),
             )
         )
-    names = ("held out", "expected loss", "published", "tokens that differ", "KL", "regret")
-    print(f"\n{'class and tier':24}" + "".join(f"{name:>20}" for name in names) + f"{'answers':>10}")
+    names = (
+        "held out",
+        "expected loss",
+        "published",
+        "tokens that differ",
+        "KL",
+        "regret",
+    )
+    print(
+        f"\n{'class and tier':24}"
+        + "".join(f"{name:>20}" for name in names)
+        + f"{'answers':>10}"
+    )
     for name, *values, answers in rows:
-        print(f"{name:24}" + "".join(f"{value:20.4f}" for value in values) + f"{answers:10}")
+        print(
+            f"{name:24}"
+            + "".join(f"{value:20.4f}" for value in values)
+            + f"{answers:10}"
+        )
     lost = ranks_of([row[1] for row in rows])
-    ranks = [statistics.correlation(lost, ranks_of([row[at] for row in rows])) for at in range(2, 7)]
-    print(f"{'rank correlation':24}{'':20}" + "".join(f"{rank:20.2f}" for rank in ranks), flush=True)
+    ranks = [
+        statistics.correlation(lost, ranks_of([row[at] for row in rows]))
+        for at in range(2, 7)
+    ]
+    print(
+        f"{'rank correlation':24}{'':20}" + "".join(f"{rank:20.2f}" for rank in ranks),
+        flush=True,
+    )
 
 
 def ranks_of(values: Sequence[float]) -> list[float]:
     """Return the rank of each value; equal values share their mean rank."""
-    return [sum(other < value for other in values) + (values.count(value) + 1) / 2 for value in values]
+    return [
+        sum(other < value for other in values) + (values.count(value) + 1) / 2
+        for value in values
+    ]
 
 
 def table(title: str, seen: Mapping[str, Seen], tasks: Sequence[Task]) -> None:
     """Print what every way did at one load, beside ``precise`` at the same load."""
     precise = seen[f"all {TierName.PRECISE}"]
     print(f"\n{title}: {len(tasks)} tasks")
-    heads = ("right %", "lost %", "won %", "lost less won %", "engine-s", "TTFT p50", "p95", "goodput/s", "none")
+    heads = (
+        "right %",
+        "lost %",
+        "won %",
+        "lost less won %",
+        "engine-s",
+        "TTFT p50",
+        "p95",
+        "goodput/s",
+        "none",
+    )
     widths = (9, 8, 8, 18, 10, 10, 8, 11, 6)
-    print(f"{'way':24}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)) + "  f/b/p %")
+    print(
+        f"{'way':24}"
+        + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
+        + "  f/b/p %"
+    )
     for name, own in seen.items():
         answers = [answer for each in own.answers.values() for answer in each]
         gaps = [precise.right(task.digest) - own.right(task.digest) for task in tasks]
-        good = sum(a.right and a.ttft_ms <= TTFT_MS and a.tpot_ms <= TPOT_MS for a in answers)
+        good = sum(
+            a.right and a.ttft_ms <= TTFT_MS and a.tpot_ms <= TPOT_MS for a in answers
+        )
         shares = shares_of(answer.tier for answer in answers)
         values = (
             f"{100 * statistics.fmean(own.right(task.digest) for task in tasks):.1f}",
@@ -350,7 +479,11 @@ def table(title: str, seen: Mapping[str, Seen], tasks: Sequence[Task]) -> None:
             f"{good / own.took_s:.2f}" if own.took_s else "-",
             f"{sum(answer.tier is None for answer in answers)}",
         )
-        print(f"{name:24}" + "".join(f"{v:>{width}}" for v, width in zip(values, widths, strict=True)) + f"  {shares}")
+        print(
+            f"{name:24}"
+            + "".join(f"{v:>{width}}" for v, width in zip(values, widths, strict=True))
+            + f"  {shares}"
+        )
     ours = seen[AUTO]
     for name, own in seen.items():
         if name != AUTO:
@@ -370,9 +503,13 @@ def against_random_mix(seen: Mapping[str, Seen], tasks: Sequence[Task]) -> str:
     shares = {f"all {tier}": tiers.count(tier) / len(tiers) for tier in STANDARD_TIERS}
     gaps = []
     for task in tasks:
-        right_by_chance = sum(share * seen[name].right(task.digest) for name, share in shares.items())
+        right_by_chance = sum(
+            share * seen[name].right(task.digest) for name, share in shares.items()
+        )
         gaps.append(right_by_chance - ours.right(task.digest))
-    engine_s_by_chance = sum(share * seen[name].engine_s for name, share in shares.items())
+    engine_s_by_chance = sum(
+        share * seen[name].engine_s for name, share in shares.items()
+    )
     return (
         f"{AUTO} loses {told(gaps)} of 100 answers against a random mix with its shares of tiers, "
         f"with {ours.engine_s / engine_s_by_chance:.2f} times its engine time"

@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     import psutil
 
 TIERS = ("fast", "balanced", "precise")
-BODY = {"prompt": "Can you explain how tides work, and why there are two of them a day?", "stream": False}
+BODY = {
+    "prompt": "Can you explain how tides work, and why there are two of them a day?",
+    "stream": False,
+}
 CONNECTIONS, KILL_CLIENTS = 8, 16
 SETTLE_S = 5.0  # after which a router with a new fleet is taken to be idle
 LIMIT_S = 120.0
@@ -68,7 +71,10 @@ async def engines(count: int) -> None:
     """Serve so many stubs in this process until it is killed, and print their ports."""
     loop = asyncio.get_running_loop()
     servers = [await loop.create_server(Stub, "127.0.0.1", 0) for _ in range(count)]
-    print(json.dumps([server.sockets[0].getsockname()[1] for server in servers]), flush=True)
+    print(
+        json.dumps([server.sockets[0].getsockname()[1] for server in servers]),
+        flush=True,
+    )
     await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
@@ -79,7 +85,10 @@ def stubs(count: int) -> Iterator[list[str]]:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout is not None
-            yield [f"http://127.0.0.1:{port}" for port in json.loads(running.stdout.readline())]
+            yield [
+                f"http://127.0.0.1:{port}"
+                for port in json.loads(running.stdout.readline())
+            ]
         finally:
             running.kill()
 
@@ -95,7 +104,8 @@ class Victim:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         self._process = subprocess.Popen(
-            [sys.executable, "benchmarks/stub_engine.py", str(self._port)], stdout=subprocess.DEVNULL
+            [sys.executable, "benchmarks/stub_engine.py", str(self._port)],
+            stdout=subprocess.DEVNULL,
         )
         wait_for(self._port)
 
@@ -111,12 +121,18 @@ class Router:
 
     def __init__(self, port: int, process_: psutil.Process) -> None:
         self.port, self.process = port, process_
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30)
+        self._client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30
+        )
 
     def states(self) -> dict[str, str]:
         """Return the state of each replica by its URL."""
         tiers = self._client.get("/tiers").json()["tiers"]
-        return {replica["url"]: replica["state"] for tier in tiers for replica in tier["replicas"]}
+        return {
+            replica["url"]: replica["state"]
+            for tier in tiers
+            for replica in tier["replicas"]
+        }
 
     def until(self, url: str, *, ready: bool) -> float:
         """Wait until a replica is ready, or is not; return how long that took."""
@@ -139,7 +155,11 @@ class Router:
 def router(folder: Path, urls: list[str]) -> Iterator[Router]:
     """Run a router on a core of its own in front of engines that a file names."""
     file, port = folder / "fleet.json", free_port()
-    file.write_text(json.dumps({tier: urls[number :: len(TIERS)] for number, tier in enumerate(TIERS)}))
+    file.write_text(
+        json.dumps(
+            {tier: urls[number :: len(TIERS)] for number, tier in enumerate(TIERS)}
+        )
+    )
     env = {
         **os.environ,
         "QARR_DISCOVERY__FILE": str(file),
@@ -154,7 +174,9 @@ def router(folder: Path, urls: list[str]) -> Iterator[Router]:
         yield Router(port, running)
 
 
-async def ask(port: int, path: str, seconds: float, connections: int) -> tuple[int, int]:
+async def ask(
+    port: int, path: str, seconds: float, connections: int
+) -> tuple[int, int]:
     """Ask over kept connections as fast as is answered; return the answers, and those that are not 200."""
     raw = json.dumps(BODY).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
@@ -190,11 +212,15 @@ def measured(size: int, seconds: float, deaths: int) -> Row:
             row.idle = cpu_share(running.process, seconds)
             for path in ("/route", "/generate"):
                 before, began = cpu_s(running.process), time.perf_counter()
-                done, failed = asyncio.run(ask(running.port, path, seconds, CONNECTIONS))
+                done, failed = asyncio.run(
+                    ask(running.port, path, seconds, CONNECTIONS)
+                )
                 assert not failed
                 took_s = time.perf_counter() - began
                 row.per_second[path] = done / took_s
-                row.cpu_us[path] = (cpu_s(running.process) - before - row.idle * took_s) / done * 1e6
+                row.cpu_us[path] = (
+                    (cpu_s(running.process) - before - row.idle * took_s) / done * 1e6
+                )
             row.rss_mb = running.process.memory_info().rss / 1e6
             die(running, victim, row, deaths)
     finally:
@@ -234,7 +260,9 @@ def die(running: Router, victim: Victim, row: Row, deaths: int) -> None:
 
 def main() -> None:
     """Measure both fleets and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replicas", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--deaths", type=int, default=5)
@@ -247,9 +275,13 @@ def main() -> None:
     sizes = (len(TIERS), args.replicas)
     rows = [measured(size, args.seconds, args.deaths) for size in sizes]
     print(f"$ python {' '.join(sys.argv)}\n")
-    print(f"{'replicas':34}" + "".join(f"{size:10}" for size in sizes) + f"{'ratio':>10}")
+    print(
+        f"{'replicas':34}" + "".join(f"{size:10}" for size in sizes) + f"{'ratio':>10}"
+    )
     for name, (one, other) in figures(rows).items():
-        print(f"{name:34}{one:10.2f}{other:10.2f}{f'x{other / one:.2f}' if one else '-':>10}")
+        print(
+            f"{name:34}{one:10.2f}{other:10.2f}{f'x{other / one:.2f}' if one else '-':>10}"
+        )
 
 
 def figures(rows: list[Row]) -> dict[str, list[Any]]:
@@ -263,8 +295,12 @@ def figures(rows: list[Row]) -> dict[str, list[Any]]:
         found[f"{path} a second"] = [row.per_second[path] for row in rows]
         found[f"{path}, CPU-us each"] = [row.cpu_us[path] for row in rows]
     for kind in rows[0].noticed_s:
-        found[f"{kind}: noticed after, s (median)"] = [median(row.noticed_s[kind]) for row in rows]
-        found[f"{kind}: noticed after, s (worst)"] = [max(row.noticed_s[kind]) for row in rows]
+        found[f"{kind}: noticed after, s (median)"] = [
+            median(row.noticed_s[kind]) for row in rows
+        ]
+        found[f"{kind}: noticed after, s (worst)"] = [
+            max(row.noticed_s[kind]) for row in rows
+        ]
     found["killed under load: served"] = [float(row.served) for row in rows]
     found["killed under load: failed"] = [float(row.failed) for row in rows]
     return found

@@ -64,7 +64,9 @@ def tensors(folder: Path, dtype: str) -> dict[str, npt.NDArray[Any]]:
             if entry["dtype"] == dtype and end > begin:
                 kind = np.dtype(DTYPES[dtype])
                 count = (end - begin) // kind.itemsize
-                found[name] = np.memmap(path, kind, "r+", 8 + header_length + begin, (count,))
+                found[name] = np.memmap(
+                    path, kind, "r+", 8 + header_length + begin, (count,)
+                )
     return found
 
 
@@ -82,7 +84,9 @@ def scale(folder: Path, prefix: str) -> None:
     """Multiply the linear weights whose names begin so."""
     for name, bits in tensors(folder, "BF16").items():
         if name.startswith(prefix) and "proj" in name:
-            values = (bits.astype(np.uint32) << 16).view(np.float32) * np.float32(FACTOR)
+            values = (bits.astype(np.uint32) << 16).view(np.float32) * np.float32(
+                FACTOR
+            )
             bits[:] = values.view(np.uint32) >> 16
 
 
@@ -104,7 +108,12 @@ def replace_template(folder: Path, _quantizer: Path) -> None:
 def tune(folder: Path, quantizer: Path) -> None:
     """Train the model for some steps: a later version of the same model."""
     # -P: transformers imports a package that has the name of a benchmark.
-    subprocess.run([quantizer, "-P", TUNE, folder], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [quantizer, "-P", TUNE, folder],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 KINDS = (
@@ -124,13 +133,17 @@ def break_checkpoint(kind: Kind, source: Path, target: Path, quantizer: Path) ->
 
 def main() -> None:
     """Break one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=[kind.name for kind in KINDS])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     args = parser.parse_args()
     kind = next(kind for kind in KINDS if kind.name == args.kind)
-    break_checkpoint(kind, args.source, args.target, load_settings(None, {}).quantizer.python)
+    break_checkpoint(
+        kind, args.source, args.target, load_settings(None, {}).quantizer.python
+    )
 
 
 if __name__ == "__main__":

@@ -37,14 +37,23 @@ MOST_S = 0.4  # more than one request costs at any speed that is learned
 WARM = 20  # times as many requests as before
 TEAM = "bench"
 BODIES = [
-    json.dumps({"model": "fast", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": n, "stream": True})
+    json.dumps(
+        {
+            "model": "fast",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": n,
+            "stream": True,
+        }
+    )
     for n in range(1, TOKENS + 1)
 ]
 
 
 def main() -> int:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--ledger", choices=("sqlite", "redis"), default="sqlite")
     args = parser.parse_args()
@@ -52,16 +61,24 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = folder / "keys.json"
         admin = add_key(file, "operator", admin=True, engine_seconds_per_day=1e9)[0]
-        env = {**os.environ, "QARR_AUTH__KEYS_FILE": str(file), "QARR_BUDGETS__FILE": str(folder / "usage.sqlite")}
+        env = {
+            **os.environ,
+            "QARR_AUTH__KEYS_FILE": str(file),
+            "QARR_BUDGETS__FILE": str(folder / "usage.sqlite"),
+        }
         if args.ledger == "redis":
             env["QARR_STATE__REDIS_URL"] = start_redis(stack)
         url, _ = stack.enter_context(stub())
         ports = [free_port(), free_port()]
         for core, port in enumerate(ports):
             argv = [".venv/bin/qarr", "serve", "--fast", url, "--port", str(port)]
-            stack.enter_context(process(argv, core, env=env, log=folder / f"router-{core}.log"))
+            stack.enter_context(
+                process(argv, core, env=env, log=folder / f"router-{core}.log")
+            )
             wait_for(port, "/readyz")
-        faults = asyncio.run(run(ports, file, admin, args.requests, folder / "usage.sqlite"))
+        faults = asyncio.run(
+            run(ports, file, admin, args.requests, folder / "usage.sqlite")
+        )
         if faults:
             for log in sorted(folder.glob("router-*.log")):
                 print(log.read_text()[-3000:])
@@ -70,23 +87,39 @@ def main() -> int:
     return 1 if faults else 0
 
 
-async def run(ports: list[int], file: Path, admin: str, requests: int, usage: Path) -> list[str]:
+async def run(
+    ports: list[int], file: Path, admin: str, requests: int, usage: Path
+) -> list[str]:
     """Send all requests, look at the budgets meanwhile, and print what was counted; return what does not hold."""
     await send(ports, [admin], requests // WARM)
-    (cost,) = {float(str(each["used"])) * WARM / requests for each in await budgets(ports[0], admin)}
+    (cost,) = {
+        float(str(each["used"])) * WARM / requests
+        for each in await budgets(ports[0], admin)
+    }
     keys = await budgeted(ports, file, requests * cost / KEYS)
     began, exceeded, looks = time.monotonic(), set[str](), 0
     sending = asyncio.ensure_future(send(ports, keys, requests))
     while not sending.done():
-        exceeded |= {f"{each}" for each in await budgets(ports[0], admin) if each["used"] > each["limit"]}
+        exceeded |= {
+            f"{each}"
+            for each in await budgets(ports[0], admin)
+            if each["used"] > each["limit"]
+        }
         looks += 1
         await asyncio.wait({sending}, timeout=0.5)
     statuses, took = await sending, time.monotonic() - began
     answered = sum(count for name, count in statuses.items() if name.startswith("200"))
-    at_end = [each for each in await budgets(ports[1], admin) if each["name"] != "operator"]
+    at_end = [
+        each for each in await budgets(ports[1], admin) if each["name"] != "operator"
+    ]
     rows = await settled(usage, [str(each["key"]) for each in at_end], answered)
-    print(f"{requests} requests in {took:.0f} s over two routers and {len(keys)} keys of one team")
-    print("answers by status and key: " + ", ".join(f"{name}: {count}" for name, count in sorted(statuses.items())))
+    print(
+        f"{requests} requests in {took:.0f} s over two routers and {len(keys)} keys of one team"
+    )
+    print(
+        "answers by status and key: "
+        + ", ".join(f"{name}: {count}" for name, count in sorted(statuses.items()))
+    )
     charged = sum(engine_us for _, engine_us in rows.values())
     whole = next(each for each in at_end if each["key"] is None)
     print(
@@ -103,17 +136,28 @@ async def run(ports: list[int], file: Path, admin: str, requests: int, usage: Pa
         if each["key"] is not None and micro(each) != rows[each["key"]][1]
     ]
     left = {each["name"] or "team": each["limit"] - each["used"] for each in at_end}
-    print("left of each budget, in engine-seconds: " + ", ".join(f"{name}: {rest:.3f}" for name, rest in left.items()))
+    print(
+        "left of each budget, in engine-seconds: "
+        + ", ".join(f"{name}: {rest:.3f}" for name, rest in left.items())
+    )
     for number in range(KEYS):
-        if statuses[f"429 key {number}"] and min(left[f"key {number}"], left["team"]) > MOST_S:
-            faults.append(f"requests of key {number} were refused although there was room for them")
+        if (
+            statuses[f"429 key {number}"]
+            and min(left[f"key {number}"], left["team"]) > MOST_S
+        ):
+            faults.append(
+                f"requests of key {number} were refused although there was room for them"
+            )
     return faults
 
 
 async def budgeted(ports: list[int], file: Path, share: float) -> list[str]:
     """Make the keys, the first with so many engine-seconds, and return them once both routers know them."""
     set_team(file, TEAM, engine_seconds_per_month=share)
-    keys = [add_key(file, f"key {n}", team=TEAM, engine_seconds_per_day=share / 4**n)[0] for n in range(KEYS)]
+    keys = [
+        add_key(file, f"key {n}", team=TEAM, engine_seconds_per_day=share / 4**n)[0]
+        for n in range(KEYS)
+    ]
     for port in ports:
         while True:
             with suppress(httpx.HTTPStatusError):
@@ -153,16 +197,23 @@ async def send(ports: list[int], keys: list[str], requests: int) -> Counter[str]
 async def budgets(port: int, admin: str) -> list[dict[str, object]]:
     """Return how far each budget is used, as a router tells operators."""
     async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-        answer = await client.get(f"http://127.0.0.1:{port}/usage", headers={"authorization": f"Bearer {admin}"})
+        answer = await client.get(
+            f"http://127.0.0.1:{port}/usage",
+            headers={"authorization": f"Bearer {admin}"},
+        )
     found: list[dict[str, object]] = answer.raise_for_status().json()["budgets"]
     return found
 
 
-async def settled(usage: Path, keys: list[str], answered: int) -> dict[str, tuple[int, int]]:
+async def settled(
+    usage: Path, keys: list[str], answered: int
+) -> dict[str, tuple[int, int]]:
     """Return each key's requests and their charges in microseconds, once all answered ones are written."""
     for _ in range(60):
         with sqlite3.connect(usage) as sql:
-            found = sql.execute("SELECT key, SUM(requests), SUM(engine_us) FROM usage GROUP BY key").fetchall()
+            found = sql.execute(
+                "SELECT key, SUM(requests), SUM(engine_us) FROM usage GROUP BY key"
+            ).fetchall()
         found = [row for row in found if row[0] in keys]
         if sum(count for _, count, _ in found) >= answered:
             break

@@ -39,23 +39,47 @@ MOST_US = 1_000_000  # of one request: a second
 def callers(run: str, requests: int) -> list[Caller]:
     """Return the keys of a run. Requests use a quarter of a second on average; there is two thirds of what they want."""
     share = requests / 4 / KEYS * 2 / 3
-    team = Account(f"team:{run}", "team", Budget(engine_seconds_per_month=share * KEYS * 0.9).limits())
-    own = [Budget(engine_seconds_per_day=share * (0.5 + n / 4), money_per_day=share).limits() for n in range(KEYS)]
+    team = Account(
+        f"team:{run}",
+        "team",
+        Budget(engine_seconds_per_month=share * KEYS * 0.9).limits(),
+    )
+    own = [
+        Budget(
+            engine_seconds_per_day=share * (0.5 + n / 4), money_per_day=share
+        ).limits()
+        for n in range(KEYS)
+    ]
     return [
-        Caller(f"{run}-{n}", str(n), accounts=(Account(f"key:{run}-{n}", "key", own[n]), team)) for n in range(KEYS)
+        Caller(
+            f"{run}-{n}",
+            str(n),
+            accounts=(Account(f"key:{run}-{n}", "key", own[n]), team),
+        )
+        for n in range(KEYS)
     ]
 
 
 def ledger_of(where: str) -> BudgetLedger:
     """Return the shared ledger: in Redis, or in a file."""
-    return RedisLedger(where) if where.startswith("redis") else SqliteLedger(Database(Path(where)))
+    return (
+        RedisLedger(where)
+        if where.startswith("redis")
+        else SqliteLedger(Database(Path(where)))
+    )
 
 
 async def send(where: str, run: str, requests: int, number: int) -> None:
     """Send one process' part, and print what it was charged by account."""
     at = float(run.partition("@")[2])
-    reservations = Reservations(ledger_of(where), BudgetSettings(replica_hour=1), lambda: at)
-    source, who, left = random.Random(number), callers(run, requests), requests // PROCESSES
+    reservations = Reservations(
+        ledger_of(where), BudgetSettings(replica_hour=1), lambda: at
+    )
+    source, who, left = (
+        random.Random(number),
+        callers(run, requests),
+        requests // PROCESSES,
+    )
     charged: Counter[str] = Counter()
     counts: Counter[str] = Counter()
 
@@ -70,7 +94,8 @@ async def send(where: str, run: str, requests: int, number: int) -> None:
                 counts["refused"] += 1
                 continue
             await asyncio.sleep(0)
-            used = source.randint(0, most + most // 50)  # a few use more than was reserved, as after a failover
+            # a few use more than was reserved, as after a failover
+            used = source.randint(0, most + most // 50)
             cost = await grant.settle(Cost(used, used // 3))
             counts["served"] += 1
             for account in caller.accounts:
@@ -79,12 +104,21 @@ async def send(where: str, run: str, requests: int, number: int) -> None:
 
     await asyncio.gather(*(client() for _ in range(AT_ONCE)))
     await reservations.aclose()
-    print(json.dumps({"charged": charged, "counts": counts, "cpu_s": time.process_time()}))
+    print(
+        json.dumps({"charged": charged, "counts": counts, "cpu_s": time.process_time()})
+    )
 
 
-def over(run: str, requests: int, used: dict[tuple[str, str], Cost], at: float) -> list[str]:
+def over(
+    run: str, requests: int, used: dict[tuple[str, str], Cost], at: float
+) -> list[str]:
     """Return the budgets that are exceeded."""
-    limits = {(a.id, limit) for c in callers(run, requests) for a in c.accounts for limit in a.limits}
+    limits = {
+        (a.id, limit)
+        for c in callers(run, requests)
+        for a in c.accounts
+        for limit in a.limits
+    }
     now, found = periods(at), []
     for account, limit in limits:
         there = used[account, now.day if limit.span == "day" else now.month]
@@ -97,12 +131,26 @@ async def measure(where: str, requests: int) -> dict[str, object]:
     """Run it, and return what was found."""
     at = float(int(time.time()))
     run = f"{secrets.token_hex(4)}@{at}"
-    accounts = sorted({account.id for caller in callers(run, requests) for account in caller.accounts})
+    accounts = sorted(
+        {account.id for caller in callers(run, requests) for account in caller.accounts}
+    )
     ledger, began, looks, exceeded = ledger_of(where), time.monotonic(), 0, list[str]()
-    command = [sys.executable, __file__, "--requests", str(requests), "--where", where, "--run", run, "--number"]
+    command = [
+        sys.executable,
+        __file__,
+        "--requests",
+        str(requests),
+        "--where",
+        where,
+        "--run",
+        run,
+        "--number",
+    ]
     env = {**os.environ, "PYTHONPATH": ROOT}
     parts = [
-        await asyncio.create_subprocess_exec(*command, str(n), stdout=asyncio.subprocess.PIPE, env=env)
+        await asyncio.create_subprocess_exec(
+            *command, str(n), stdout=asyncio.subprocess.PIPE, env=env
+        )
         for n in range(PROCESSES)
     ]
     ended = asyncio.gather(*(part.communicate() for part in parts))
@@ -114,7 +162,11 @@ async def measure(where: str, requests: int) -> dict[str, object]:
     used = await ledger.used(accounts, periods(at))
     exceeded += over(run, requests, used, at)
     charged = sum((Counter(each["charged"]) for each in told), Counter[str]())
-    counted = {f"{a} {unit}": getattr(used[a, periods(at).day], unit) for a in accounts for unit in Cost._fields}
+    counted = {
+        f"{a} {unit}": getattr(used[a, periods(at).day], unit)
+        for a in accounts
+        for unit in Cost._fields
+    }
     counts = sum((Counter(each["counts"]) for each in told), Counter[str]())
     return {
         "ledger": "redis" if where.startswith("redis") else "sqlite",
@@ -122,9 +174,15 @@ async def measure(where: str, requests: int) -> dict[str, object]:
         **counts,
         "looks_during_the_run": looks,
         "budgets_exceeded": sorted(set(exceeded)),
-        "charged_engine_us": sum(charged[f"key:{c.key_id} engine_us"] for c in callers(run, requests)),
-        "ledger_engine_us": sum(counted[f"key:{c.key_id} engine_us"] for c in callers(run, requests)),
-        "sums_differ": sorted(name for name in counted if counted[name] != charged[name]),
+        "charged_engine_us": sum(
+            charged[f"key:{c.key_id} engine_us"] for c in callers(run, requests)
+        ),
+        "ledger_engine_us": sum(
+            counted[f"key:{c.key_id} engine_us"] for c in callers(run, requests)
+        ),
+        "sums_differ": sorted(
+            name for name in counted if counted[name] != charged[name]
+        ),
         "cpu_us_a_request": round(sum(each["cpu_s"] for each in told) * 1e6 / requests),
         "seconds": round(time.monotonic() - began, 1),
     }
@@ -132,7 +190,9 @@ async def measure(where: str, requests: int) -> dict[str, object]:
 
 def main() -> int:
     """Run the benchmark, or one of its processes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--redis", default="", help="address; by default a SQLite file")
     parser.add_argument("--out", type=Path)
@@ -143,7 +203,9 @@ def main() -> int:
         asyncio.run(send(given.where, given.run, given.requests, int(given.number)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(measure(given.redis or f"{folder}/usage.sqlite", given.requests))
+        found = asyncio.run(
+            measure(given.redis or f"{folder}/usage.sqlite", given.requests)
+        )
     text = json.dumps(found, indent=2)
     print(text)
     if given.out:

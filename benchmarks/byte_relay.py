@@ -17,17 +17,23 @@ HOST = "127.0.0.1"
 class End(asyncio.Protocol):
     """One end of a relay: what comes here goes out at the other end."""
 
-    def __init__(self, server_port: int = 0, other: asyncio.Transport | None = None) -> None:
+    def __init__(
+        self, server_port: int = 0, other: asyncio.Transport | None = None
+    ) -> None:
         self._server_port, self._other, self._early = server_port, other, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connect a client to the server."""
         if self._other is None:
-            self._opening = asyncio.ensure_future(self._open(cast("asyncio.Transport", transport)))
+            self._opening = asyncio.ensure_future(
+                self._open(cast("asyncio.Transport", transport))
+            )
 
     async def _open(self, client: asyncio.Transport) -> None:
         loop = asyncio.get_running_loop()
-        self._other, _ = await loop.create_connection(lambda: End(other=client), HOST, self._server_port)
+        self._other, _ = await loop.create_connection(
+            lambda: End(other=client), HOST, self._server_port
+        )
         self._other.write(self._early)
 
     def data_received(self, data: bytes) -> None:
@@ -45,7 +51,9 @@ class End(asyncio.Protocol):
 
 async def main(port: int, server_port: int) -> None:
     """Serve until killed."""
-    server = await asyncio.get_running_loop().create_server(lambda: End(server_port), HOST, port)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: End(server_port), HOST, port
+    )
     await server.serve_forever()
 
 

@@ -42,11 +42,26 @@ from router.policy.decide import decide
 from router.policy.decision import Basis, Decision, Estimate, PolicyParameters, Query
 from router.policy.losses import losses
 from router.policy.profiles import percentile
-from tiers.simulated.gpu import LLAMA_8B, Hardware, Job, Scheduler, Step, hardware, offline
+from tiers.simulated.gpu import (
+    LLAMA_8B,
+    Hardware,
+    Job,
+    Scheduler,
+    Step,
+    hardware,
+    offline,
+)
 from tiers.sizing.architecture import architecture
 from tiers.sizing.named_gpus import parse_gpus
 from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
-from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus, TemplateTokens, TierName, TierSpec
+from tiers.spec import (
+    PRECISIONS,
+    STANDARD_TIERS,
+    ReplicaStatus,
+    TemplateTokens,
+    TierName,
+    TierSpec,
+)
 from tiers.speed import Load
 
 if TYPE_CHECKING:
@@ -66,7 +81,8 @@ BLOCKS = 100
 RESAMPLES = 1000
 LOSSES = {tier: losses(PRECISIONS[tier], (), PARAMETERS) for tier in STANDARD_TIERS[:2]}
 TABLE = PolicyParameters(LOSSES)
-BUDGETS = (0.01, 0.02)  # shares of answers that may be lost, beside the default of about .003
+# shares of answers that may be lost, beside the default of about .003
+BUDGETS = (0.01, 0.02)
 LEAST_ENGINE_TIME_BASES = {Basis.BUDGET, Basis.NEGLIGIBLE, Basis.LEAST_LOSS}
 
 
@@ -121,7 +137,9 @@ class Request:
         """Return the probability that its answer is worse than the highest precision's."""
         if self.tier is TierName.PRECISE:
             return 0.0
-        return LOSSES[self.tier][self.arrival.prompt.prompt_class][self.arrival.prompt.complexity].mean
+        return LOSSES[self.tier][self.arrival.prompt.prompt_class][
+            self.arrival.prompt.complexity
+        ].mean
 
     @property
     def is_good(self) -> bool:
@@ -143,7 +161,9 @@ class Engine:
     @property
     def spec(self) -> TierSpec:
         """Return the tier as configured."""
-        return TierSpec(self.tier, 1 << 17, MAX_NUM_SEQS, SLOTS, precision=PRECISIONS[self.tier])
+        return TierSpec(
+            self.tier, 1 << 17, MAX_NUM_SEQS, SLOTS, precision=PRECISIONS[self.tier]
+        )
 
     def begin_step(self) -> float | None:
         """Begin the next step and return its duration in milliseconds; None: there is nothing to compute."""
@@ -163,7 +183,9 @@ class Engine:
                 request.first_ms = now_ms
             if request.job.produced >= request.job.tokens:
                 request.last_ms = now_ms
-        self.requests = [request for request in self.requests if request.last_ms is None]
+        self.requests = [
+            request for request in self.requests if request.last_ms is None
+        ]
 
     def state(self) -> ReplicaState:
         """Return the engine as the router sees it."""
@@ -191,11 +213,14 @@ class Fleet:
     """Three engines and the queue in front of them."""
 
     def __init__(
-        self, gpu: dict[TierName, Hardware], choose: Callable[[Arrival, FleetSnapshot], TierName | None]
+        self,
+        gpu: dict[TierName, Hardware],
+        choose: Callable[[Arrival, FleetSnapshot], TierName | None],
     ) -> None:
         self._choose = choose
         self.engines = {
-            tier: Engine(tier, Scheduler(kind, MAX_NUM_SEQS), as_model(kind.speed)) for tier, kind in gpu.items()
+            tier: Engine(tier, Scheduler(kind, MAX_NUM_SEQS), as_model(kind.speed))
+            for tier, kind in gpu.items()
         }
         self._step_ends: list[tuple[float, int, TierName]] = []
         self._steps = 0
@@ -225,7 +250,9 @@ class Fleet:
         duration_ms = engine.begin_step()
         if duration_ms is not None:
             self._steps += 1
-            heapq.heappush(self._step_ends, (now_ms + duration_ms, self._steps, engine.tier))
+            heapq.heappush(
+                self._step_ends, (now_ms + duration_ms, self._steps, engine.tier)
+            )
 
     def _dispatch(self, now_ms: float) -> None:
         while self._queue:
@@ -235,7 +262,9 @@ class Fleet:
             self._give(self._queue.pop(0), self.engines[tier], now_ms)
 
     def _give(self, arrival: Arrival, engine: Engine, now_ms: float) -> None:
-        request = Request(arrival, engine.tier, Job(arrival.query.prompt_tokens, arrival.tokens))
+        request = Request(
+            arrival, engine.tier, Job(arrival.query.prompt_tokens, arrival.tokens)
+        )
         engine.requests.append(request)
         engine.scheduler.waiting.append(request.job)
         self.served.append(request)
@@ -247,8 +276,12 @@ class Fleet:
         tiers = []
         for engine in self.engines.values():
             state = engine.state()
-            tiers.append(TierSnapshot(engine.spec, (state,), (state.load.output_tokens,)))
-        return FleetSnapshot(tuple(tiers), TemplateTokens(), output_share=1 / ALLOWED_TOKENS)
+            tiers.append(
+                TierSnapshot(engine.spec, (state,), (state.load.output_tokens,))
+            )
+        return FleetSnapshot(
+            tuple(tiers), TemplateTokens(), output_share=1 / ALLOWED_TOKENS
+        )
 
 
 def by_policy(arrival: Arrival, fleet: FleetSnapshot) -> TierName | None:
@@ -256,7 +289,9 @@ def by_policy(arrival: Arrival, fleet: FleetSnapshot) -> TierName | None:
     return decide(arrival.query, fleet, TABLE).tier
 
 
-def by_policy_within(budget: float) -> Callable[[Arrival, FleetSnapshot], TierName | None]:
+def by_policy_within(
+    budget: float,
+) -> Callable[[Arrival, FleetSnapshot], TierName | None]:
     """Choose as QARR does with ``policy.loss_budget`` set to a share of answers, 0..1."""
     table = PolicyParameters(LOSSES, loss_budget=budget)
     return lambda arrival, fleet: decide(arrival.query, fleet, table).tier
@@ -265,7 +300,19 @@ def by_policy_within(budget: float) -> Callable[[Arrival, FleetSnapshot], TierNa
 def by_policy_told_classes(arrival: Arrival, fleet: FleetSnapshot) -> TierName | None:
     """Choose as QARR would if the classifier never erred."""
     prompt = arrival.prompt
-    told = PromptFeatures(0, 0, 0, True, False, False, None, prompt.prompt_class, 1.0, (), prompt.complexity)
+    told = PromptFeatures(
+        0,
+        0,
+        0,
+        True,
+        False,
+        False,
+        None,
+        prompt.prompt_class,
+        1.0,
+        (),
+        prompt.complexity,
+    )
     query = Query(told, arrival.query.prompt_tokens, arrival.query.max_tokens)
     return decide(query, fleet, TABLE).tier
 
@@ -279,7 +326,9 @@ def by_engine_time(arrival: Arrival, fleet: FleetSnapshot) -> TierName | None:
 
 
 def _allowed(decision: Decision) -> list[Estimate]:
-    meeting = [each for each in decision.choice.estimates if each.meets and not each.unfit]
+    meeting = [
+        each for each in decision.choice.estimates if each.meets and not each.unfit
+    ]
     allowed = [each for each in meeting if each.loss.mean <= each.allowed]
     return allowed or [each for each in meeting if each.tier is decision.tier]
 
@@ -306,7 +355,9 @@ def least_loaded(_arrival: Arrival, fleet: FleetSnapshot) -> TierName | None:
     return min(fleet.tiers, key=lambda tier: tier.replicas[0].load.sequences).spec.name
 
 
-def at_random(shares: dict[TierName, float], seed: int = 1) -> Callable[[Arrival, FleetSnapshot], TierName | None]:
+def at_random(
+    shares: dict[TierName, float], seed: int = 1
+) -> Callable[[Arrival, FleetSnapshot], TierName | None]:
     """Choose each tier with a fixed probability, the same for a request however often it is asked."""
     tiers, weights = list(shares), list(shares.values())
 
@@ -335,11 +386,19 @@ def read_prompts() -> list[Prompt]:
                 signals=(),
                 complexity=Complexity(fields["found_complexity"]),
             )
-            found.append(Prompt(PromptClass(fields["class"]), Complexity(fields["complexity"]), features))
+            found.append(
+                Prompt(
+                    PromptClass(fields["class"]),
+                    Complexity(fields["complexity"]),
+                    features,
+                )
+            )
     return found
 
 
-def make_arrivals(prompts: Sequence[Prompt], rate: float, seed: int = 1) -> list[Arrival]:
+def make_arrivals(
+    prompts: Sequence[Prompt], rate: float, seed: int = 1
+) -> list[Arrival]:
     """Return Poisson arrivals of each prompt once, in random order."""
     source = random.Random(seed)
     order = list(prompts)
@@ -348,8 +407,14 @@ def make_arrivals(prompts: Sequence[Prompt], rate: float, seed: int = 1) -> list
     for prompt in order:
         at_ms += source.expovariate(rate) * 1000
         mean = ANSWER_TOKENS.get(prompt.prompt_class.value, 30)
-        tokens = max(2, round(source.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA)))
-        query = Query(prompt.found, prompt.found.tokens + PROMPT_TOKENS, max_tokens=max(ALLOWED_TOKENS * mean, tokens))
+        tokens = max(
+            2, round(source.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))
+        )
+        query = Query(
+            prompt.found,
+            prompt.found.tokens + PROMPT_TOKENS,
+            max_tokens=max(ALLOWED_TOKENS * mean, tokens),
+        )
         arrivals.append(Arrival(at_ms, prompt, query, tokens))
     return arrivals
 
@@ -358,21 +423,32 @@ def saturation(gpu: dict[TierName, Hardware], arrivals: Sequence[Arrival]) -> fl
     """Return the requests a second that all tiers complete together if they are always full."""
     tokens = round(fmean(arrival.tokens for arrival in arrivals))
     prompt_tokens = round(fmean(arrival.query.prompt_tokens for arrival in arrivals))
-    return sum(offline(kind, prompt_tokens, tokens, 10 * MAX_NUM_SEQS, MAX_NUM_SEQS) / tokens for kind in gpu.values())
+    return sum(
+        offline(kind, prompt_tokens, tokens, 10 * MAX_NUM_SEQS, MAX_NUM_SEQS) / tokens
+        for kind in gpu.values()
+    )
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the mean of values, by a bootstrap over blocks of neighbours."""
     size = max(len(values) // BLOCKS, 1)
-    means = [fmean(values[start : start + size]) for start in range(0, len(values) - size + 1, size)]
+    means = [
+        fmean(values[start : start + size])
+        for start in range(0, len(values) - size + 1, size)
+    ]
     source = random.Random(0)
-    resampled = sorted(fmean(source.choices(means, k=len(means))) for _ in range(RESAMPLES))
+    resampled = sorted(
+        fmean(source.choices(means, k=len(means))) for _ in range(RESAMPLES)
+    )
     return resampled[RESAMPLES // 40], resampled[-RESAMPLES // 40]
 
 
 def shares_of(served: Sequence[Request]) -> dict[TierName, float]:
     """Return the share of requests that each tier served."""
-    return {tier: sum(request.tier is tier for request in served) / len(served) for tier in STANDARD_TIERS}
+    return {
+        tier: sum(request.tier is tier for request in served) / len(served)
+        for tier in STANDARD_TIERS
+    }
 
 
 def row(name: str, fleet: Fleet) -> str:
@@ -396,10 +472,14 @@ def row(name: str, fleet: Fleet) -> str:
 def compare(gpu_name: str, load: float, prompts: Sequence[Prompt]) -> None:
     """Run all ways of choosing at one load, and print them."""
     model = architecture(LLAMA_8B)
-    gpu = {tier: hardware(tier, model, parse_gpus(gpu_name)[0]) for tier in STANDARD_TIERS}
+    gpu = {
+        tier: hardware(tier, model, parse_gpus(gpu_name)[0]) for tier in STANDARD_TIERS
+    }
     rate = load * saturation(gpu, make_arrivals(prompts, 1.0))
     arrivals = make_arrivals(prompts, rate)
-    print(f"\n{gpu_name}, one for each tier, {load:g} of saturation ({rate:.1f} requests/s)")
+    print(
+        f"\n{gpu_name}, one for each tier, {load:g} of saturation ({rate:.1f} requests/s)"
+    )
     print(
         f"{'':34}{'lost of 100':>22}{'good/s':>10}{'TTFT p50':>9}{'p95':>9}{'TPOT p50':>10}{'p95':>8}{'engine':>9}"
         f"{'f/b/p %':>12}"
@@ -413,7 +493,10 @@ def compare(gpu_name: str, load: float, prompts: Sequence[Prompt]) -> None:
         "QARR before: least engine time": by_engine_time,
         "QARR": by_policy,
     }
-    ways |= {f"QARR, loss budget {100 * budget:g} of 100": by_policy_within(budget) for budget in BUDGETS}
+    ways |= {
+        f"QARR, loss budget {100 * budget:g} of 100": by_policy_within(budget)
+        for budget in BUDGETS
+    }
     fleets = {}
     for name, choose in ways.items():
         fleets[name] = Fleet(gpu, choose)
@@ -431,10 +514,13 @@ def compare(gpu_name: str, load: float, prompts: Sequence[Prompt]) -> None:
 def difference(ours: Fleet, mixed: Fleet) -> str:
     """Return what the choice saves against a random mix, paired by request."""
     by_time = {request.arrival.at_ms: request.loss for request in mixed.served}
-    saved = [100 * (by_time[request.arrival.at_ms] - request.loss) for request in ours.served]
+    saved = [
+        100 * (by_time[request.arrival.at_ms] - request.loss) for request in ours.served
+    ]
     low, high = interval(saved)
     engine_ms = [
-        sum(engine.busy_ms for engine in fleet.engines.values()) / len(fleet.served) for fleet in (ours, mixed)
+        sum(engine.busy_ms for engine in fleet.engines.values()) / len(fleet.served)
+        for fleet in (ours, mixed)
     ]
     return (
         f"QARR loses {fmean(saved):.2f} ({low:.2f} to {high:.2f}) answers of 100 fewer than a random mix with its shares, "
@@ -444,14 +530,29 @@ def difference(ours: Fleet, mixed: Fleet) -> str:
 
 def main() -> None:
     """Run as the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", nargs="+", default=["H100", "L40S"])
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.0, 1.2], help="shares of saturation")
-    parser.add_argument("--requests", type=int, default=10_000, help="at most as many as there are prompts")
+    parser.add_argument(
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.8, 1.0, 1.2],
+        help="shares of saturation",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=10_000,
+        help="at most as many as there are prompts",
+    )
     options = parser.parse_args()
     prompts = read_prompts()[: options.requests]
     print(f"$ python benchmarks/choices.py {' '.join(sys.argv[1:])}".rstrip())
-    print(f"# Llama 3.1 8B; {len(prompts)} prompts; goodput: TTFT within {TTFT_MS:g} ms, {TPOT_MS:g} ms a token")
+    print(
+        f"# Llama 3.1 8B; {len(prompts)} prompts; goodput: TTFT within {TTFT_MS:g} ms, {TPOT_MS:g} ms a token"
+    )
     for gpu_name in options.gpus:
         for load in options.loads:
             note(f"{gpu_name} at {load:g}")

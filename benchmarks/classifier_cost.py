@@ -45,19 +45,32 @@ CODE = (
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a model's tokenizer.json")
-    parser.add_argument("--prompts", type=int, default=200, help="prompts of each length (default: 200)")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="a model's tokenizer.json"
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=200, help="prompts of each length (default: 200)"
+    )
     options = parser.parse_args()
     counter = ModelTokenCounter.from_file(options.tokenizer)
     reference = Tokenizer.from_file(str(options.tokenizer))
-    print(f"counting with {counter.backend}; microseconds a prompt: median / 95th percentile")
-    print(f"{'chars':>6} {'classify, with count':>21} {'count alone':>19} {'tokenizers alone':>19} {'ratio':>6}")
+    print(
+        f"counting with {counter.backend}; microseconds a prompt: median / 95th percentile"
+    )
+    print(
+        f"{'chars':>6} {'classify, with count':>21} {'count alone':>19} {'tokenizers alone':>19} {'ratio':>6}"
+    )
     for length in LENGTHS:
         prompts = make_prompts(length, options.prompts)
         whole = measure(lambda text: extract(text, counter), prompts)
         alone = measure(counter.count, prompts)
-        slow = measure(lambda text: len(reference.encode(text, add_special_tokens=False).ids), prompts)
-        print(f"{length:>6} {show(whole):>21} {show(alone):>19} {show(slow):>19} {median(whole) / median(slow):>6.2f}")
+        slow = measure(
+            lambda text: len(reference.encode(text, add_special_tokens=False).ids),
+            prompts,
+        )
+        print(
+            f"{length:>6} {show(whole):>21} {show(alone):>19} {show(slow):>19} {median(whole) / median(slow):>6.2f}"
+        )
     print(
         "ratio: classify with count, to counting with tokenizers alone (medians; below 1 the whole classifier is cheaper)"
     )

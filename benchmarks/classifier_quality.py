@@ -31,7 +31,9 @@ def main() -> None:
     options = parser.parse_args()
     second, counter = load_second_look(), EstimatingCounter()
     for file in options.files:
-        prompts = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line]
+        prompts = [
+            json.loads(line) for line in file.read_text("utf-8").split("\n") if line
+        ]
         prompts = [prompt for prompt in prompts if not prompt.get("borderline")]
         first = [(prompt, extract(prompt["text"], counter)) for prompt in prompts]
         columns, took = {"first look": figures(first)}, []
@@ -40,13 +42,21 @@ def main() -> None:
             for prompt, features in first:
                 if features.doubtful:
                     began = time.perf_counter()
-                    features = extract(prompt["text"], counter, second=second.read(prompt["text"]))  # noqa: PLW2901
+                    features = extract(  # noqa: PLW2901
+                        prompt["text"], counter, second=second.read(prompt["text"])
+                    )
                     took.append((time.perf_counter() - began) * 1000)
                 both.append((prompt, features))
             columns["with second look"] = figures(both)
-        print(f"{file.name}, {len(prompts)} prompts" + "".join(f"{name:>18}" for name in columns))
+        print(
+            f"{file.name}, {len(prompts)} prompts"
+            + "".join(f"{name:>18}" for name in columns)
+        )
         for name in columns["first look"]:
-            print(f"  {name:34}" + "".join(f"{column[name]:18.3f}" for column in columns.values()))
+            print(
+                f"  {name:34}"
+                + "".join(f"{column[name]:18.3f}" for column in columns.values())
+            )
         if took:
             share, each = len(took) / len(prompts), median(took)
             print(
@@ -57,7 +67,9 @@ def main() -> None:
 def figures(cases: list[Case]) -> dict[str, float]:
     """Return F1 and shares, 0..1."""
 
-    def f1(found: Callable[[Case], bool], right: Callable[[Case], bool], among: list[Case]) -> float:
+    def f1(
+        found: Callable[[Case], bool], right: Callable[[Case], bool], among: list[Case]
+    ) -> float:
         both = sum(found(case) and right(case) for case in among)
         return 2 * both / max(sum(found(case) + right(case) for case in among), 1)
 
@@ -69,18 +81,39 @@ def figures(cases: list[Case]) -> dict[str, float]:
 
     prose = [case for case in cases if not has(case)]
     with_code = [case for case in cases if has(case) and case[0].get("language")]
-    degrees = {kind: [case for case in cases if case[0].get("complexity") == kind] for kind in ("trivial", "complex")}
+    degrees = {
+        kind: [case for case in cases if case[0].get("complexity") == kind]
+        for kind in ("trivial", "complex")
+    }
     classes = {case[0].get("class") for case in prose} - {None, "code"}
-    each = [f1(lambda c, k=k: c[1].prompt_class == k, lambda c, k=k: c[0].get("class") == k, prose) for k in classes]
-    foreign = [case for case in cases if (case[0].get("nl") or case[0].get("natural_language") or "en") != "en"]
+    each = [
+        f1(
+            lambda c, k=k: c[1].prompt_class == k,
+            lambda c, k=k: c[0].get("class") == k,
+            prose,
+        )
+        for k in classes
+    ]
+    foreign = [
+        case
+        for case in cases
+        if (case[0].get("nl") or case[0].get("natural_language") or "en") != "en"
+    ]
     return {
         "F1 has code": f1(lambda case: case[1].has_code, has, cases),
-        "F1 asks for code": f1(lambda c: c[1].asks_for_code, lambda c: bool(c[0]["asks_for_code"]), cases),
+        "F1 asks for code": f1(
+            lambda c: c[1].asks_for_code, lambda c: bool(c[0]["asks_for_code"]), cases
+        ),
         "F1 has code, other languages": f1(lambda case: case[1].has_code, has, foreign),
         "prose called code": share(lambda case: case[1].has_code, prose),
-        "programming language right": share(lambda case: case[1].language == case[0]["language"], with_code),
+        "programming language right": share(
+            lambda case: case[1].language == case[0]["language"], with_code
+        ),
         "F1 of classes, mean": fmean(each) if each else float("nan"),
-        **{f"{k} found": share(lambda case, k=k: case[1].complexity == k, among) for k, among in degrees.items()},
+        **{
+            f"{k} found": share(lambda case, k=k: case[1].complexity == k, among)
+            for k, among in degrees.items()
+        },
     }
 
 

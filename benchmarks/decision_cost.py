@@ -39,7 +39,12 @@ PROMPT = "Can you explain how tides work, and why there are two of them a day? I
 CALLS = 1500
 OPEN = 6  # requests on each replica
 MAX_TOKENS = 1 << 20  # so that none of them is done before the measurement is
-TABLE = PolicyParameters({TierName.FAST: losses("awq-int4", (), 8e9), TierName.BALANCED: losses("fp8", (), 8e9)})
+TABLE = PolicyParameters(
+    {
+        TierName.FAST: losses("awq-int4", (), 8e9),
+        TierName.BALANCED: losses("fp8", (), 8e9),
+    }
+)
 
 
 class Load:
@@ -47,22 +52,49 @@ class Load:
 
     def __init__(self, replicas: int, query: Query, log: DecisionLog) -> None:
         self.query, self.log = query, log
-        specs = tuple(TierSpec(name, 8192, 16, 32, digest="d") for name in STANDARD_TIERS)
+        specs = tuple(
+            TierSpec(name, 8192, 16, 32, digest="d") for name in STANDARD_TIERS
+        )
         self.fleet = Fleet(specs)
         for number in range(replicas):
             spec = specs[number % len(specs)]
             name = f"{spec.name}-{number}"
-            replica = self.fleet.add(Replica(name, spec, "http://127.0.0.1", "", "m", status=ReplicaStatus.READY))
-            replica.measured(
-                SpeedModel(20, 1, 20 + 20 * STANDARD_TIERS.index(spec.name), 2, 1, 0.5, 0.1, 0.1, profiled=True)
+            replica = self.fleet.add(
+                Replica(
+                    name, spec, "http://127.0.0.1", "", "m", status=ReplicaStatus.READY
+                )
             )
-        self.open = [self.lease(spec.name, MAX_TOKENS) for _ in range(OPEN * replicas // 3) for spec in specs]
+            replica.measured(
+                SpeedModel(
+                    20,
+                    1,
+                    20 + 20 * STANDARD_TIERS.index(spec.name),
+                    2,
+                    1,
+                    0.5,
+                    0.1,
+                    0.1,
+                    profiled=True,
+                )
+            )
+        self.open = [
+            self.lease(spec.name, MAX_TOKENS)
+            for _ in range(OPEN * replicas // 3)
+            for spec in specs
+        ]
         self.streams = {lease.replica.id: lease for lease in self.open}.values()
         self.times: dict[str, list[float]] = defaultdict(list)
 
-    def lease(self, tier: TierName, max_tokens: int, found: Candidate | None = None) -> Lease:
+    def lease(
+        self, tier: TierName, max_tokens: int, found: Candidate | None = None
+    ) -> Lease:
         """Take a slot that must be free; ``found``: see ``Fleet.lease``."""
-        lease = self.fleet.lease(tier, prompt_tokens=self.query.prompt_tokens, max_tokens=max_tokens, found=found)
+        lease = self.fleet.lease(
+            tier,
+            prompt_tokens=self.query.prompt_tokens,
+            max_tokens=max_tokens,
+            found=found,
+        )
         assert lease is not None
         return lease
 
@@ -85,7 +117,10 @@ class Load:
         self.times["decision, bounds on everything"].append((decided - snapped) * 1e6)
         self.times["both"].append((decided - began) * 1e6)
         self.time(
-            "its report on every tier", lambda: [verdict(decision.choice, each) for each in decision.choice.estimates]
+            "its report on every tier",
+            lambda: [
+                verdict(decision.choice, each) for each in decision.choice.estimates
+            ],
         )
         self.time("both, alike", lambda: decide(query, fleet.snapshot(), TABLE))
         assert decision.tier is not None
@@ -94,7 +129,10 @@ class Load:
         for stream in self.streams:
             stream.produced()
         if len(self.times["both"]) % 10 == 0:
-            self.time("decision log, one line", lambda: self.log.decided("id", decision, snapshot, TABLE))
+            self.time(
+                "decision log, one line",
+                lambda: self.log.decided("id", decision, snapshot, TABLE),
+            )
 
     def serve(self, decision: Decision) -> None:
         """Serve a request to its end, on the replica that was decided for."""
@@ -111,11 +149,14 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[3, 30, 100, 300])
     sizes = parser.parse_args().replicas
     features = extract(PROMPT, EstimatingCounter())
-    query = Query(features, 40, 200, sla=Sla(ttft_ms=5000, tpot_ms=500, max_quality_loss=0.1))
+    query = Query(
+        features, 40, 200, sla=Sla(ttft_ms=5000, tpot_ms=500, max_quality_loss=0.1)
+    )
     with tempfile.TemporaryDirectory() as folder:
         log = DecisionLog(Path(folder) / "log", 1 << 30)
         loads = [Load(size, query, log) for size in sizes]
-        for _ in range(CALLS):  # in turns, so that the machine's moods fall on all of them alike
+        # in turns, so that the machine's moods fall on all of them alike
+        for _ in range(CALLS):
             for load in loads:
                 load.request()
         log.close()
@@ -124,7 +165,10 @@ def main() -> None:
     )
     print(f"{'':34}" + "".join(f"{size:9}" for size in sizes))
     for name in loads[0].times:
-        print(f"{name:34}" + "".join(f"{statistics.median(load.times[name]):9.1f}" for load in loads))
+        print(
+            f"{name:34}"
+            + "".join(f"{statistics.median(load.times[name]):9.1f}" for load in loads)
+        )
 
 
 if __name__ == "__main__":

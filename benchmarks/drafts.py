@@ -87,7 +87,11 @@ async def ask(running: Engine, prompts: Sequence[str], at_once: int) -> Round:
         probe, limit = EngineProbe(client, running.url, ""), asyncio.Semaphore(at_once)
 
         async def one(prompt: str) -> tuple[str, float]:
-            body = {"model": "m", "messages": [{"role": "user", "content": prompt}], "max_tokens": ANSWER}
+            body = {
+                "model": "m",
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": ANSWER,
+            }
             async with limit:
                 answer = await probe.generate(CHAT, body, 600)
             assert answer.tpot_ms is not None
@@ -95,7 +99,8 @@ async def ask(running: Engine, prompts: Sequence[str], at_once: int) -> Round:
 
         before, _ = await probe.readings()
         found = await asyncio.gather(*map(one, prompts))
-        await asyncio.sleep(1)  # the engine counts a step after it has sent the step's tokens
+        # the engine counts a step after it has sent the step's tokens
+        await asyncio.sleep(1)
         after, _ = await probe.readings()
         return Round(
             statistics.fmean(ms for _, ms in found),
@@ -107,7 +112,9 @@ async def ask(running: Engine, prompts: Sequence[str], at_once: int) -> Round:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=4, help="drafted at a time")
     options = parser.parse_args()
@@ -125,33 +132,64 @@ def main() -> None:
     with ExitStack() as stack:
         logs, engines = Path(stack.enter_context(TemporaryDirectory())), []
         for name, draft in drafts.items():
-            print(f"starting precise, draft: {name or 'none'}", file=sys.stderr, flush=True)
-            spec = TierSpec(TierName.PRECISE, 2048, 16, 16, checkpoint=folders[TierName.PRECISE], draft=draft)
-            running = stack.enter_context(engine(spec, settings.engine.python, logs, plugin=True))
+            print(
+                f"starting precise, draft: {name or 'none'}",
+                file=sys.stderr,
+                flush=True,
+            )
+            spec = TierSpec(
+                TierName.PRECISE,
+                2048,
+                16,
+                16,
+                checkpoint=folders[TierName.PRECISE],
+                draft=draft,
+            )
+            running = stack.enter_context(
+                engine(spec, settings.engine.python, logs, plugin=True)
+            )
             engines.append(Engine(name, running.url))
         for number in range(options.rounds):
             for running in engines:
-                print(f"round {number + 1} of {options.rounds}: {running.draft or 'none'}", file=sys.stderr, flush=True)
+                print(
+                    f"round {number + 1} of {options.rounds}: {running.draft or 'none'}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 for kind, prompts in PROMPTS.items():
                     for at_once in AT_ONCE:
                         found = asyncio.run(ask(running, prompts, at_once))
-                        seen.setdefault((running.draft, kind, at_once), []).append(found)
+                        seen.setdefault((running.draft, kind, at_once), []).append(
+                            found
+                        )
     report(seen, options.tokens)
 
 
 def report(seen: dict[tuple[str, str, int], list[Round]], tokens: int) -> None:
     """Print the table."""
-    commit = check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
-    print(f"commit {commit}; {machine_name()}; precise, one engine at work at a time, on one core")
+    commit = check_output(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True
+    ).strip()
+    print(
+        f"commit {commit}; {machine_name()}; precise, one engine at work at a time, on one core"
+    )
     print(f"{tokens} tokens drafted at a time; in parentheses the ratio to no draft")
-    print(f"{'prompts':10}{'at once':>8}{'draft':>8}{'ms a token':>18}{'accepted':>16}{'same text %':>12}")
+    print(
+        f"{'prompts':10}{'at once':>8}{'draft':>8}{'ms a token':>18}{'accepted':>16}{'same text %':>12}"
+    )
     for kind in PROMPTS:
         for at_once in AT_ONCE:
             plain = seen["", kind, at_once]
             for draft in ("", NGRAM, "fast"):
                 rounds = seen[draft, kind, at_once]
-                ms, base = (statistics.median(r.ms_a_token for r in found) for found in (rounds, plain))
-                drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+                ms, base = (
+                    statistics.median(r.ms_a_token for r in found)
+                    for found in (rounds, plain)
+                )
+                drafted, accepted = (
+                    sum(r.drafted for r in rounds),
+                    sum(r.accepted for r in rounds),
+                )
                 share = f"{accepted} of {drafted}" if drafted else "-"
                 same = 100 * statistics.fmean(
                     alike(one, other)
@@ -159,7 +197,9 @@ def report(seen: dict[tuple[str, str, int], list[Round]], tokens: int) -> None:
                     for one, other in zip(a.answers, b.answers, strict=True)
                 )
                 times = f"{ms:.1f} ({ms / base:.2f})"
-                print(f"{kind:10}{at_once:>8}{draft or 'none':>8}{times:>18}{share:>16}{same:>12.0f}")
+                print(
+                    f"{kind:10}{at_once:>8}{draft or 'none':>8}{times:>18}{share:>16}{same:>12.0f}"
+                )
 
     small, large = (seen["", "chat", at_once][0].answers for at_once in AT_ONCE)
     same = 100 * statistics.fmean(map(alike, large, small))
@@ -170,7 +210,12 @@ def report(seen: dict[tuple[str, str, int], list[Round]], tokens: int) -> None:
 
 def alike(one: str, other: str) -> float:
     """Return the share of an answer before the first character that differs from another's."""
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    same = sum(
+        1
+        for _ in takewhile(
+            lambda pair: pair[0] == pair[1], zip(one, other, strict=False)
+        )
+    )
     return same / max(len(other), 1)
 
 

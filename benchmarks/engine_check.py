@@ -53,7 +53,8 @@ TWINS = (1, 2, 3)
 BATCH = 8
 START_S = 900.0
 VLLM_KERNELS = {"VLLM_PLUGINS": "none"}
-OLDER_INSTRUCTIONS = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}  # BF16 products without the processor's BF16 instructions
+# BF16 products without the processor's BF16 instructions
+OLDER_INSTRUCTIONS = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +84,54 @@ def sound_variants(checkpoints: Sequence[Checkpoint], work: Path) -> Iterator[Va
     for made in checkpoints:
         yield Variant("as made", made.tier, made.path)
         yield Variant("started again", made.tier, made.path)
-        yield Variant("oneDNN for older CPUs", made.tier, made.path, environment=OLDER_INSTRUCTIONS)
-        if made.tier == TierName.FAST:  # of FP8 on a CPU without AMX, vLLM's kernel takes a second for a token
-            yield Variant("vLLM's kernels", made.tier, made.path, environment=VLLM_KERNELS)
+        yield Variant(
+            "oneDNN for older CPUs",
+            made.tier,
+            made.path,
+            environment=OLDER_INSTRUCTIONS,
+        )
+        # of FP8 on a CPU without AMX, vLLM's kernel takes a second for a token
+        if made.tier == TierName.FAST:
+            yield Variant(
+                "vLLM's kernels", made.tier, made.path, environment=VLLM_KERNELS
+            )
         for seed in TWINS:
             twin = work / f"{made.tier}-twin-{seed}"
-            command = [sys.executable, ROOT / "scripts/make_twin.py", made.path, twin, "--keep-manifest"]
+            command = [
+                sys.executable,
+                ROOT / "scripts/make_twin.py",
+                made.path,
+                twin,
+                "--keep-manifest",
+            ]
             run([*command, "--seed", str(seed)], check=True, stdout=DEVNULL)
             yield Variant(f"twin {seed}", made.tier, twin)
 
 
-def broken_variants(checkpoints: Sequence[Checkpoint], work: Path, quantizer: Path) -> Iterator[Variant]:
+def broken_variants(
+    checkpoints: Sequence[Checkpoint], work: Path, quantizer: Path
+) -> Iterator[Variant]:
     """Make and yield engines that must not pass."""
     by_tier = {made.tier: made for made in checkpoints}
     for kind in KINDS:
         for tier in kind.tiers:
             target = work / f"{tier}-{kind.name.replace(' ', '-')}"
             break_checkpoint(kind, by_tier[tier].path, target, quantizer)
-            yield Variant(kind.name, tier, target, is_sound=False, is_faint=kind.is_faint)
-    yield Variant("FP8 in its place", TierName.PRECISE, by_tier[TierName.BALANCED].path, is_sound=False)
-    yield Variant("4 bits in its place", TierName.BALANCED, by_tier[TierName.FAST].path, is_sound=False)
+            yield Variant(
+                kind.name, tier, target, is_sound=False, is_faint=kind.is_faint
+            )
+    yield Variant(
+        "FP8 in its place",
+        TierName.PRECISE,
+        by_tier[TierName.BALANCED].path,
+        is_sound=False,
+    )
+    yield Variant(
+        "4 bits in its place",
+        TierName.BALANCED,
+        by_tier[TierName.FAST].path,
+        is_sound=False,
+    )
 
 
 @contextmanager
@@ -121,9 +150,19 @@ def engine(variant: Variant, python: Path, log: Path) -> Iterator[str]:
         extra_args=variant.arguments,
     )
     argv = engine_argv(launch)
-    environment = {**engine_environment(launch, os.environ), **(variant.environment or {})}
+    environment = {
+        **engine_environment(launch, os.environ),
+        **(variant.environment or {}),
+    }
     with log.open("w") as output:
-        process = Popen(argv, env=environment, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True)
+        process = Popen(
+            argv,
+            env=environment,
+            stdin=DEVNULL,
+            stdout=output,
+            stderr=STDOUT,
+            start_new_session=True,
+        )
     try:
         wait_for(port, "/health", START_S, process=process)
         yield f"http://127.0.0.1:{port}"
@@ -137,7 +176,9 @@ async def scores_of(url: str, batch: int) -> tuple[EngineScores, list[EngineScor
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
         probe = EngineProbe(client, url, "")
         alone = await score_engine(probe, "m", START_S)
-        return alone, await asyncio.gather(*(score_engine(probe, "m", START_S) for _ in range(batch)))
+        return alone, await asyncio.gather(
+            *(score_engine(probe, "m", START_S) for _ in range(batch))
+        )
 
 
 async def refusal(scores: EngineScores, spec: TierSpec, work: Path) -> str:
@@ -151,7 +192,11 @@ async def refusal(scores: EngineScores, spec: TierSpec, work: Path) -> str:
 
 def last_error(log: Path) -> str:
     """Return the last line of an engine's log that names an exception."""
-    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if re.search(r"\b\w*Error\b: ", line)]
+    lines = [
+        line
+        for line in log.read_text("utf-8", "replace").splitlines()
+        if re.search(r"\b\w*Error\b: ", line)
+    ]
     return lines[-1].rpartition("] ")[2][:120] if lines else "its log names no error"
 
 
@@ -170,7 +215,15 @@ def measure(variant: Variant, made: Checkpoint, python: Path, work: Path) -> str
         return f"{made.tier:9} {'':6} {variant.name:24} fails while it scores: {last_error(log)}"
     # What is served in the place of another checkpoint is judged by that one's reference.
     judged_by = made.path if variant.name.endswith("in its place") else variant.folder
-    spec = TierSpec(made.tier, 2048, 16, 32, checkpoint=judged_by, digest="d", precision=made.manifest.precision.value)
+    spec = TierSpec(
+        made.tier,
+        2048,
+        16,
+        32,
+        checkpoint=judged_by,
+        digest="d",
+        precision=made.manifest.precision.value,
+    )
     why = asyncio.run(refusal(alone, spec, work))
     verdict = "refused" if why else "passes"
     if bool(why) == variant.is_sound and not variant.is_faint:
@@ -182,7 +235,9 @@ def measure(variant: Variant, made: Checkpoint, python: Path, work: Path) -> str
         alone.decode_gap,
         max(scores.decode_gap for scores in batch),
     )
-    row = f"{made.tier:9} {'sound' if variant.is_sound else 'broken':6} {variant.name:24}"
+    row = (
+        f"{made.tier:9} {'sound' if variant.is_sound else 'broken':6} {variant.name:24}"
+    )
     row += "".join(f"{figure:8.3f}" for figure in figures)
     kernels = ", ".join(selected_kernels(log)) or "oneDNN"
     return f"{row} {allowed_gap(made.manifest.precision.value):7.2f}  {verdict:8}  {kernels}"
@@ -190,19 +245,39 @@ def measure(variant: Variant, made: Checkpoint, python: Path, work: Path) -> str
 
 def main() -> None:
     """Score all variants and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="variants whose name contains this")
-    parser.add_argument("--after", type=int, default=0, help="leave out so many of the first variants: to go on")
-    parser.add_argument("--compiled", action="store_true", help="compiled graphs too: three minutes each")
+    parser.add_argument(
+        "--after",
+        type=int,
+        default=0,
+        help="leave out so many of the first variants: to go on",
+    )
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="compiled graphs too: three minutes each",
+    )
     args = parser.parse_args()
     settings = load_settings(None, {})
     checkpoints = find(prepare_options(settings))
     if checkpoints is None:
         raise SystemExit("the checkpoints are not made yet: run 'make checkpoints'")
     by_tier = {made.tier: made for made in checkpoints}
-    print("$ .venv/bin/python benchmarks/engine_check.py" + (" --compiled" if args.compiled else ""))
-    processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {processor.partition(': ')[2]}, {platform.machine()}\n")
+    print(
+        "$ .venv/bin/python benchmarks/engine_check.py"
+        + (" --compiled" if args.compiled else "")
+    )
+    processor = next(
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    )
+    print(
+        f"{datetime.now(UTC):%Y-%m-%d}, {processor.partition(': ')[2]}, {platform.machine()}\n"
+    )
     print(f"{'':41}{'gap':>8}{'of 8':>8}{'decode':>8}{'of 8':>8}")
     print(
         f"{'tier':9} {'engine':31}{'alone':>8}{'at once':>8}{'alone':>8}{'at once':>8} allowed  verdict   kernels",
@@ -212,10 +287,20 @@ def main() -> None:
         work = Path(folder)
         sound = sound_variants(checkpoints, work)
         broken = broken_variants(checkpoints, work, settings.quantizer.python)
-        compiled = [Variant("compiled", m.tier, m.path, arguments=("--no-enforce-eager",)) for m in checkpoints]
-        for number, variant in enumerate(chain(sound, broken, compiled if args.compiled else ())):
+        compiled = [
+            Variant("compiled", m.tier, m.path, arguments=("--no-enforce-eager",))
+            for m in checkpoints
+        ]
+        for number, variant in enumerate(
+            chain(sound, broken, compiled if args.compiled else ())
+        ):
             if number >= args.after and args.only in f"{variant.tier} {variant.name}":
-                print(measure(variant, by_tier[variant.tier], settings.engine.python, work), flush=True)
+                print(
+                    measure(
+                        variant, by_tier[variant.tier], settings.engine.python, work
+                    ),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -44,16 +44,25 @@ class Seen(NamedTuple):
 def measure(spec: TierSpec, python: Path, extra: tuple[str, ...]) -> Seen:
     """Start an engine, use it, and stop it."""
     began = time.monotonic()
-    with TemporaryDirectory() as logs, engine(spec, python, Path(logs), plugin=True, extra=extra) as running:
+    with (
+        TemporaryDirectory() as logs,
+        engine(spec, python, Path(logs), plugin=True, extra=extra) as running,
+    ):
         token_ms = tuple(running.decode_ms(batch) for batch in AT_ONCE)
-        tree = [each for each in psutil.Process().children(recursive=True) if each.is_running()]
+        tree = [
+            each
+            for each in psutil.Process().children(recursive=True)
+            if each.is_running()
+        ]
         memory = sum(each.memory_full_info().pss for each in tree) / 2**30
         return Seen(running.ready_at - began, memory, token_ms)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     settings = load_settings(None, {})
@@ -66,14 +75,29 @@ def main() -> None:
         for way, extra in zip(seen, (VLLMS_OWN, ()), strict=True):
             print(f"round {number + 1} of {rounds}: {way}", file=sys.stderr, flush=True)
             seen[way].append(measure(spec, settings.engine.python, extra))
-    commit = check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
-    print(f"commit {commit}; {machine_name()}; {spec.name}, one thread; medians of {rounds}")
+    commit = check_output(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True
+    ).strip()
+    print(
+        f"commit {commit}; {machine_name()}; {spec.name}, one thread; medians of {rounds}"
+    )
     heads = [f"{batch} at once, ms/token" for batch in AT_ONCE]
-    print(f"{'':16}{'ready s':>10}{'GiB':>8}" + "".join(f"{head:>24}" for head in heads))
+    print(
+        f"{'':16}{'ready s':>10}{'GiB':>8}" + "".join(f"{head:>24}" for head in heads)
+    )
     for way, found in seen.items():
-        ready, memory = (statistics.median(getattr(each, name) for each in found) for name in ("ready_s", "memory_gib"))
-        tokens = [statistics.median(each.token_ms[n] for each in found) for n in range(len(AT_ONCE))]
-        print(f"{way:16}{ready:10.1f}{memory:8.2f}" + "".join(f"{ms:24.1f}" for ms in tokens))
+        ready, memory = (
+            statistics.median(getattr(each, name) for each in found)
+            for name in ("ready_s", "memory_gib")
+        )
+        tokens = [
+            statistics.median(each.token_ms[n] for each in found)
+            for n in range(len(AT_ONCE))
+        ]
+        print(
+            f"{way:16}{ready:10.1f}{memory:8.2f}"
+            + "".join(f"{ms:24.1f}" for ms in tokens)
+        )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,11 @@ def toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml_value(one)}" for key, one in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{key} = {_toml_value(one)}" for key, one in value.items())
+            + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     return json.dumps(value)
@@ -84,8 +88,14 @@ def running(
 ) -> Iterator[psutil.Process]:
     """Run a process until the end, with SIGINT."""
     with contextlib.ExitStack() as files:
-        output: Any = files.enter_context(log.open("ab")) if log is not None else subprocess.DEVNULL
-        process = subprocess.Popen(argv, cwd=ROOT, env=env, stderr=output, stdout=output)
+        output: Any = (
+            files.enter_context(log.open("ab"))
+            if log is not None
+            else subprocess.DEVNULL
+        )
+        process = subprocess.Popen(
+            argv, cwd=ROOT, env=env, stderr=output, stdout=output
+        )
         try:
             yield psutil.Process(process.pid)
         finally:
@@ -115,13 +125,24 @@ class Engines:
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return a router's settings for them."""
-        tiers = {f"tiers.{tier}": {**self.tiers[tier], "urls": urls} for tier, urls in self.urls.items()}
-        return {**tiers, "engine": {"api_key": self.api_key} if self.api_key else {"check_tolerance": 0}}
+        tiers = {
+            f"tiers.{tier}": {**self.tiers[tier], "urls": urls}
+            for tier, urls in self.urls.items()
+        }
+        return {
+            **tiers,
+            "engine": {"api_key": self.api_key}
+            if self.api_key
+            else {"check_tolerance": 0},
+        }
 
     def work(self) -> dict[str, dict[str, float]]:
         """Return what each engine has done since its start: ``busy_s`` is time of a simulated GPU, or CPU time."""
         if self.api_key:
-            return {name: {"busy_s": cpu_s(process), "lost_s": 0.0} for name, process in self.processes.items()}
+            return {
+                name: {"busy_s": cpu_s(process), "lost_s": 0.0}
+                for name, process in self.processes.items()
+            }
         with httpx.Client(trust_env=False, timeout=10) as client:
             return {
                 f"{tier}-{number}": client.get(f"{url}/simulation").json()
@@ -131,7 +152,9 @@ class Engines:
 
 
 @contextlib.contextmanager
-def simulated_engines(tiers: Sequence[TierName], simulation: Simulation) -> Iterator[Engines]:
+def simulated_engines(
+    tiers: Sequence[TierName], simulation: Simulation
+) -> Iterator[Engines]:
     """Run simulated engines, one for each tier named; a tier that is named several times has as many replicas."""
     seqs = simulation.max_num_seqs
     with contextlib.ExitStack() as started:
@@ -142,8 +165,14 @@ def simulated_engines(tiers: Sequence[TierName], simulation: Simulation) -> Iter
             argv += ["--slower", str(simulation.slower), "--max-num-seqs", str(seqs)]
             argv += ["--stream-interval", str(simulation.stream_interval)]
             urls = engines.urls.setdefault(tier, [])
-            engines.tiers[tier] = {"max_model_len": 8192, "max_num_seqs": seqs, "max_in_flight": seqs}
-            engines.processes[f"{tier}-{len(urls)}"] = started.enter_context(running(argv))
+            engines.tiers[tier] = {
+                "max_model_len": 8192,
+                "max_num_seqs": seqs,
+                "max_in_flight": seqs,
+            }
+            engines.processes[f"{tier}-{len(urls)}"] = started.enter_context(
+                running(argv)
+            )
             wait_for(port)
             urls.append(f"http://127.0.0.1:{port}")
         yield engines
@@ -154,7 +183,9 @@ def real_engines(max_num_seqs: int = 16) -> Iterator[Engines]:
     """Run vLLM with each checkpoint of the default model, as ``qarr up`` does, and outlasting the routers before it."""
     settings = load_settings()
     deployment = make_deployment(settings, finished(prepare_options(settings)))
-    assert not deployment.missing, "there are no checkpoints: run 'qarr model prepare' first"
+    assert not deployment.missing, (
+        "there are no checkpoints: run 'qarr model prepare' first"
+    )
     key = secrets.token_urlsafe(16)
     engines = Engines(api_key=key, serve=["--tokenizer", str(deployment.tokenizer)])
     with contextlib.ExitStack() as started:
@@ -165,8 +196,13 @@ def real_engines(max_num_seqs: int = 16) -> Iterator[Engines]:
             launch = replace(launch, tier=spec, port=free_port(), api_key=key)  # noqa: PLW2901
             cores = launch.placement.cores
             pinned = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
-            argv, env = [*pinned, *engine_argv(launch)], engine_environment(launch, os.environ)
-            engines.processes[f"{tier.name}-0"] = started.enter_context(running(argv, env))
+            argv, env = (
+                [*pinned, *engine_argv(launch)],
+                engine_environment(launch, os.environ),
+            )
+            engines.processes[f"{tier.name}-0"] = started.enter_context(
+                running(argv, env)
+            )
             engines.urls[tier.name], ports[tier.name] = [launch.url], launch.port
             engines.tiers[tier.name] = {
                 "max_model_len": tier.max_model_len, "max_num_seqs": max_num_seqs, "max_in_flight": 2 * max_num_seqs,
@@ -195,10 +231,17 @@ class Router:
 
     def run(self, *arguments: str) -> str:
         """Run a command against it and return what that prints."""
-        config = ["--url", self.url, "--config", str(self.profiles.parent / "qarr.toml")]
+        config = [
+            "--url",
+            self.url,
+            "--config",
+            str(self.profiles.parent / "qarr.toml"),
+        ]
         env = {**os.environ, "COLUMNS": "160"}
         argv = [str(self.qarr), *arguments, *config]
-        done = subprocess.run(argv, text=True, capture_output=True, check=False, env=env)
+        done = subprocess.run(
+            argv, text=True, capture_output=True, check=False, env=env
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.rstrip()
 
@@ -215,7 +258,10 @@ def base_settings(port: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def router(
-    folder: Path, engines: Engines, settings: Mapping[str, Mapping[str, Any]] = NOTHING, qarr: Path = QARR
+    folder: Path,
+    engines: Engines,
+    settings: Mapping[str, Mapping[str, Any]] = NOTHING,
+    qarr: Path = QARR,
 ) -> Iterator[Router]:
     """Run a router; yield it once every engine is ready and its idle speed known.
 
@@ -230,7 +276,9 @@ def router(
     own = merged(base_settings(port, folder), engines.settings(), settings)
     (folder / "qarr.toml").write_text(toml(own), "utf-8")
     env = {**os.environ, "QARR_CONFIG": str(folder / "qarr.toml")}
-    with running([str(qarr), "serve", *engines.serve], env, folder / "router.log") as process:
+    with running(
+        [str(qarr), "serve", *engines.serve], env, folder / "router.log"
+    ) as process:
         try:
             wait_for(port, "/readyz", 600)
         except TimeoutError:
@@ -238,15 +286,23 @@ def router(
             raise
         url = f"http://127.0.0.1:{port}"
         asyncio.run(until_measured(url))
-        yield Router(url, process, folder / "profiles", folder / "decisions.jsonl", qarr)
+        yield Router(
+            url, process, folder / "profiles", folder / "decisions.jsonl", qarr
+        )
 
 
 async def until_measured(url: str) -> None:
     """Wait until every replica is ready and its idle speed known."""
     async with aiohttp.ClientSession(trust_env=False) as session:
         while True:
-            replicas = [r for t in (await tiers_of(session, url))["tiers"] for r in t["replicas"]]
-            if replicas and all(r["state"] == "ready" and r["tpot_ms"] is not None for r in replicas):
+            replicas = [
+                r
+                for t in (await tiers_of(session, url))["tiers"]
+                for r in t["replicas"]
+            ]
+            if replicas and all(
+                r["state"] == "ready" and r["tpot_ms"] is not None for r in replicas
+            ):
                 return
             await asyncio.sleep(0.3)
 
@@ -261,7 +317,11 @@ async def tiers_of(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 async def idle(url: str) -> None:
     """Wait until nothing is in flight."""
     async with aiohttp.ClientSession(trust_env=False) as session:
-        while any(r["in_flight"] for t in (await tiers_of(session, url))["tiers"] for r in t["replicas"]):  # noqa: ASYNC110
+        while any(  # noqa: ASYNC110
+            r["in_flight"]
+            for t in (await tiers_of(session, url))["tiers"]
+            for r in t["replicas"]
+        ):
             await asyncio.sleep(0.3)
 
 
@@ -280,10 +340,16 @@ def give_speeds(router: Router, latency: LatencyProfile) -> None:
         fits = tuple(fit for fit in latency.fits if fit.tier in served)
         update = {"checkpoints": identities, "machine": found["machine"], "fits": fits}
         name = latency_name(identities, found["machine"])
-        (router.profiles / name).write_text(latency.model_copy(update=update).model_dump_json(), "utf-8")
+        (router.profiles / name).write_text(
+            latency.model_copy(update=update).model_dump_json(), "utf-8"
+        )
         while True:
             tiers = client.get(f"{router.url}/tiers").json()["tiers"]
-            if all(r["speed_profiled"] and r["tpot_ms"] is not None for t in tiers for r in t["replicas"]):
+            if all(
+                r["speed_profiled"] and r["tpot_ms"] is not None
+                for t in tiers
+                for r in t["replicas"]
+            ):
                 return
             time.sleep(0.3)
 
@@ -299,11 +365,16 @@ class Cpu:
 
     def __post_init__(self) -> None:
         self._own, self._began = time.process_time(), time.monotonic()
-        self._before = {name: cpu_s(process) for name, process in self.processes.items()}
+        self._before = {
+            name: cpu_s(process) for name, process in self.processes.items()
+        }
 
     def seconds(self) -> dict[str, float]:
         """Return the CPU seconds so far of each process and all that it has started, and of this one, the load, alone."""
-        spent = {name: cpu_s(process) - self._before[name] for name, process in self.processes.items()}
+        spent = {
+            name: cpu_s(process) - self._before[name]
+            for name, process in self.processes.items()
+        }
         return {**spent, "load": time.process_time() - self._own}
 
     def shares(self) -> dict[str, float]:
@@ -333,4 +404,6 @@ def beside(seen: Summary, simulated: Summary) -> str:
 def shares_of(tiers: Iterable[TierName | None]) -> str:
     """Return the percentage of answers that each tier gave, as ``fast/balanced/precise``."""
     given = [tier for tier in tiers if tier is not None]
-    return "/".join(f"{100 * given.count(tier) / max(len(given), 1):.0f}" for tier in STANDARD_TIERS)
+    return "/".join(
+        f"{100 * given.count(tier) / max(len(given), 1):.0f}" for tier in STANDARD_TIERS
+    )

@@ -42,7 +42,11 @@ def read_sample(row: dict[str, Any]) -> Sample | None:
             ttft_ms=row["ttft_ms"],
             tpot_ms=None,
         )
-    if not row["alone"] or row["concurrency"] > MOST_AT_ONCE or row["tokens_s"] >= CLIENT_TOKENS_S:
+    if (
+        not row["alone"]
+        or row["concurrency"] > MOST_AT_ONCE
+        or row["tokens_s"] >= CLIENT_TOKENS_S
+    ):
         return None
     return Sample(
         tier=tier,
@@ -58,7 +62,9 @@ def read_sample(row: dict[str, Any]) -> Sample | None:
 
 def gpu_profile() -> LatencyProfile:
     """Return the profile of the measured GPU."""
-    head, *rows = [json.loads(line) for line in MEASURED.read_text("utf-8").splitlines()]
+    head, *rows = [
+        json.loads(line) for line in MEASURED.read_text("utf-8").splitlines()
+    ]
     samples = [sample for row in rows if (sample := read_sample(row)) is not None]
     fits = [fit(tier, samples, MOST_AT_ONCE, 0.0) for tier in STANDARD_TIERS]
     return LatencyProfile(

@@ -37,12 +37,39 @@ if TYPE_CHECKING:
 PROMPTS = (128, 512, 1024, 2048, 3968)
 ALONE, TOGETHER = (1, 8, 32, 64, 128, 256), (1, 8, 32, 128)
 PROMPT, ANSWER = 256, 128
-KEPT = {"kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed"}
+KEPT = {
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
 WEIGHTS = {"dynamic": False, "observer": "minmax"}
-INT4 = {**WEIGHTS, "num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 128}
-FP8 = {**WEIGHTS, "num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
-ACTIVATIONS = {"dynamic": True, "num_bits": 8, "type": "float", "symmetric": True, "strategy": "token"}
-QUANTIZED = {"awq": ("pack-quantized", INT4, None), "fp8": ("float-quantized", FP8, ACTIVATIONS), "bf16": None}
+INT4 = {
+    **WEIGHTS,
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": False,
+    "strategy": "group",
+    "group_size": 128,
+}
+FP8 = {
+    **WEIGHTS,
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "channel",
+}
+ACTIVATIONS = {
+    "dynamic": True,
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "token",
+}
+QUANTIZED = {
+    "awq": ("pack-quantized", INT4, None),
+    "fp8": ("float-quantized", FP8, ACTIVATIONS),
+    "bf16": None,
+}
 
 
 def folder_of(engine: str, model: Path, tokenizer: Path, parent: Path) -> Path:
@@ -52,21 +79,36 @@ def folder_of(engine: str, model: Path, tokenizer: Path, parent: Path) -> Path:
         form, weights, activations = quantized
         if "group_size" in weights and config["hidden_size"] % weights["group_size"]:
             weights = {**weights, "group_size": 64}
-        group = {"targets": ["Linear"], "format": form, "weights": weights, "input_activations": activations}
+        group = {
+            "targets": ["Linear"],
+            "format": form,
+            "weights": weights,
+            "input_activations": activations,
+        }
         groups = {"ignore": ["lm_head"], "config_groups": {"group_0": group}}
         config["quantization_config"] = {**KEPT, **groups, "format": form}
     folder = parent / engine
-    shutil.copytree(tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    shutil.copytree(
+        tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+    )
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-async def one(client: httpx.AsyncClient, url: str, prompt: int, tokens: int) -> tuple[float, float]:
+async def one(
+    client: httpx.AsyncClient, url: str, prompt: int, tokens: int
+) -> tuple[float, float]:
     """Return an answer's TTFT and the time between its tokens, in milliseconds."""
-    asked = {"prompt": [random.randint(1000, 20000) for _ in range(prompt)], "max_tokens": tokens, "stream": True}
+    asked = {
+        "prompt": [random.randint(1000, 20000) for _ in range(prompt)],
+        "max_tokens": tokens,
+        "stream": True,
+    }
     first, start = 0.0, time.perf_counter()
     async with client.stream(
-        "POST", f"{url}/v1/completions", json={**asked, "model": "m", "ignore_eos": True}
+        "POST",
+        f"{url}/v1/completions",
+        json={**asked, "model": "m", "ignore_eos": True},
     ) as answer:
         answer.raise_for_status()
         async for _ in answer.aiter_raw():
@@ -74,7 +116,9 @@ async def one(client: httpx.AsyncClient, url: str, prompt: int, tokens: int) -> 
     return 1000 * (first - start), 1000 * (time.perf_counter() - first) / (tokens - 1)
 
 
-async def load(client: httpx.AsyncClient, url: str, batch: int, rounds: int) -> dict[str, Any]:
+async def load(
+    client: httpx.AsyncClient, url: str, batch: int, rounds: int
+) -> dict[str, Any]:
     """Keep so many answers going; return their medians and the tokens a second."""
     found: list[tuple[float, float]] = []
 
@@ -85,54 +129,103 @@ async def load(client: httpx.AsyncClient, url: str, batch: int, rounds: int) -> 
     start = time.perf_counter()
     await asyncio.gather(*(asking() for _ in range(batch)))
     per_s = len(found) * ANSWER / (time.perf_counter() - start)
-    times = {"ttft_ms": median(t for t, _ in found), "tpot_ms": median(t for _, t in found), "tokens_s": per_s}
-    return {"concurrency": batch, **{name: round(value, 2) for name, value in times.items()}}
+    times = {
+        "ttft_ms": median(t for t, _ in found),
+        "tpot_ms": median(t for _, t in found),
+        "tokens_s": per_s,
+    }
+    return {
+        "concurrency": batch,
+        **{name: round(value, 2) for name, value in times.items()},
+    }
 
 
 async def measure(urls: dict[str, str]) -> None:
     """Measure each engine alone, then all at once; print a line of JSON for each figure."""
-    async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None), trust_env=False) as client:
+    async with httpx.AsyncClient(
+        timeout=300, limits=httpx.Limits(max_connections=None), trust_env=False
+    ) as client:
         for engine, url in urls.items():
             await load(client, url, 4, 1)
             for prompt in PROMPTS:
-                ttft = median([(await one(client, url, prompt, 2))[0] for _ in range(4)])
-                print(json.dumps({"engine": engine, "prompt": prompt, "ttft_ms": round(ttft, 1)}), flush=True)
+                ttft = median(
+                    [(await one(client, url, prompt, 2))[0] for _ in range(4)]
+                )
+                print(
+                    json.dumps(
+                        {"engine": engine, "prompt": prompt, "ttft_ms": round(ttft, 1)}
+                    ),
+                    flush=True,
+                )
             for batch in ALONE:
                 row = await load(client, url, batch, 1 if batch > 32 else 2)
                 print(json.dumps({"engine": engine, "alone": True, **row}), flush=True)
         for batch in TOGETHER:
-            rows = await asyncio.gather(*(load(client, url, batch, 2) for url in urls.values()))
+            rows = await asyncio.gather(
+                *(load(client, url, batch, 2) for url in urls.values())
+            )
             for engine, row in zip(urls, rows, strict=True):
                 print(json.dumps({"engine": engine, "alone": False, **row}), flush=True)
 
 
 def main(given: Sequence[str] | None = None) -> None:
     """Start the engines, measure, and stop them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "tests/unit/tiers/sizing/configs/llama-3.1-8b.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=ROOT / "tests/unit/tiers/sizing/configs/llama-3.1-8b.json",
+    )
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--python", default=str(ROOT / ".venv-engine/bin/python"))
-    parser.add_argument("--kv-gib", type=float, default=23.0, help="KV cache of each engine")
-    parser.add_argument("--start", type=float, default=900, help="seconds that an engine may take to start")
+    parser.add_argument(
+        "--kv-gib", type=float, default=23.0, help="KV cache of each engine"
+    )
+    parser.add_argument(
+        "--start",
+        type=float,
+        default=900,
+        help="seconds that an engine may take to start",
+    )
     options, more = parser.parse_known_args(given)
     command = " ".join(["python benchmarks/gpu_speed.py", *sys.argv[1:]])
     print(json.dumps({"command": command, "machine": machine_name()}), flush=True)
     with TemporaryDirectory() as name, ExitStack() as stack:
         urls = {}
         for engine in QUANTIZED:
-            port, folder = free_port(), folder_of(engine, options.model, options.tokenizer, Path(name))
+            port, folder = (
+                free_port(),
+                folder_of(engine, options.model, options.tokenizer, Path(name)),
+            )
             served = f"--host 127.0.0.1 --port {port} --served-model-name m --load-format dummy --max-model-len 4096"
             shared = f"--gpu-memory-utilization 0.3 --kv-cache-memory-bytes {int(options.kv_gib * 2**30)}"
-            argv = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+            argv = [
+                options.python,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                str(folder),
+            ]
             argv += [*served.split(), *shared.split(), "--max-num-seqs", "256", *more]
-            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-            stack.enter_context(process(argv, None, env=environment, log=Path(name) / f"{engine}.log"))
+            environment = {
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+            }
+            stack.enter_context(
+                process(argv, None, env=environment, log=Path(name) / f"{engine}.log")
+            )
             urls[engine] = f"http://127.0.0.1:{port}"
         for engine, url in urls.items():
             try:
                 wait_for(int(url.rpartition(":")[2]), "/health", options.start)
             except Exception:
-                print((Path(name) / f"{engine}.log").read_text("utf-8")[-3000:], file=sys.stderr)
+                print(
+                    (Path(name) / f"{engine}.log").read_text("utf-8")[-3000:],
+                    file=sys.stderr,
+                )
                 raise
         asyncio.run(measure(urls))
 

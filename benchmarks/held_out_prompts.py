@@ -37,7 +37,13 @@ PROMPTS = 10_000
 def main() -> None:
     """Train without some prompts, classify those, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, action="append", required=True, help="folder or file of JSON lines")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        action="append",
+        required=True,
+        help="folder or file of JSON lines",
+    )
     options = parser.parse_args()
     prompts, _ = training.read_prompts(options.data)
     prompts = training.choose(prompts, random.Random(0))
@@ -45,7 +51,9 @@ def main() -> None:
     labels = training.label(prompts)
     kept = [row for row in range(len(prompts)) if row not in left_out]
     model = training.fit([prompts[row] for row in kept], [labels[row] for row in kept])
-    lines = classify(calibrated_as_shipped(model), [prompts[row] for row in sorted(left_out)])
+    lines = classify(
+        calibrated_as_shipped(model), [prompts[row] for row in sorted(left_out)]
+    )
     random.Random(0).shuffle(lines)
     with gzip.GzipFile(OUTPUT, "wb", mtime=0) as file:
         file.write("".join(lines).encode())
@@ -80,10 +88,14 @@ def classify(model: Model, prompts: Sequence[dict[str, Any]]) -> list[str]:
     for prompt in prompts:
         found = extract(prompt["text"], EstimatingCounter())
         fields = {
-            "class": "code" if prompt["contains_code"] or prompt["asks_for_code"] else prompt["class"],
+            "class": "code"
+            if prompt["contains_code"] or prompt["asks_for_code"]
+            else prompt["class"],
             "complexity": prompt["complexity"],
             "found_class": found.prompt_class.value,
-            "found_complexity": found.complexity.value if found.complexity is not None else None,
+            "found_complexity": found.complexity.value
+            if found.complexity is not None
+            else None,
             "confidence": round(found.confidence, 3),
             "has_code": found.has_code,
             "tokens": found.tokens,

@@ -17,15 +17,23 @@ from typing import TYPE_CHECKING
 import qarr_vllm_kernels as plugin
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
-from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
+    ChannelWiseTorchFP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearLayerConfig,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+    kFp8StaticChannelSym,
+)
 from vllm.scalar_type import scalar_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # inputs and outputs of qkv, o, gate and up, down
+# inputs and outputs of qkv, o, gate and up, down
+SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576))
 GROUP = 64
 INT4_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128)
 FP8_ROWS = (1, 8, 64, 256, 1024)
@@ -40,7 +48,9 @@ def shortest(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
     for way in ways.values():  # the first pass of a shape prepares
         way()
     passes, began = 0, time.perf_counter()
-    while passes < 5 or (passes < MOST_PASSES and time.perf_counter() - began < PASS_S * len(ways)):
+    while passes < 5 or (
+        passes < MOST_PASSES and time.perf_counter() - began < PASS_S * len(ways)
+    ):
         for name, way in ways.items():
             started = time.perf_counter()
             way()
@@ -49,7 +59,9 @@ def shortest(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
     return found
 
 
-def int4_layer(inputs: int, outputs: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+def int4_layer(
+    inputs: int, outputs: int
+) -> Callable[[torch.Tensor, int], torch.Tensor]:
     """Return a 4-bit layer of random weights: input and the most rows for ATen's kernel in, output out."""
     config = SimpleNamespace(
         full_weight_shape=(inputs, outputs), partition_weight_shape=(inputs, outputs), group_size=GROUP, zero_points=True,
@@ -57,10 +69,15 @@ def int4_layer(inputs: int, outputs: int) -> Callable[[torch.Tensor, int], torch
     )  # fmt: skip
     layer = torch.nn.Module()
     whole = torch.iinfo(torch.int32)
-    for name, shape in (("w", (outputs, inputs // 8)), ("z", (outputs // 8, inputs // GROUP))):
+    for name, shape in (
+        ("w", (outputs, inputs // 8)),
+        ("z", (outputs // 8, inputs // GROUP)),
+    ):
         words = torch.randint(whole.min, whole.max, shape, dtype=torch.int32)
         layer.register_parameter(name, torch.nn.Parameter(words, requires_grad=False))
-    layer.s = torch.nn.Parameter(torch.rand(outputs, inputs // GROUP).bfloat16(), requires_grad=False)
+    layer.s = torch.nn.Parameter(
+        torch.rand(outputs, inputs // GROUP).bfloat16(), requires_grad=False
+    )
     kernel = plugin.int4_kernel()(config, "w", "s", "z")
     kernel.process_weights_after_loading(layer)
 
@@ -71,14 +88,18 @@ def int4_layer(inputs: int, outputs: int) -> Callable[[torch.Tensor, int], torch
     return apply
 
 
-def fp8_layer(kernel_class: type, inputs: int, outputs: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def fp8_layer(
+    kernel_class: type, inputs: int, outputs: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return an FP8 layer of random weights."""
     config = FP8ScaledMMLinearLayerConfig(
         weight_quant_key=kFp8StaticChannelSym, activation_quant_key=kFp8DynamicTokenSym,
         weight_shape=(outputs, inputs), input_dtype=torch.bfloat16, out_dtype=torch.bfloat16,
     )  # fmt: skip
     layer = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(torch.randn(outputs, inputs).to(torch.float8_e4m3fn).t(), requires_grad=False)
+    layer.weight = torch.nn.Parameter(
+        torch.randn(outputs, inputs).to(torch.float8_e4m3fn).t(), requires_grad=False
+    )
     layer.weight_scale = torch.nn.Parameter(torch.rand(outputs, 1), requires_grad=False)
     layer.input_scale = None
     with set_current_vllm_config(VllmConfig()):
@@ -93,15 +114,23 @@ def fp8_parts(x: torch.Tensor, outputs: int) -> dict[str, Callable[[], object]]:
     scale, by_channel = torch.rand(x.shape[0], 1), torch.rand(outputs)
     rounding = plugin.e4m3_rounding()
     return {
-        "largest of each token": lambda: x.to(torch.float32).abs().amax(dim=-1, keepdim=True),
+        "largest of each token": lambda: (
+            x.to(torch.float32).abs().amax(dim=-1, keepdim=True)
+        ),
         "rounding to e4m3": lambda: rounding(wide * scale),
-        "scaling the product": lambda: product.to(torch.float32).mul_(scale).mul_(by_channel).to(torch.bfloat16),
-        "rounding by conversion": lambda: (wide * scale).to(torch.float8_e4m3fn).to(torch.bfloat16),
+        "scaling the product": lambda: (
+            product.to(torch.float32).mul_(scale).mul_(by_channel).to(torch.bfloat16)
+        ),
+        "rounding by conversion": lambda: (
+            (wide * scale).to(torch.float8_e4m3fn).to(torch.bfloat16)
+        ),
     }
 
 
 def table(
-    title: str, rows: tuple[int, ...], ways_at: Callable[[int, int, int], dict[str, Callable[[], object]]]
+    title: str,
+    rows: tuple[int, ...],
+    ways_at: Callable[[int, int, int], dict[str, Callable[[], object]]],
 ) -> None:
     """Print a column for each number of rows, a line for each way: microseconds, summed over the shapes."""
     found: dict[str, list[float]] = {}
@@ -123,9 +152,14 @@ def main() -> None:
     plain = {shape: plugin.bf16_product(weight) for shape, weight in weights.items()}
     int4 = {shape: int4_layer(*shape) for shape in SHAPES}
     fp8 = {shape: fp8_layer(plugin.fp8_kernel(), *shape) for shape in SHAPES}
-    before = {shape: fp8_layer(ChannelWiseTorchFP8ScaledMMLinearKernel, *shape) for shape in SHAPES}
+    before = {
+        shape: fp8_layer(ChannelWiseTorchFP8ScaledMMLinearKernel, *shape)
+        for shape in SHAPES
+    }
 
-    def int4_ways(rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
+    def int4_ways(
+        rows: int, inputs: int, outputs: int
+    ) -> dict[str, Callable[[], object]]:
         x, layer = torch.randn(rows, inputs).bfloat16(), int4[inputs, outputs]
         return {
             "BF16": lambda: plain[inputs, outputs](x).to(torch.bfloat16),
@@ -133,22 +167,30 @@ def main() -> None:
             "int4 dequantized to BF16": lambda: layer(x, 0),
         }
 
-    def fp8_ways(rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
+    def fp8_ways(
+        rows: int, inputs: int, outputs: int
+    ) -> dict[str, Callable[[], object]]:
         x = torch.randn(rows, inputs).bfloat16()
         ways: dict[str, Callable[[], object]] = {
             "BF16": lambda: plain[inputs, outputs](x).to(torch.bfloat16),
-            "BF16 by PyTorch": lambda: torch.nn.functional.linear(x, weights[inputs, outputs]),
+            "BF16 by PyTorch": lambda: torch.nn.functional.linear(
+                x, weights[inputs, outputs]
+            ),
             "FP8 by the plugin": lambda: fp8[inputs, outputs](x),
         }
         ways |= {f"  {name}": way for name, way in fp8_parts(x, outputs).items()}
         return ways
 
-    def vllm_ways(rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
+    def vllm_ways(
+        rows: int, inputs: int, outputs: int
+    ) -> dict[str, Callable[[], object]]:
         x = torch.randn(rows, inputs).bfloat16()
         return {"FP8 by torch._scaled_mm": lambda: before[inputs, outputs](x)}
 
     by = "by oneDNN" if plugin.has_onednn_bf16() else "in float32 by the plugin"
-    print(f"torch {torch.__version__}, BF16 {by}, one core; four layers of {SHAPES}, microseconds\n")
+    print(
+        f"torch {torch.__version__}, BF16 {by}, one core; four layers of {SHAPES}, microseconds\n"
+    )
     with torch.inference_mode():
         table("rows", INT4_ROWS, int4_ways)
         table("rows", FP8_ROWS, fp8_ways)

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BATCHES, PREFILLS = (1, 4, 8, 16), (256, 1024)
-SHORT, LONG = 4, 36  # output tokens; the difference in time is that of the tokens between
+# output tokens; the difference in time is that of the tokens between
+SHORT, LONG = 4, 36
 LONG_BEFORE = 12  # the same of vLLM's own kernels, which take up to a second a token
 ANSWER = 32  # tokens of an answer that is compared
 PROMPTS = (
@@ -74,8 +75,17 @@ class Engine(NamedTuple):
 
     def seconds(self, prompts: int, prompt_tokens: int, output: int) -> float:
         """Return how long one batch takes."""
-        ids = [[random.randrange(100, WORDS) for _ in range(prompt_tokens)] for _ in range(prompts)]
-        body = {"model": "m", "prompt": ids, "max_tokens": output, "ignore_eos": True, "temperature": 0}
+        ids = [
+            [random.randrange(100, WORDS) for _ in range(prompt_tokens)]
+            for _ in range(prompts)
+        ]
+        body = {
+            "model": "m",
+            "prompt": ids,
+            "max_tokens": output,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         started = time.perf_counter()
         self.client.post(f"{self.url}/v1/completions", json=body).raise_for_status()
         return time.perf_counter() - started
@@ -83,7 +93,11 @@ class Engine(NamedTuple):
     def decode_ms(self, batch: int) -> float:
         """Return milliseconds a step: so long each sequence waits for its next token."""
         tokens = LONG if self.plugin else LONG_BEFORE
-        return (self.seconds(batch, 16, tokens) - self.seconds(batch, 16, SHORT)) * 1000 / (tokens - SHORT)
+        return (
+            (self.seconds(batch, 16, tokens) - self.seconds(batch, 16, SHORT))
+            * 1000
+            / (tokens - SHORT)
+        )
 
     def prefill_ms(self, tokens: int) -> float:
         """Return milliseconds until the first token of a prompt."""
@@ -91,28 +105,43 @@ class Engine(NamedTuple):
 
     def answers(self) -> list[tuple[list[int], list[int]]]:
         """Return the token ids of each prompt and of its greedy answer."""
-        choices = self._complete({"prompt": PROMPTS, "max_tokens": ANSWER, "return_token_ids": True})
+        choices = self._complete(
+            {"prompt": PROMPTS, "max_tokens": ANSWER, "return_token_ids": True}
+        )
         return [(choice["prompt_token_ids"], choice["token_ids"]) for choice in choices]
 
     def chooses(self, answers: list[tuple[list[int], list[int]]]) -> float:
         """Return the share of tokens in others' answers that are this engine's first choice at their place."""
         asked = [prompt + answer for prompt, answer in answers]
-        choices = self._complete({"prompt": asked, "max_tokens": 1, "prompt_logprobs": 1})
+        choices = self._complete(
+            {"prompt": asked, "max_tokens": 1, "prompt_logprobs": 1}
+        )
         chosen = [
             place[str(token)]["rank"] == 1
             for choice, (_, answer) in zip(choices, answers, strict=True)
-            for place, token in zip(choice["prompt_logprobs"][-len(answer) :], answer, strict=True)
+            for place, token in zip(
+                choice["prompt_logprobs"][-len(answer) :], answer, strict=True
+            )
         ]
         return statistics.fmean(chosen)
 
     def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        answer = self.client.post(f"{self.url}/v1/completions", json={"model": "m", "temperature": 0, **body})
+        answer = self.client.post(
+            f"{self.url}/v1/completions", json={"model": "m", "temperature": 0, **body}
+        )
         choices: list[dict[str, Any]] = answer.raise_for_status().json()["choices"]
         return sorted(choices, key=lambda choice: choice["index"])
 
 
 @contextmanager
-def engine(spec: TierSpec, python: Path, logs: Path, *, plugin: bool, extra: tuple[str, ...] = ()) -> Iterator[Engine]:
+def engine(
+    spec: TierSpec,
+    python: Path,
+    logs: Path,
+    *,
+    plugin: bool,
+    extra: tuple[str, ...] = (),
+) -> Iterator[Engine]:
     """Run one tier's engine on one core, as three of them share two. It ends with this program, also by SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     port = free_port()
@@ -127,14 +156,26 @@ def engine(spec: TierSpec, python: Path, logs: Path, *, plugin: bool, extra: tup
         api_key="",
         extra_args=extra,
     )
-    env = {**engine_environment(launch, os.environ), **({} if plugin else {"VLLM_PLUGINS": "none"})}
+    env = {
+        **engine_environment(launch, os.environ),
+        **({} if plugin else {"VLLM_PLUGINS": "none"}),
+    }
     with (logs / f"{spec.name}-{plugin}.log").open("w") as log:
-        process = Popen(engine_argv(launch), env=env, stdin=DEVNULL, stdout=log, stderr=STDOUT, start_new_session=True)
+        process = Popen(
+            engine_argv(launch),
+            env=env,
+            stdin=DEVNULL,
+            stdout=log,
+            stderr=STDOUT,
+            start_new_session=True,
+        )
     try:
         wait_for(port, "/health", 300, process=process)
         ready_at = time.monotonic()
         with httpx.Client(timeout=600, trust_env=False) as client:
-            running = Engine(spec.name, plugin, f"http://127.0.0.1:{port}", client, ready_at)
+            running = Engine(
+                spec.name, plugin, f"http://127.0.0.1:{port}", client, ready_at
+            )
             for batch in BATCHES:  # the first requests of an engine take seconds
                 running.seconds(batch, 16, 2)
             yield running
@@ -145,7 +186,9 @@ def engine(spec: TierSpec, python: Path, logs: Path, *, plugin: bool, extra: tup
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     settings = load_settings(None, {})
@@ -156,32 +199,56 @@ def main() -> None:
     with ExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory()))
         engines = [
-            stack.enter_context(engine(spec_of(c.tier, c.path), settings.engine.python, logs, plugin=plugin))
+            stack.enter_context(
+                engine(
+                    spec_of(c.tier, c.path), settings.engine.python, logs, plugin=plugin
+                )
+            )
             for c in checkpoints
             for plugin in ((False, True) if c.tier is not TierName.PRECISE else (True,))
         ]
         for number in range(rounds):
             for running in engines:
-                print(f"round {number + 1} of {rounds}: {running.tier}", file=sys.stderr, flush=True)
+                print(
+                    f"round {number + 1} of {rounds}: {running.tier}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 for batch in BATCHES:
-                    seen.setdefault((*running[:2], f"batch {batch}"), []).append(running.decode_ms(batch))
+                    seen.setdefault((*running[:2], f"batch {batch}"), []).append(
+                        running.decode_ms(batch)
+                    )
                 for tokens in PREFILLS:
-                    seen.setdefault((*running[:2], f"prefill {tokens}"), []).append(running.prefill_ms(tokens))
+                    seen.setdefault((*running[:2], f"prefill {tokens}"), []).append(
+                        running.prefill_ms(tokens)
+                    )
         report({key: statistics.median(values) for key, values in seen.items()})
         compare({(running.tier, running.plugin): running for running in engines})
 
 
 def spec_of(tier: TierName, path: Path) -> TierSpec:
     """Return a tier of a checkpoint."""
-    return TierSpec(name=tier, max_model_len=2048, max_num_seqs=16, max_in_flight=16, checkpoint=path)
+    return TierSpec(
+        name=tier,
+        max_model_len=2048,
+        max_num_seqs=16,
+        max_in_flight=16,
+        checkpoint=path,
+    )
 
 
 def report(found: dict[tuple[TierName, bool, str], float]) -> None:
     """Print the table: milliseconds, and in parentheses the ratio to BF16."""
-    commit = check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
-    print(f"commit {commit}; {machine_name()}; one engine at work at a time, on one core")
+    commit = check_output(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True
+    ).strip()
+    print(
+        f"commit {commit}; {machine_name()}; one engine at work at a time, on one core"
+    )
     columns = [*(f"batch {b}" for b in BATCHES), *(f"prefill {t}" for t in PREFILLS)]
-    print("ms a token by batch, ms of prefill by prompt tokens; in parentheses the ratio to precise")
+    print(
+        "ms a token by batch, ms of prefill by prompt tokens; in parentheses the ratio to precise"
+    )
     print(f"{'':22}" + "".join(f"{name:>18}" for name in columns))
     for tier in (TierName.PRECISE, TierName.BALANCED, TierName.FAST):
         for plugin in (False, True):
@@ -190,15 +257,31 @@ def report(found: dict[tuple[TierName, bool, str], float]) -> None:
             cells = []
             for name in columns:
                 value = found[tier, plugin, name]
-                cells.append(f"{value:>9.1f} ({value / found[TierName.PRECISE, True, name]:>5.2f})")
-            label = "" if tier is TierName.PRECISE else ", plugin" if plugin else ", vLLM's own"
+                cells.append(
+                    f"{value:>9.1f} ({value / found[TierName.PRECISE, True, name]:>5.2f})"
+                )
+            label = (
+                ""
+                if tier is TierName.PRECISE
+                else ", plugin"
+                if plugin
+                else ", vLLM's own"
+            )
             print(f"{tier + label:22}" + "".join(f"{cell:>18}" for cell in cells))
 
 
 def compare(engines: dict[tuple[TierName, bool], Engine]) -> None:
     """Print how alike answers are with vLLM's kernels and with the plugin's."""
-    print(f"\ngreedy answers to {len(PROMPTS)} prompts, {ANSWER} tokens each; shares of tokens in %")
-    others = ("vLLM of plugin's", "plugin of vLLM's", "vLLM of its own", "plugin of its own", "plugin of precise's")
+    print(
+        f"\ngreedy answers to {len(PROMPTS)} prompts, {ANSWER} tokens each; shares of tokens in %"
+    )
+    others = (
+        "vLLM of plugin's",
+        "plugin of vLLM's",
+        "vLLM of its own",
+        "plugin of its own",
+        "plugin of precise's",
+    )
     columns = ("equal until first other", *others)
     print(f"{'':10}" + "".join(f"{name:>25}" for name in columns))
     precise = engines[TierName.PRECISE, True].answers()
@@ -206,8 +289,19 @@ def compare(engines: dict[tuple[TierName, bool], Engine]) -> None:
         before, after = engines[tier, False], engines[tier, True]
         said, says = before.answers(), after.answers()
         pairs = [(old, new) for (_, old), (_, new) in zip(said, says, strict=True)]
-        same = sum(len(list(takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False)))) for pair in pairs)
-        shares = [same / sum(len(old) for old, _ in pairs), before.chooses(says), after.chooses(said)]
+        same = sum(
+            len(
+                list(
+                    takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False))
+                )
+            )
+            for pair in pairs
+        )
+        shares = [
+            same / sum(len(old) for old, _ in pairs),
+            before.chooses(says),
+            after.chooses(said),
+        ]
         shares += [before.chooses(said), after.chooses(says), after.chooses(precise)]
         print(f"{tier:10}" + "".join(f"{share * 100:>25.1f}" for share in shares))
 

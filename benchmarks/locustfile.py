@@ -37,10 +37,18 @@ PROMPTS = (
     "A train travels 120 km in 90 minutes. What is its average speed in km/h?",
     "Extract the date and the amount as JSON: 'Paid 34.50 on 3 May 2024 to the bakery.'",
     "Quelle est la différence entre un lac et un étang ?",
-    "Summarise in one sentence: " + "The committee met and decided to meet again. " * 20,
+    "Summarise in one sentence: "
+    + "The committee met and decided to meet again. " * 20,
 )
 HINTS = ("auto", "auto", "auto", "auto", "fast", "precise")
-SLAS: tuple[dict[str, float], ...] = ({}, {}, {}, {"ttft_ms": 2000}, {"tpot_ms": 100}, {"max_quality_loss": 0.01})
+SLAS: tuple[dict[str, float], ...] = (
+    {},
+    {},
+    {},
+    {"ttft_ms": 2000},
+    {"tpot_ms": 100},
+    {"max_quality_loss": 0.01},
+)
 PRIORITIES = ("standard", "standard", "interactive", "batch")
 
 
@@ -74,8 +82,12 @@ class Caller(HttpUser):
             "priority": choose(PRIORITIES),
         }
         started = time.perf_counter()
-        with self.client.post("/generate", json=body, stream=True, catch_response=True, name="accepted") as response:
-            tier = response.headers.get("x-qarr-tier", f"refused ({response.status_code})")
+        with self.client.post(
+            "/generate", json=body, stream=True, catch_response=True, name="accepted"
+        ) as response:
+            tier = response.headers.get(
+                "x-qarr-tier", f"refused ({response.status_code})"
+            )
             if response.status_code != 200:
                 TALLY[tier].errors += 1
                 response.failure(f"HTTP {response.status_code}")
@@ -103,9 +115,16 @@ class Caller(HttpUser):
         return False
 
 
-def _fire(environment: Environment, kind: str, tier: str, took_ms: float, length: int) -> None:
+def _fire(
+    environment: Environment, kind: str, tier: str, took_ms: float, length: int
+) -> None:
     environment.events.request.fire(
-        request_type=kind, name=tier, response_time=took_ms, response_length=length, exception=None, context={}
+        request_type=kind,
+        name=tier,
+        response_time=took_ms,
+        response_length=length,
+        exception=None,
+        context={},
     )
 
 
@@ -119,7 +138,9 @@ def _defaults(parser: ArgumentParser) -> None:
 def _summary(environment: Environment, **_kwargs: Any) -> None:
     stats = environment.stats
     took_s = max((stats.last_request_timestamp or 0) - stats.start_time, 1.0)
-    print(f"\n{'tier':16}{'answers':>8}{'errors':>8}{'TTFT p50/p95 ms':>20}{'total p50/p95 ms':>20}{'tokens/s':>10}")
+    print(
+        f"\n{'tier':16}{'answers':>8}{'errors':>8}{'TTFT p50/p95 ms':>20}{'total p50/p95 ms':>20}{'tokens/s':>10}"
+    )
     for tier, t in sorted(TALLY.items()):
         row = f"{tier:16}{len(t.total):8}{t.errors:8}{_percentiles(t.ttft):>20}{_percentiles(t.total):>20}"
         print(f"{row}{t.tokens / took_s:10.1f}")

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 Kind = tuple[PromptClass, Complexity]
 LOWER_TIERS = STANDARD_TIERS[:2]
-LEAST_ANSWERS = 3  # of a kind in the half that is checked, which at least one of both precisions got right
+# of a kind in the half that is checked, which at least one of both precisions got right
+LEAST_ANSWERS = 3
 OLD_LEAST = 1e-4  # published losses were at least that
 OLD_UNLIKE = 0.3
 LARGE = 8e9
@@ -66,14 +67,18 @@ class Coverage:
 
 def main() -> None:
     """Read the journal, split it and print the coverage."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("journal", type=Path)
     parser.add_argument("--parameters", type=float, default=135e6, help="of the model")
     parser.add_argument("--splits", type=int, default=10)
     options = parser.parse_args()
     answers = read_answers(options.journal)
     tasks = sorted({answer.task for answer in answers})
-    print(f"$ python benchmarks/loss_coverage.py {options.journal.name} --parameters {options.parameters:g}")
+    print(
+        f"$ python benchmarks/loss_coverage.py {options.journal.name} --parameters {options.parameters:g}"
+    )
     print(
         f"# {len(tasks)} tasks, {options.splits} splits; {LEAST_ANSWERS} or more answers of a kind in the checked half"
     )
@@ -82,7 +87,9 @@ def main() -> None:
         measured, checked = halves(answers, seed)
         for tier in LOWER_TIERS:
             check(tier, measured, checked, options.parameters, by_tier)
-    print(f"{'':20}{'net losses':>11}{'held now':>10}{'before':>9}{'width of 90 % interval, median':>33}")
+    print(
+        f"{'':20}{'net losses':>11}{'held now':>10}{'before':>9}{'width of 90 % interval, median':>33}"
+    )
     for name, coverage in by_tier.items():
         width = sorted(coverage.widths)[len(coverage.widths) // 2]
         print(
@@ -111,7 +118,9 @@ def halves(answers: Iterable[Judged], seed: int) -> tuple[list[Judged], list[Jud
     for tasks in tasks_by_kind.values():
         ordered = sorted(tasks)
         first.update(source.sample(ordered, len(ordered) // 2))
-    return [a for a in answers if a.task in first], [a for a in answers if a.task not in first]
+    return [a for a in answers if a.task in first], [
+        a for a in answers if a.task not in first
+    ]
 
 
 def check(
@@ -124,7 +133,9 @@ def check(
     """Count the net losses of the checked half that lie within what the measured half says."""
     counts = of_tier(tier, measured)
     expected = losses(PRECISIONS[tier], counts, parameters)
-    flips_by_kind = {(each.prompt_class, each.complexity): each.flips for each in counts}
+    flips_by_kind = {
+        (each.prompt_class, each.complexity): each.flips for each in counts
+    }
     for each in of_tier(tier, checked):
         if each.flips.answers < LEAST_ANSWERS:
             continue
@@ -133,7 +144,11 @@ def check(
         known = flips_by_kind.get(kind)
         before = published_as_before(PRECISIONS[tier], kind, known)
         for name in (tier, "all"):
-            by_tier[name].add(now=holds(loss, each.flips), before=holds(before, each.flips), width=loss.high - loss.low)
+            by_tier[name].add(
+                now=holds(loss, each.flips),
+                before=holds(before, each.flips),
+                width=loss.high - loss.low,
+            )
 
 
 def of_tier(tier: TierName, answers: Iterable[Judged]) -> list[AnswerCount]:
@@ -141,7 +156,9 @@ def of_tier(tier: TierName, answers: Iterable[Judged]) -> list[AnswerCount]:
     return [each for each in count(answers, LOWER_TIERS) if each.tier is tier]
 
 
-def published_as_before(precision: str, kind: Kind, flips: Flips | None) -> ExpectedLoss:
+def published_as_before(
+    precision: str, kind: Kind, flips: Flips | None
+) -> ExpectedLoss:
     """Return what was expected of a kind until November 2026: a normal distribution, here with an interval of 90 %."""
     mean = max(published_loss(precision, kind, LARGE), OLD_LEAST)
     variance = mean**2

@@ -45,12 +45,22 @@ def free_port() -> int:
 
 @contextmanager
 def process(
-    argv: Sequence[str], core: int | str | None, *, env: Mapping[str, str] | None = None, log: Path | None = None
+    argv: Sequence[str],
+    core: int | str | None,
+    *,
+    env: Mapping[str, str] | None = None,
+    log: Path | None = None,
 ) -> Iterator[psutil.Process]:
     """Run a process, on one core (or a list, as taskset takes it) where there is more than one; stop its tree at the end."""
-    pinned = ["taskset", "-c", str(core), *argv] if core is not None and (os.cpu_count() or 1) > 1 else list(argv)
+    pinned = (
+        ["taskset", "-c", str(core), *argv]
+        if core is not None and (os.cpu_count() or 1) > 1
+        else list(argv)
+    )
     with (log or Path(os.devnull)).open("wb") as output:
-        running = subprocess.Popen(pinned, cwd=ROOT, env=env, stdout=output, stderr=output)
+        running = subprocess.Popen(
+            pinned, cwd=ROOT, env=env, stdout=output, stderr=output
+        )
     started = psutil.Process(running.pid)
     try:
         yield started
@@ -87,12 +97,20 @@ def cpu_s(root: psutil.Process) -> float:
 def stub(delay_ms: float = 0) -> Iterator[tuple[str, psutil.Process]]:
     """Run the stub engine; yield its URL and process."""
     port = free_port()
-    with process([sys.executable, "benchmarks/stub_engine.py", str(port), str(delay_ms)], 1) as running:
+    with process(
+        [sys.executable, "benchmarks/stub_engine.py", str(port), str(delay_ms)], 1
+    ) as running:
         wait_for(port)
         yield f"http://127.0.0.1:{port}", running
 
 
-def wait_for(port: int, path: str = "", limit_s: float = 60, *, process: subprocess.Popen[bytes] | None = None) -> None:
+def wait_for(
+    port: int,
+    path: str = "",
+    limit_s: float = 60,
+    *,
+    process: subprocess.Popen[bytes] | None = None,
+) -> None:
     """Wait until a port accepts, or until a path on it answers 200, unless the process that should is gone."""
     deadline = time.monotonic() + limit_s
     while True:
@@ -100,13 +118,17 @@ def wait_for(port: int, path: str = "", limit_s: float = 60, *, process: subproc
             with socket.create_connection(("127.0.0.1", port), 1) as sock:
                 if not path:
                     return
-                sock.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+                sock.sendall(
+                    f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
+                )
                 if b" 200 " in sock.recv(64):
                     return
         except OSError:
             pass
         if process is not None and process.poll() is not None:
-            raise ChildProcessError(f"{process.args!r} ended with status {process.returncode}")
+            raise ChildProcessError(
+                f"{process.args!r} ended with status {process.returncode}"
+            )
         if time.monotonic() > deadline:
             raise TimeoutError(f"port {port} {path}")
         time.sleep(0.1)
@@ -125,7 +147,13 @@ class Result:
 
 
 async def load(
-    port: int, path: str, body: dict[str, object], watched: psutil.Process, *, connections: int, seconds: float
+    port: int,
+    path: str,
+    body: dict[str, object],
+    watched: psutil.Process,
+    *,
+    connections: int,
+    seconds: float,
 ) -> Result:
     """Send requests over kept-alive connections as fast as they are answered; time first body byte and whole answer."""
     raw = json.dumps(body).encode()

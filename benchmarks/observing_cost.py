@@ -40,7 +40,11 @@ EXPORTED = {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
 
 def ratio(share: str) -> dict[str, str]:
     """Return the standard variables for a share of traces that is sampled."""
-    return {**EXPORTED, "OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": share}
+    return {
+        **EXPORTED,
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": share,
+    }
 
 
 ROWS: dict[str, dict[str, str]] = {
@@ -61,15 +65,23 @@ class Router:
 
 def main() -> None:
     """Measure every row and print it with its difference to the first."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--connections", type=int, default=8)
     options = parser.parse_args()
-    print(f"$ python benchmarks/observing_cost.py --seconds {options.seconds:g} --passes {options.passes}", flush=True)
+    print(
+        f"$ python benchmarks/observing_cost.py --seconds {options.seconds:g} --passes {options.passes}",
+        flush=True,
+    )
     os.sched_setaffinity(0, {(os.cpu_count() or 1) - 1})
     with ExitStack() as stack:
-        routers = {name: stack.enter_context(router(more, stack)) for name, more in ROWS.items()}
+        routers = {
+            name: stack.enter_context(router(more, stack))
+            for name, more in ROWS.items()
+        }
         figures: dict[str, list[float]] = {name: [] for name in [*routers, WATCHED]}
         for number in range(options.passes + 1):  # the first one warms up
             for name, found_before in figures.items():
@@ -91,7 +103,16 @@ def router(more: dict[str, str], stack: ExitStack) -> Iterator[Router]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     (folder / "qarr.toml").write_text("")
     argv = ["env", *(f"{name}={value}" for name, value in variables.items())]
-    argv += [".venv/bin/qarr", "serve", "--config", str(folder / "qarr.toml"), "--fast", url, "--port", str(port)]
+    argv += [
+        ".venv/bin/qarr",
+        "serve",
+        "--config",
+        str(folder / "qarr.toml"),
+        "--fast",
+        url,
+        "--port",
+        str(port),
+    ]
     with process(argv, 0) as running:
         wait_for(port, "/readyz")
         yield Router(port, running)
@@ -119,11 +140,18 @@ def receiver() -> Iterator[str]:
         server.shutdown()
 
 
-async def measured(target: Router, options: argparse.Namespace, *, watched: bool) -> float:
+async def measured(
+    target: Router, options: argparse.Namespace, *, watched: bool
+) -> float:
     """Return the router's CPU time a request, in microseconds."""
     watching = [asyncio.create_task(watch(target.port))] if watched else []
     result = await load(
-        target.port, "/generate", BODY, target.process, connections=options.connections, seconds=options.seconds
+        target.port,
+        "/generate",
+        BODY,
+        target.process,
+        connections=options.connections,
+        seconds=options.seconds,
     )
     for task in watching:
         task.cancel()
@@ -137,7 +165,9 @@ async def watch(port: int) -> None:
 
     async def scrape(session: aiohttp.ClientSession) -> None:
         while True:
-            async with session.get(f"{url}/metrics", headers={"accept": "application/openmetrics-text"}) as page:
+            async with session.get(
+                f"{url}/metrics", headers={"accept": "application/openmetrics-text"}
+            ) as page:
                 await page.read()
             await asyncio.sleep(1)
 
@@ -156,10 +186,16 @@ def show(figures: dict[str, list[float]]) -> None:
     first = next(iter(figures.values()))
     print(f"{'':38} CPU-us/request (least to most)   more than not exported")
     for name, values in figures.items():
-        more = statistics.median(value - base for value, base in zip(values, first, strict=True))
-        share = statistics.median(value / base for value, base in zip(values, first, strict=True))
+        more = statistics.median(
+            value - base for value, base in zip(values, first, strict=True)
+        )
+        share = statistics.median(
+            value / base for value, base in zip(values, first, strict=True)
+        )
         spread = f"({min(values):.0f} to {max(values):.0f})"
-        print(f"{name:38} {statistics.median(values):8.0f} {spread:>16} {more:15.0f}  x{share:.2f}")
+        print(
+            f"{name:38} {statistics.median(values):8.0f} {spread:>16} {more:15.0f}  x{share:.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -103,16 +103,25 @@ class Answer:
 def read_prompts(kinds: Sequence[str] | None = None) -> tuple[tuple[str, str], ...]:
     """Return the prompts of the built-in tasks of some classes; None: of all."""
     return tuple(
-        (t.prompt_class.value, t.prompt) for t in read_tasks(TASKS) if kinds is None or t.prompt_class in kinds
+        (t.prompt_class.value, t.prompt)
+        for t in read_tasks(TASKS)
+        if kinds is None or t.prompt_class in kinds
     )
 
 
-def by_class(scale: float = 1.0, most: int = 4096) -> Callable[[random.Random, str], int]:
+def by_class(
+    scale: float = 1.0, most: int = 4096
+) -> Callable[[random.Random, str], int]:
     """Return log-normal lengths whose mean is ``ANSWER_TOKENS`` times a scale, between 8 and ``most`` tokens."""
 
     def tokens(source: random.Random, kind: str) -> int:
         mean = ANSWER_TOKENS[kind] * scale
-        return max(8, min(most, round(source.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))))
+        return max(
+            8,
+            min(
+                most, round(source.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))
+            ),
+        )
 
     return tokens
 
@@ -122,13 +131,22 @@ def uniform(least: int, most: int) -> Callable[[random.Random, str], int]:
     return lambda source, _kind: source.randint(least, most)
 
 
-def arrivals(workload: Workload, rate: float, seconds: float, seed: int) -> list[Arrival]:
+def arrivals(
+    workload: Workload, rate: float, seconds: float, seed: int
+) -> list[Arrival]:
     """Return Poisson arrivals of mixed prompts. The same arguments return the same arrivals."""
     source = random.Random(seed)
     found, at = [], 0.0
     while (at := at + source.expovariate(rate)) < seconds:
         kind, text = source.choice(workload.prompts)
-        found.append(Arrival(at, kind, f"({source.randint(100, 999)}) {text}", workload.tokens(source, kind)))
+        found.append(
+            Arrival(
+                at,
+                kind,
+                f"({source.randint(100, 999)}) {text}",
+                workload.tokens(source, kind),
+            )
+        )
     return found
 
 
@@ -153,13 +171,23 @@ async def send(
     started, ended = time.monotonic() + 0.2, 0
     timeout = aiohttp.ClientTimeout(total=limit_s)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, trust_env=False
+    ) as session:
 
         async def one(index: int, arrival: Arrival) -> Answer:
             nonlocal ended
             await asyncio.sleep(started + arrival.at_s - time.monotonic())
             headers = {"x-request-id": f"{name}-{index}"}
-            answer = await _ask(session, url, headers, _body(arrival, body(index, arrival)), index, arrival, started)
+            answer = await _ask(
+                session,
+                url,
+                headers,
+                _body(arrival, body(index, arrival)),
+                index,
+                arrival,
+                started,
+            )
             ended += 1
             return answer
 
@@ -178,7 +206,13 @@ async def send(
 
 
 async def closed_loop(
-    url: str, workload: Workload, bodies: Sequence[dict[str, Any]], workers: int, *, seconds: float, warm_s: float
+    url: str,
+    workload: Workload,
+    bodies: Sequence[dict[str, Any]],
+    workers: int,
+    *,
+    seconds: float,
+    warm_s: float,
 ) -> float:
     """Return the requests completed a second while so many workers ask without a pause for each kind of body.
 
@@ -193,19 +227,32 @@ async def closed_loop(
     started, done = time.monotonic(), 0
     source = random.Random(0)
     timeout, connector = aiohttp.ClientTimeout(total=900), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, trust_env=False
+    ) as session:
 
         async def worker(number: int, body: dict[str, Any]) -> None:
             nonlocal done
             while True:
                 kind, text = source.choice(workload.prompts)
-                arrival = Arrival(time.monotonic() - started, kind, text, workload.tokens(source, kind))
+                arrival = Arrival(
+                    time.monotonic() - started,
+                    kind,
+                    text,
+                    workload.tokens(source, kind),
+                )
                 headers = {"x-request-id": f"full-{number}"}
-                answer = await _ask(session, url, headers, _body(arrival, body), 0, arrival, started)
+                answer = await _ask(
+                    session, url, headers, _body(arrival, body), 0, arrival, started
+                )
                 done += answer.error is None and answer.ended_s > warm_s
                 await asyncio.sleep(0.1 if answer.error else 0)
 
-        tasks = [asyncio.create_task(worker(n, body)) for body in bodies for n in range(workers)]
+        tasks = [
+            asyncio.create_task(worker(n, body))
+            for body in bodies
+            for n in range(workers)
+        ]
         await asyncio.sleep(seconds)
         found = done / (seconds - warm_s)
         for task in tasks:
@@ -239,7 +286,9 @@ async def _ask(
     first = last = 0.0
     tail, tier, error = b"", None, "cut"
     try:
-        async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
+        async with session.post(
+            f"{url}/v1/chat/completions", json=body, headers=headers
+        ) as response:
             if response.status == 200:
                 tier = TierName(response.headers["x-qarr-tier"])
                 async for chunk in response.content.iter_any():
@@ -263,7 +312,9 @@ async def _ask(
         ended_s=time.monotonic() - started,
         tier=tier,
         ttft_ms=(first - sent) * 1000 if first else None,
-        tpot_ms=(last - first) * 1000 / (tokens - 1) if complete and tokens > 1 else None,
+        tpot_ms=(last - first) * 1000 / (tokens - 1)
+        if complete and tokens > 1
+        else None,
         prompt_tokens=int(prompt[1]) if prompt else 0,
         tokens=tokens,
         error=None if complete else error,
@@ -271,7 +322,9 @@ async def _ask(
     )
 
 
-def with_engine_time(answers: Sequence[Answer], speeds: LatencyProfile, batch: int) -> list[Answer]:
+def with_engine_time(
+    answers: Sequence[Answer], speeds: LatencyProfile, batch: int
+) -> list[Answer]:
     """Return answers with the engine time that the policy counts (``SpeedModel.engine_ms``): prefill, and a share of steps.
 
     Args:
@@ -284,14 +337,19 @@ def with_engine_time(answers: Sequence[Answer], speeds: LatencyProfile, batch: i
     def engine_s(answer: Answer) -> float:
         if answer.tier is None or answer.error is not None:
             return 0.0
-        return models[answer.tier].engine_ms(answer.prompt_tokens, answer.tokens, batch) / 1000
+        return (
+            models[answer.tier].engine_ms(answer.prompt_tokens, answer.tokens, batch)
+            / 1000
+        )
 
     return [replace(answer, engine_s=engine_s(answer)) for answer in answers]
 
 
 def mean_open(rounds: Sequence[Sequence[Answer]], seconds: float) -> float:
     """Return the mean number of open requests of some loads, each so many seconds long (Little's law)."""
-    return sum(a.ended_s - a.at_s for answers in rounds for a in answers) / (seconds * max(len(rounds), 1))
+    return sum(a.ended_s - a.at_s for answers in rounds for a in answers) / (
+        seconds * max(len(rounds), 1)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,14 +406,18 @@ def resampled(blocks: int, seed: int = 0, times: int = RESAMPLES) -> list[list[i
     return [source.choices(range(blocks), k=blocks) for _ in range(times)]
 
 
-def interval(row: Blocks, samples: Sequence[Sequence[int]], other: Blocks | None = None) -> Interval:
+def interval(
+    row: Blocks, samples: Sequence[Sequence[int]], other: Blocks | None = None
+) -> Interval:
     """Return a ratio, or its difference to another row's in the same blocks, with its 95 % bootstrap interval."""
 
     def value(chosen: Sequence[int] | None) -> float:
         return row.ratio(chosen) - (other.ratio(chosen) if other is not None else 0.0)
 
     drawn = [value(sample) for sample in samples]
-    return Interval(mean=value(None), low=percentile(drawn, 0.025), high=percentile(drawn, 0.975))
+    return Interval(
+        mean=value(None), low=percentile(drawn, 0.025), high=percentile(drawn, 0.975)
+    )
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -366,4 +428,7 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def as_row(answer: Answer) -> dict[str, Any]:
     """Return an answer as the values of a JSON object."""
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(answer).items()}
+    return {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in asdict(answer).items()
+    }

@@ -33,17 +33,25 @@ if TYPE_CHECKING:
 
     import psutil
 
-PAUSE_MS = 2000  # between two tokens of a stream; the stub sends 32, so a stream lasts 64 s
+# between two tokens of a stream; the stub sends 32, so a stream lasts 64 s
+PAUSE_MS = 2000
 EVERY_S = 0.02  # from one to the next
 OPENING = 250  # streams that are being opened at once
 WARM = 20  # streams that come and go before anything is measured
 END = b"\r\n0\r\n\r\n"  # of an answer in chunks
 MAIN = "from router.settings import ServerSettings as S; S.resume_s = 1; from router.cli.main import main; main()"
 PROMPT = "Can you explain how tides work, and why there are two of them a day?"
-CHAT = {"model": "fast", "messages": [{"role": "user", "content": PROMPT}], "stream": True}
+CHAT = {
+    "model": "fast",
+    "messages": [{"role": "user", "content": PROMPT}],
+    "stream": True,
+}
 ROWS: dict[str, tuple[str, dict[str, object]]] = {
     "/generate": ("/generate", {"prompt": PROMPT, "tier": "fast"}),
-    "/generate, resumable": ("/generate", {"prompt": PROMPT, "tier": "fast", "resumable": True}),
+    "/generate, resumable": (
+        "/generate",
+        {"prompt": PROMPT, "tier": "fast", "resumable": True},
+    ),
     "/v1/chat/completions": ("/v1/chat/completions", CHAT),
 }
 
@@ -70,7 +78,9 @@ class Row:
 class Clients:
     """Open streams, all read as they come."""
 
-    def __init__(self, port: int, path: str, body: dict[str, object], *, again: bool = False) -> None:
+    def __init__(
+        self, port: int, path: str, body: dict[str, object], *, again: bool = False
+    ) -> None:
         raw = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -106,12 +116,16 @@ class Clients:
         writer.transport.abort()
         return took * 1000
 
-    async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _ask(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         writer.write(self._request)
         head = await reader.readuntil(b"data: ")
         assert b" 200 " in head[:16], head
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _read(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         last = b""
         while data := await reader.read(65536):
             self.events += data.count(b"data: ")
@@ -130,21 +144,44 @@ class Clients:
 
 def main() -> None:
     """Run every row, each on a router of its own, and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, help="1000, with --ttft 500")
     parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--ttft", action="store_true", help="what the router adds to the TTFT while streams are open")
-    parser.add_argument("--pause", type=int, default=200, help="with --ttft: milliseconds between a stream's tokens")
-    parser.add_argument("--probes", type=int, default=400, help="with --ttft: requests whose TTFT is taken, each way")
+    parser.add_argument(
+        "--ttft",
+        action="store_true",
+        help="what the router adds to the TTFT while streams are open",
+    )
+    parser.add_argument(
+        "--pause",
+        type=int,
+        default=200,
+        help="with --ttft: milliseconds between a stream's tokens",
+    )
+    parser.add_argument(
+        "--probes",
+        type=int,
+        default=400,
+        help="with --ttft: requests whose TTFT is taken, each way",
+    )
     args = parser.parse_args()
     os.sched_setaffinity(0, {(os.cpu_count() or 1) - 1})
     args.streams = args.streams or (500 if args.ttft else 1000)
     if args.ttft:
         _ttft(args.streams, args.pause, args.probes)
         return
-    rows = {name: _row(path, body, args.streams, args.seconds) for name, (path, body) in ROWS.items()}
-    print(f"$ python benchmarks/open_streams.py --streams {args.streams} --seconds {args.seconds:g}\n")
-    print(f"{'':24}KB/stream   stub's own   CPU-us to open   CPU-us/event   streams at 20 tokens/s on one core")
+    rows = {
+        name: _row(path, body, args.streams, args.seconds)
+        for name, (path, body) in ROWS.items()
+    }
+    print(
+        f"$ python benchmarks/open_streams.py --streams {args.streams} --seconds {args.seconds:g}\n"
+    )
+    print(
+        f"{'':24}KB/stream   stub's own   CPU-us to open   CPU-us/event   streams at 20 tokens/s on one core"
+    )
     for name, row in rows.items():
         most = 1e6 / (20 * row.event_us)
         print(
@@ -169,7 +206,9 @@ def _router(streams: int, **engines: str) -> Iterator[tuple[int, psutil.Process]
     os.environ.update(settings)
     port = free_port()
     tiers = [part for tier, url in engines.items() for part in (f"--{tier}", url)]
-    with process([sys.executable, "-c", MAIN, "serve", *tiers, "--port", str(port)], 0) as router:
+    with process(
+        [sys.executable, "-c", MAIN, "serve", *tiers, "--port", str(port)], 0
+    ) as router:
         wait_for(port, "/readyz")
         yield port, router
 
@@ -182,34 +221,65 @@ def _pace(url: str, pause_ms: int) -> None:
 def _row(path: str, body: dict[str, object], streams: int, seconds: float) -> Row:
     with stub() as (url, engine), _router(streams, fast=url) as (port, router):
         _pace(url, PAUSE_MS)
-        return asyncio.run(_measured(Clients(port, path, body), port, router, engine, streams, seconds))
+        return asyncio.run(
+            _measured(Clients(port, path, body), port, router, engine, streams, seconds)
+        )
 
 
 def _ttft(streams: int, pause_ms: int, probes: int) -> None:
     """Print the TTFT through the router and straight from the stub, without and with open streams."""
-    print(f"$ python benchmarks/open_streams.py --ttft --streams {streams} --pause {pause_ms}\n")
-    print(f"{'TTFT in ms':20}{'p50: router':>12}{'stub':>8}{'added':>8}{'p99: router':>15}{'stub':>8}{'added':>8}")
+    print(
+        f"$ python benchmarks/open_streams.py --ttft --streams {streams} --pause {pause_ms}\n"
+    )
+    print(
+        f"{'TTFT in ms':20}{'p50: router':>12}{'stub':>8}{'added':>8}{'p99: router':>15}{'stub':>8}{'added':>8}"
+    )
     for count in (0, streams):
-        with stub() as (paced, _), stub() as (quick, _), _router(streams, fast=paced, balanced=quick) as (port, router):
+        with (
+            stub() as (paced, _),
+            stub() as (quick, _),
+            _router(streams, fast=paced, balanced=quick) as (port, router),
+        ):
             _pace(paced, pause_ms)
             pairs, load = asyncio.run(
-                _first_tokens(port, int(quick.rsplit(":", 1)[1]), router, count, 32 * pause_ms / 1000, probes)
+                _first_tokens(
+                    port,
+                    int(quick.rsplit(":", 1)[1]),
+                    router,
+                    count,
+                    32 * pause_ms / 1000,
+                    probes,
+                )
             )
         columns = [*zip(*pairs, strict=True), [one - other for one, other in pairs]]
-        figures = [quantiles(column, n=100)[share - 1] for share in (50, 99) for column in columns]
-        cells = "".join(f"{figure:{width}.2f}" for figure, width in zip(figures, (12, 8, 8, 15, 8, 8), strict=True))
+        figures = [
+            quantiles(column, n=100)[share - 1]
+            for share in (50, 99)
+            for column in columns
+        ]
+        cells = "".join(
+            f"{figure:{width}.2f}"
+            for figure, width in zip(figures, (12, 8, 8, 15, 8, 8), strict=True)
+        )
         print(f"{f'{count} open streams':20}{cells}   {load}")
 
 
 async def _first_tokens(
-    port: int, direct_port: int, router: psutil.Process, streams: int, length_s: float, probes: int
+    port: int,
+    direct_port: int,
+    router: psutil.Process,
+    streams: int,
+    length_s: float,
+    probes: int,
 ) -> tuple[list[tuple[float, float]], str]:
     """Return TTFTs through the router and from the stub, in turn, and what the router carried meanwhile."""
     path, body = ROWS["/v1/chat/completions"]
     background = Clients(port, path, body, again=True)
     await background.open(streams, length_s)
     await asyncio.sleep(2)
-    ours, direct = (Clients(p, path, {**body, "model": "balanced"}) for p in (port, direct_port))
+    ours, direct = (
+        Clients(p, path, {**body, "model": "balanced"}) for p in (port, direct_port)
+    )
     pairs: list[tuple[float, float]] = []
     background.events, cpu, began = 0, _cpu_s(router), time.monotonic()
     for _ in range(probes):
@@ -223,13 +293,22 @@ async def _first_tokens(
 
 
 async def _measured(
-    clients: Clients, port: int, router: psutil.Process, engine: psutil.Process, streams: int, seconds: float
+    clients: Clients,
+    port: int,
+    router: psutil.Process,
+    engine: psutil.Process,
+    streams: int,
+    seconds: float,
 ) -> Row:
     row = Row()
     await clients.open(WARM)
     await clients.close()
     await _idle(port)
-    before, engine_before, cpu = router.memory_info().rss, engine.memory_info().rss, _cpu_s(router)
+    before, engine_before, cpu = (
+        router.memory_info().rss,
+        engine.memory_info().rss,
+        _cpu_s(router),
+    )
     await clients.open(streams)
     row.opening_us = (_cpu_s(router) - cpu) / streams * 1e6
     clients.events, cpu, began = 0, _cpu_s(router), time.monotonic()
@@ -249,7 +328,11 @@ async def _idle(port: int) -> None:
     while True:
         async with httpx.AsyncClient(trust_env=False) as client:
             fleet = (await client.get(f"http://127.0.0.1:{port}/tiers")).json()
-        if not sum(replica["in_flight"] for tier in fleet["tiers"] for replica in tier["replicas"]):
+        if not sum(
+            replica["in_flight"]
+            for tier in fleet["tiers"]
+            for replica in tier["replicas"]
+        ):
             return
         assert time.monotonic() < deadline, "leases are still out"
         await asyncio.sleep(0.5)

@@ -63,11 +63,14 @@ CONFIGS = "tests/unit/tiers/sizing/configs"
 CPU_PROFILE = "benchmarks/results/latency_smollm2-135m.json"
 PROMPT, OUTPUT = 800, 250  # tokens in the mean, the plan's defaults
 SIGMA = 0.6  # of the logarithm of an answer's length
-USUAL = 0.7  # of what an engine serves at most: the load at which latencies are compared
+# of what an engine serves at most: the load at which latencies are compared
+USUAL = 0.7
 DAY = "0.4,0.6,0.5,2.5"
 LEAST_PART_S = 30.0  # several times as long as an answer
 PLANNED = "planned"  # the name of the fleet that the plan found
-LLAMA_8B, LLAMA_70B = (f"--model {CONFIGS}/{name}.json" for name in ("llama-3.1-8b", "llama-3.3-70b"))
+LLAMA_8B, LLAMA_70B = (
+    f"--model {CONFIGS}/{name}.json" for name in ("llama-3.1-8b", "llama-3.3-70b")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +168,27 @@ class Row:
 
 def main() -> None:
     """Run all, print tables, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000, help="of each simulated day")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--requests", type=int, default=1000, help="of each simulated day"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="settings whose name has this; nothing is written then")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="settings whose name has this; nothing is written then",
+    )
     options = parser.parse_args()
     command = f"python benchmarks/plans.py {' '.join(sys.argv[1:])}".rstrip()
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     print(
         f"$ {command}\n{date}. Days of {options.requests:,} requests or more; load of their parts: {DAY} of the mean."
     )
-    found = [sweep(setting, options) for setting in SETTINGS if options.only in setting.name]
+    found = [
+        sweep(setting, options) for setting in SETTINGS if options.only in setting.name
+    ]
     if options.only:
         return
     record = {
@@ -191,8 +204,15 @@ def main() -> None:
 
 def plan(arguments: str) -> dict[str, Any]:
     """Return what ``qarr plan`` finds."""
-    command = [str(Path(sys.executable).with_name("qarr")), "plan", *arguments.split(), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
+    command = [
+        str(Path(sys.executable).with_name("qarr")),
+        "plan",
+        *arguments.split(),
+        "--json",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300
+    )
     if not done.stdout:
         raise SystemExit(done.stderr)
     read: dict[str, Any] = json.loads(done.stdout)
@@ -203,15 +223,26 @@ def sweep(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     """Plan and simulate a setting at each of its loads, and show them."""
     print(f"\n{setting.name}")
     loads = [at_load(setting, load, options) for load in setting.loads]
-    return {"name": setting.name, "arguments": setting.arguments, "unit": setting.unit, "loads": loads}
+    return {
+        "name": setting.name,
+        "arguments": setting.arguments,
+        "unit": setting.unit,
+        "loads": loads,
+    }
 
 
-def at_load(setting: Setting, load: float, options: argparse.Namespace) -> dict[str, Any]:
+def at_load(
+    setting: Setting, load: float, options: argparse.Namespace
+) -> dict[str, Any]:
     """Plan at one load, simulate the planned fleet and those of one precision, and show them."""
     arguments = setting.at(load)
     planned = plan(arguments)
-    print(f"\n$ qarr plan {arguments}\nspeed: {planned['speed']}; losses: {planned['losses']}\n{planned['verdict']}")
-    fleets = {PLANNED: planned["plan"]} | {f"{tier} alone": fleet for tier, fleet in planned["alone"].items()}
+    print(
+        f"\n$ qarr plan {arguments}\nspeed: {planned['speed']}; losses: {planned['losses']}\n{planned['verdict']}"
+    )
+    fleets = {PLANNED: planned["plan"]} | {
+        f"{tier} alone": fleet for tier, fleet in planned["alone"].items()
+    }
     fleets = {name: fleet for name, fleet in fleets.items() if fleet is not None}
     rows = simulated(fleets, setting, planned, options)
     if rows:
@@ -238,8 +269,12 @@ def simulated(
     """Return what becomes of the same requests on each fleet."""
     shares = factors(DAY)
     rates = [planned["requests_per_s"] * share / mean_of(DAY) for share in shares]
-    part_s = max(options.requests / planned["requests_per_s"] / len(shares), LEAST_PART_S)
-    arrivals = requests(rates, part_s, setting.values.get("--mix", "chat"), planned, options.seed)
+    part_s = max(
+        options.requests / planned["requests_per_s"] / len(shares), LEAST_PART_S
+    )
+    arrivals = requests(
+        rates, part_s, setting.values.get("--mix", "chat"), planned, options.seed
+    )
     rows: dict[str, Row] = {}
     for name, fleet in fleets.items():
         if name != PLANNED and fleet == fleets.get(PLANNED):
@@ -247,7 +282,9 @@ def simulated(
             continue
         engines = [engine(each, setting.values) for each in fleet["engines"]]
         results = serve(engines, arrivals, fleet["loss_budget"], "best")
-        rows[name] = row(name, engines, fleet["cost_per_hour"], results, planned, arrivals)
+        rows[name] = row(
+            name, engines, fleet["cost_per_hour"], results, planned, arrivals
+        )
     return list(rows.values())
 
 
@@ -257,28 +294,59 @@ def show_plan(fleets: Mapping[str, Mapping[str, Any]], rows: Sequence[Row]) -> N
     for (name, fleet), each in zip(fleets.items(), rows, strict=True):
         lost = f"lost of 100 {100 * fleet['answers_lost']:.3f} / {100 * each.lost:.3f}"
         ttft = f"TTFT mean {fleet['ttft_ms']:,.0f} / {each.ttft_mean:,.0f} ms"
-        print(f"  {name:15} {lost}, {ttft}, {fleet['tpot_ms']:.1f} / {each.tpot_mean:.1f} ms a token")
+        print(
+            f"  {name:15} {lost}, {ttft}, {fleet['tpot_ms']:.1f} / {each.tpot_mean:.1f} ms a token"
+        )
 
 
 def engine(each: Mapping[str, Any], value: Mapping[str, str]) -> Engine:
     """Return an engine of a plan with its speed: a measured one, without contention, where there is a profile."""
     tier = TierName(each["tier"])
     if "--profile" in value:
-        fit = next(fit for fit in load_latency(ROOT / value["--profile"]).fits if fit.tier is tier)
+        fit = next(
+            fit
+            for fit in load_latency(ROOT / value["--profile"]).fits
+            if fit.tier is tier
+        )
         speed = replace(fit.model, contention=0.0)  # each has its own GPU, or machine
-        return Engine(tier, each["gpu"], each["gpus_per_replica"], each["replicas"], each["batch"], speed)
+        return Engine(
+            tier,
+            each["gpu"],
+            each["gpus_per_replica"],
+            each["replicas"],
+            each["batch"],
+            speed,
+        )
     model = architecture(find_config(str(ROOT / value["--model"])))
-    pace = Roofline(model, parse_gpus(each["gpu"])[0], PRECISIONS[tier], each["gpus_per_replica"], PROMPT + OUTPUT // 2)
-    return Engine(tier, each["gpu"], each["gpus_per_replica"], each["replicas"], each["batch"], as_model(pace))
+    pace = Roofline(
+        model,
+        parse_gpus(each["gpu"])[0],
+        PRECISIONS[tier],
+        each["gpus_per_replica"],
+        PROMPT + OUTPUT // 2,
+    )
+    return Engine(
+        tier,
+        each["gpu"],
+        each["gpus_per_replica"],
+        each["replicas"],
+        each["batch"],
+        as_model(pace),
+    )
 
 
 def as_model(pace: Roofline) -> SpeedModel:
     """Return the speed model with the roofline's times: reading up to a batch, computing beyond."""
-    least = pace.mixed_ms(PROMPT, 1, PROMPT) - pace.prefill_ms_per_token * PROMPT  # that is not the prompt's
+    # that is not the prompt's
+    least = pace.mixed_ms(PROMPT, 1, PROMPT) - pace.prefill_ms_per_token * PROMPT
     each = pace.step_ms(2) - pace.step_ms(1)
     base, far = pace.step_ms(1) - each, 100_000
     beyond = pace.step_ms(far) - pace.step_ms(far - 1) - each
-    knee = round(far - (pace.step_ms(far) - base - each * far) / beyond) if beyond > 0 else 0
+    knee = (
+        round(far - (pace.step_ms(far) - base - each * far) / beyond)
+        if beyond > 0
+        else 0
+    )
     return SpeedModel(
         ttft_base_ms=max(least, 0.0),
         prefill_ms_per_token=pace.prefill_ms_per_token,
@@ -302,7 +370,13 @@ class Asked:
     tokens: int
 
 
-def requests(rates: Sequence[float], part_s: float, mix: str, planned: Mapping[str, Any], seed: int) -> list[Asked]:
+def requests(
+    rates: Sequence[float],
+    part_s: float,
+    mix: str,
+    planned: Mapping[str, Any],
+    seed: int,
+) -> list[Asked]:
     """Return Poisson arrivals of a day's parts, of the mix's kinds."""
     source = random.Random(seed)
     classes, degrees = MIXES[mix]
@@ -313,9 +387,16 @@ def requests(rates: Sequence[float], part_s: float, mix: str, planned: Mapping[s
             kind = source.choices(list(classes), list(classes.values()))[0]
             degree = source.choices(list(Complexity), degrees)[0]
             prompt = max(round(lengths(source, planned["prompt_tokens"])), 8)
-            tokens = min(max(round(lengths(source, planned["output_tokens"])), 1), 4 * planned["output_tokens"])
-            features = PromptFeatures(0, 0, prompt, True, False, False, None, kind, 1.0, (), degree)
-            found.append(Asked(at, Query(features, prompt, 4 * planned["output_tokens"]), tokens))
+            tokens = min(
+                max(round(lengths(source, planned["output_tokens"])), 1),
+                4 * planned["output_tokens"],
+            )
+            features = PromptFeatures(
+                0, 0, prompt, True, False, False, None, kind, 1.0, (), degree
+            )
+            found.append(
+                Asked(at, Query(features, prompt, 4 * planned["output_tokens"]), tokens)
+            )
     return found
 
 
@@ -325,16 +406,32 @@ def lengths(source: random.Random, mean: float) -> float:
 
 
 def serve(
-    engines: Sequence[Engine], asked: Sequence[Asked], budget: float, objective: Objective
+    engines: Sequence[Engine],
+    asked: Sequence[Asked],
+    budget: float,
+    objective: Objective,
 ) -> list[tuple[Asked, Result]]:
     """Return how each request ended on a fleet."""
     tiers = []
     for tier, precision in PRECISIONS.items():
         mine = [each for each in engines if each.tier is tier]
         most = max((each.batch for each in mine), default=1)
-        spec = TierSpec(tier, max_model_len=1 << 20, max_num_seqs=most, max_in_flight=most, precision=precision)
+        spec = TierSpec(
+            tier,
+            max_model_len=1 << 20,
+            max_num_seqs=most,
+            max_in_flight=most,
+            precision=precision,
+        )
         states = tuple(
-            ReplicaState(f"{tier}-{at}-{n}", "", precision, ReplicaStatus.READY, limit=each.batch, speed=each.speed)
+            ReplicaState(
+                f"{tier}-{at}-{n}",
+                "",
+                precision,
+                ReplicaStatus.READY,
+                limit=each.batch,
+                speed=each.speed,
+            )
             for at, each in enumerate(mine)
             for n in range(each.replicas)
         )
@@ -346,11 +443,15 @@ def serve(
         loss_budget=budget,
     )
     records = tuple(
-        DecisionRecord(each.at_s, str(n), "", each.query, fleet, None, None, "", None, None)
+        DecisionRecord(
+            each.at_s, str(n), "", each.query, fleet, None, None, "", None, None
+        )
         for n, each in enumerate(asked)
     )
     outcomes = {
-        str(n): OutcomeRecord(str(n), TierName.PRECISE, each.query.prompt_tokens, each.tokens, None, None)
+        str(n): OutcomeRecord(
+            str(n), TierName.PRECISE, each.query.prompt_tokens, each.tokens, None, None
+        )
         for n, each in enumerate(asked)
     }
     results = simulate(Recording({"": table}, records, outcomes), options=Options())
@@ -370,11 +471,20 @@ def row(
     ttfts = [result.ttft_ms for _, result in served if result.ttft_ms is not None]
     tpots = [result.tpot_ms for _, result in served if result.tpot_ms is not None]
     known = planned.get("currency") is not None and price is not None
-    tokens = planned["requests_per_s"] * planned["output_tokens"] * 3600 * len(served) / len(asked)
+    tokens = (
+        planned["requests_per_s"]
+        * planned["output_tokens"]
+        * 3600
+        * len(served)
+        / len(asked)
+    )
     return Row(
         name,
         ", ".join(
-            f"{e.replicas} {e.tier} on {e.gpus} x {e.gpu}" if e.gpu else f"{e.replicas} {e.tier}" for e in engines
+            f"{e.replicas} {e.tier} on {e.gpus} x {e.gpu}"
+            if e.gpu
+            else f"{e.replicas} {e.tier}"
+            for e in engines
         ),
         price,
         price / tokens * 1e6 if known and price is not None else None,
@@ -386,19 +496,29 @@ def row(
         percentile(ttfts, 0.95),
         percentile(tpots, 0.5),
         percentile(tpots, 0.95),
-        {tier: sum(result.tier is tier for _, result in served) / max(len(served), 1) for tier in PRECISIONS},
+        {
+            tier: sum(result.tier is tier for _, result in served) / max(len(served), 1)
+            for tier in PRECISIONS
+        },
     )
 
 
 def show(rows: Sequence[Row], planned: Mapping[str, Any]) -> None:
     """Print a table."""
-    price = planned.get("currency") or ("GPUs" if rows[0].engines and " x " in rows[0].engines else "machines")
-    print(f"{'fleet':15} {'engines':52} {price + '/h':>10} {'1M tokens':>9} {'lost of 100':>11} {'refused':>8}", end="")
+    price = planned.get("currency") or (
+        "GPUs" if rows[0].engines and " x " in rows[0].engines else "machines"
+    )
+    print(
+        f"{'fleet':15} {'engines':52} {price + '/h':>10} {'1M tokens':>9} {'lost of 100':>11} {'refused':>8}",
+        end="",
+    )
     print(f" {'TTFT p50':>8} {'p95':>6} {'ms/token p50':>12} {'p95':>6}  f/b/p %")
     for each in rows:
         money = "-" if each.per_million is None else f"{each.per_million:.3f}"
         cost = "-" if each.price is None else f"{each.price:.2f}"
-        shares = "/".join(f"{share:.0%}".removesuffix("%") for share in each.shares.values())
+        shares = "/".join(
+            f"{share:.0%}".removesuffix("%") for share in each.shares.values()
+        )
         print(
             f"{each.name:15} {each.engines:52} {cost:>10} {money:>9} {100 * each.lost:>11.2f} {each.refused:>8.1%}",
             end="",
@@ -425,42 +545,90 @@ def mean_of(day: str) -> float:
 def cheapest_single(planned: Mapping[str, Any]) -> str | None:
     """Return the tier that alone costs least within the budget."""
     most = planned["budget"] + 1e-9
-    alone = {tier: fleet for tier, fleet in planned["alone"].items() if fleet is not None}
-    within = {t: (f["cost_per_hour"], f["answers_lost"]) for t, f in alone.items() if f["answers_lost"] <= most}
+    alone = {
+        tier: fleet for tier, fleet in planned["alone"].items() if fleet is not None
+    }
+    within = {
+        t: (f["cost_per_hour"], f["answers_lost"])
+        for t, f in alone.items()
+        if f["answers_lost"] <= most
+    }
     return min(within, key=lambda tier: within[tier], default=None)
 
 
 def checked(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Print the plan's figures of one engine beside those of a simulated engine with vLLM's scheduling."""
-    print("\nOne engine: the plan's figures / those of a simulated engine with vLLM's scheduling")
-    print("model          GPUs    tier       tokens/s, never idle    requests/s  TTFT ms, mean       ms/token, mean")
+    print(
+        "\nOne engine: the plan's figures / those of a simulated engine with vLLM's scheduling"
+    )
+    print(
+        "model          GPUs    tier       tokens/s, never idle    requests/s  TTFT ms, mean       ms/token, mean"
+    )
     found = []
     demand = Demand(PROMPT, OUTPUT, PROMPT + OUTPUT)
-    for name, gpus in (("llama-3.1-8b", "1xH100"), ("llama-3.1-8b", "1xA10"), ("llama-3.3-70b", "4xH100")):
-        (kind, count), model = parse_gpus(gpus), architecture(find_config(str(ROOT / CONFIGS / f"{name}.json")))
+    for name, gpus in (
+        ("llama-3.1-8b", "1xH100"),
+        ("llama-3.1-8b", "1xA10"),
+        ("llama-3.3-70b", "4xH100"),
+    ):
+        (kind, count), model = (
+            parse_gpus(gpus),
+            architecture(find_config(str(ROOT / CONFIGS / f"{name}.json"))),
+        )
         for each in engines_on_gpus(model, kind, count, demand)[0]:
-            if each.gpus_per_replica != count or each.requests_per_s is None or each.tokens_per_s is None:
+            if (
+                each.gpus_per_replica != count
+                or each.requests_per_s is None
+                or each.tokens_per_s is None
+            ):
                 continue
-            rate, on = USUAL * each.requests_per_s, hardware(each.tier, model, kind, count)
+            rate, on = (
+                USUAL * each.requests_per_s,
+                hardware(each.tier, model, kind, count),
+            )
             load = Load({"": rate}, {each.tier: {"": 0.0}})
             fleet = in_operation(
-                Fleet(((EngineType(gpus, each, 1.0), 1),), 1, 0, {("", each.tier): 1.0}),
+                Fleet(
+                    ((EngineType(gpus, each, 1.0), 1),), 1, 0, {("", each.tier): 1.0}
+                ),
                 load,
                 demand,
                 Policy(lambda _budget, _taken: 1.0, latest_unnoticed_ms=None),
             )
             there = throughput(on, each.batch), *latency(on, each.batch, rate, options)
-            pairs = list(zip((each.tokens_per_s, fleet.ttft_ms or 0.0, fleet.tpot_ms or 0.0), there, strict=True))
-            found.append({"model": name, "gpus": gpus, "tier": each.tier, "requests_per_s": rate, "pairs": pairs})
-            said = [f"{a:6,.{d}f} / {b:6,.{d}f} x {a / b:.2f}" for (a, b), d in zip(pairs, (0, 0, 1), strict=True)]
-            print(f"{name:14} {gpus:7} {each.tier:9} {said[0]}  {rate:8.2f}  {said[1]}  {said[2]}")
+            pairs = list(
+                zip(
+                    (each.tokens_per_s, fleet.ttft_ms or 0.0, fleet.tpot_ms or 0.0),
+                    there,
+                    strict=True,
+                )
+            )
+            found.append(
+                {
+                    "model": name,
+                    "gpus": gpus,
+                    "tier": each.tier,
+                    "requests_per_s": rate,
+                    "pairs": pairs,
+                }
+            )
+            said = [
+                f"{a:6,.{d}f} / {b:6,.{d}f} x {a / b:.2f}"
+                for (a, b), d in zip(pairs, (0, 0, 1), strict=True)
+            ]
+            print(
+                f"{name:14} {gpus:7} {each.tier:9} {said[0]}  {rate:8.2f}  {said[1]}  {said[2]}"
+            )
     return found
 
 
 def throughput(on: Hardware, batch: int) -> float:
     """Return the output tokens a second of an engine that always has more to do."""
     source, scheduler, took = random.Random(1), Scheduler(on, batch), 0.0
-    jobs = [Job(round(lengths(source, PROMPT)), max(round(lengths(source, OUTPUT)), 1)) for _ in range(8 * batch)]
+    jobs = [
+        Job(round(lengths(source, PROMPT)), max(round(lengths(source, OUTPUT)), 1))
+        for _ in range(8 * batch)
+    ]
     scheduler.waiting.extend(jobs)
     while scheduler.waiting and (step := scheduler.next_step()):
         took += step.duration_s
@@ -468,13 +636,33 @@ def throughput(on: Hardware, batch: int) -> float:
     return sum(job.produced for job in jobs) / took
 
 
-def latency(on: Hardware, batch: int, rate: float, options: argparse.Namespace) -> tuple[float, float]:
+def latency(
+    on: Hardware, batch: int, rate: float, options: argparse.Namespace
+) -> tuple[float, float]:
     """Return the mean TTFT and TPOT, in milliseconds, of an engine to which requests come at random."""
-    source, scheduler, now, at = random.Random(options.seed), Scheduler(on, batch), 0.0, 0.0
-    coming, began, first, ended = deque[tuple[float, Job]](), dict[Job, float](), dict[Job, float](), dict[Job, float]()
+    source, scheduler, now, at = (
+        random.Random(options.seed),
+        Scheduler(on, batch),
+        0.0,
+        0.0,
+    )
+    coming, began, first, ended = (
+        deque[tuple[float, Job]](),
+        dict[Job, float](),
+        dict[Job, float](),
+        dict[Job, float](),
+    )
     for _ in range(max(8 * batch, 2000)):
         at += source.expovariate(rate)
-        coming.append((at, Job(max(round(lengths(source, PROMPT)), 1), max(round(lengths(source, OUTPUT)), 2))))
+        coming.append(
+            (
+                at,
+                Job(
+                    max(round(lengths(source, PROMPT)), 1),
+                    max(round(lengths(source, OUTPUT)), 2),
+                ),
+            )
+        )
     while coming or scheduler.waiting or scheduler.running:
         while coming and coming[0][0] <= now:
             at, job = coming.popleft()
@@ -493,7 +681,9 @@ def latency(on: Hardware, batch: int, rate: float, options: argparse.Namespace) 
                 ended[job] = now
     warm = list(began)[len(began) // 4 :]
     ttft = fmean(first[job] - began[job] for job in warm)
-    return 1000 * ttft, 1000 * fmean((ended[job] - first[job]) / (job.tokens - 1) for job in warm)
+    return 1000 * ttft, 1000 * fmean(
+        (ended[job] - first[job]) / (job.tokens - 1) for job in warm
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,14 @@ from router.policy.profiles import ProfileError
 from tiers.choice import Request, choose
 from tiers.snapshot import FleetSnapshot, Pause, ReplicaState, TierSnapshot, Trends
 from tiers.spec import ReplicaStatus
-from tiers.speed import ALWAYS_MS, BUSY_MEMORY_S, MOST_BESIDE, PREFILL_MEMORY_MS, Load, Trend
+from tiers.speed import (
+    ALWAYS_MS,
+    BUSY_MEMORY_S,
+    MOST_BESIDE,
+    PREFILL_MEMORY_MS,
+    Load,
+    Trend,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -48,7 +55,9 @@ class Options:
     """
 
     max_waiting: int = 256
-    max_wait_s: Mapping[int, float] = field(default_factory=lambda: {-1: 10.0, 0: 30.0, 1: 120.0})
+    max_wait_s: Mapping[int, float] = field(
+        default_factory=lambda: {-1: 10.0, 0: 30.0, 1: 120.0}
+    )
 
 
 def simulate(
@@ -112,8 +121,19 @@ class _Request:
         ttft = tpot = None
         if self.first is not None and self.last is not None:
             ttft = self.first - self.came
-            tpot = (self.last - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
-        return Result(self.tier, ttft, tpot, self.loss, self.engine_ms, met=is_met(self.query, ttft, tpot))
+            tpot = (
+                (self.last - self.first) / (self.output_tokens - 1)
+                if self.output_tokens > 1
+                else None
+            )
+        return Result(
+            self.tier,
+            ttft,
+            tpot,
+            self.loss,
+            self.engine_ms,
+            met=is_met(self.query, ttft, tpot),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -141,11 +161,19 @@ class _Replica:
 
     @property
     def ttft_trend(self) -> Trend:
-        return self.seen.trends.ttft if self.seen and self.trends else Trend(0.0, self.speed.ttft_spread**2, 0.0)
+        return (
+            self.seen.trends.ttft
+            if self.seen and self.trends
+            else Trend(0.0, self.speed.ttft_spread**2, 0.0)
+        )
 
     @property
     def tpot_trend(self) -> Trend:
-        return self.seen.trends.tpot if self.seen and self.trends else Trend(0.0, self.speed.tpot_spread**2, 0.0)
+        return (
+            self.seen.trends.tpot
+            if self.seen and self.trends
+            else Trend(0.0, self.speed.tpot_spread**2, 0.0)
+        )
 
     def rate(self, now: float) -> float:
         """Return the recent arrival rate, in prompt tokens a millisecond."""
@@ -173,7 +201,11 @@ class _Replica:
     def step_ms(self) -> float:
         """Return the time in which each sequence gets a token; those beyond the largest batch take turns."""
         batch, most = self.batch, self.spec.max_num_seqs
-        return self.speed.step_ms(min(batch, most)) * max(batch / most, 1.0) * math.exp(self.tpot_trend.mean)
+        return (
+            self.speed.step_ms(min(batch, most))
+            * max(batch / most, 1.0)
+            * math.exp(self.tpot_trend.mean)
+        )
 
     def take(self, request: _Request, now: float) -> None:
         """Take a request, which waits until its prompt is computed."""
@@ -187,14 +219,20 @@ class _Replica:
         taken = self.batch + sum(request.query.sequences for request in self.starting)
         if self.prefilling is None and self.waiting and taken < self.spec.max_num_seqs:
             request = self.prefilling = self.waiting.pop(0)
-            request.phase_left = self.speed.prefill_ms_per_token * request.to_read * math.exp(self.ttft_trend.mean)
+            request.phase_left = (
+                self.speed.prefill_ms_per_token
+                * request.to_read
+                * math.exp(self.ttft_trend.mean)
+            )
 
     def next_event(self) -> float:
         """Return the milliseconds of computing to the next event."""
         if self.prefilling is not None:
             nearest = self.prefilling.phase_left
         elif self.decoding:
-            nearest = min(request.tokens_left for request in self.decoding) * self.step_ms
+            nearest = (
+                min(request.tokens_left for request in self.decoding) * self.step_ms
+            )
         else:
             nearest = math.inf
         return min([nearest, *(request.phase_left for request in self.starting)])
@@ -221,7 +259,9 @@ class _Replica:
                 request.tokens_left -= tokens
                 request.engine_ms += own_ms * request.query.sequences / batch
                 request.last = now
-            self.decoding = [request for request in self.decoding if request.tokens_left > ROUNDING]
+            self.decoding = [
+                request for request in self.decoding if request.tokens_left > ROUNDING
+            ]
 
     def _start(self, own_ms: float, now: float) -> None:
         """Let those wait that wait for their first step; who has it goes on to decode."""
@@ -242,7 +282,9 @@ class _Replica:
         speed, others, self.prefilling = self.speed, self.batch, None
         request.phase_left = speed.ttft_base_ms
         if others:
-            request.phase_left += speed.ttft_steps * speed.step_ms(min(others, self.spec.max_num_seqs))
+            request.phase_left += speed.ttft_steps * speed.step_ms(
+                min(others, self.spec.max_num_seqs)
+            )
         request.phase_left *= math.exp(self.ttft_trend.mean)
         self.starting.append(request)
 
@@ -251,15 +293,24 @@ class _Replica:
         left, self.prefilling = self.requests, None
         self.waiting, self.starting, self.decoding = [], [], []
         for request in left:
-            request.to_read = request.query.tokens_to_read + request.output_tokens - request.tokens_left
+            request.to_read = (
+                request.query.tokens_to_read
+                + request.output_tokens
+                - request.tokens_left
+            )
         return left
 
     def load(self, now: float) -> Load:
         """Return the load, without the neighbours'."""
         prompts = sum(round(request.to_read) for request in self.unread)
-        output = sum(request.query.max_tokens * request.query.sequences for request in self.unread)
+        output = sum(
+            request.query.max_tokens * request.query.sequences
+            for request in self.unread
+        )
         for request in (*self.starting, *self.decoding):
-            to_come = request.query.max_tokens - request.output_tokens + request.tokens_left
+            to_come = (
+                request.query.max_tokens - request.output_tokens + request.tokens_left
+            )
             output += int(to_come * request.query.sequences)
         return Load(self.sequences, prompts, output, 0.0, self.rate(now))
 
@@ -296,7 +347,8 @@ class _Router:
         self._queue: list[_Request] = []
         self.requests: list[_Request] = []
         self._replicas = _replicas(recording, speeds or {})
-        self._busy_lately = 0.0  # replicas, in the mean of about the last ``BUSY_MEMORY_S``
+        # replicas, in the mean of about the last ``BUSY_MEMORY_S``
+        self._busy_lately = 0.0
 
     def arrive(self, record: DecisionRecord) -> None:
         """Take a request into the queue, and admit whom there is a slot for."""
@@ -307,7 +359,11 @@ class _Router:
         else:
             output = max(round(query.max_tokens * record.fleet.output_share), 1)
         longest = self._options.max_wait_s.get(record.priority, 30.0)
-        wait_s = longest if query.sla.ttft_ms is None else min(query.sla.ttft_ms / 1000, longest)
+        wait_s = (
+            longest
+            if query.sla.ttft_ms is None
+            else min(query.sla.ttft_ms / 1000, longest)
+        )
         request = _Request(record, output, self._now, self._now + wait_s * 1000)
         request.to_read, request.tokens_left = query.tokens_to_read, output
         self.requests.append(request)
@@ -319,17 +375,32 @@ class _Router:
     def run_until(self, end: float) -> None:
         """Let all replicas compute up to a time in milliseconds; those of one machine slow one another."""
         while True:
-            slowed = [1 + r.speed.contention * self._neighbours(r) for r in self._replicas]
-            step = min((r.next_event() * s for r, s in zip(self._replicas, slowed, strict=True)), default=math.inf)
+            slowed = [
+                1 + r.speed.contention * self._neighbours(r) for r in self._replicas
+            ]
+            step = min(
+                (
+                    r.next_event() * s
+                    for r, s in zip(self._replicas, slowed, strict=True)
+                ),
+                default=math.inf,
+            )
             given_up = min((request.until for request in self._queue), default=math.inf)
             step = max(min(step, end - self._now, given_up - self._now), 0.0)
             if not math.isfinite(step):
                 return
             self._now += step
             busy = sum(r.sequences > 0 for r in self._replicas)
-            self._busy_lately = busy + (self._busy_lately - busy) * math.exp(-step / 1000 / BUSY_MEMORY_S)
-            ended = [r.advance(step / s, self._now) for r, s in zip(self._replicas, slowed, strict=True)]
-            self._queue = [request for request in self._queue if request.until > self._now]
+            self._busy_lately = busy + (self._busy_lately - busy) * math.exp(
+                -step / 1000 / BUSY_MEMORY_S
+            )
+            ended = [
+                r.advance(step / s, self._now)
+                for r, s in zip(self._replicas, slowed, strict=True)
+            ]
+            self._queue = [
+                request for request in self._queue if request.until > self._now
+            ]
             if any(ended):
                 self._dispatch()
             if self._now >= end:
@@ -340,7 +411,14 @@ class _Router:
         fleet, full = self._snapshot(), set[object]()
         for request in sorted(self._queue, key=_order):
             query = request.query
-            alike = query.hint, query.require, query.sla, query.allowed, query.precisions, query.only
+            alike = (
+                query.hint,
+                query.require,
+                query.sla,
+                query.allowed,
+                query.precisions,
+                query.only,
+            )
             if alike in full:
                 continue  # none of the tiers that it may take has a slot
             table = self._policy(request.record)
@@ -358,12 +436,18 @@ class _Router:
                     return
 
     def _policy(self, record: DecisionRecord) -> PolicyParameters:
-        return self._recording.tables[record.policy] if self._table is None else self._table
+        return (
+            self._recording.tables[record.policy]
+            if self._table is None
+            else self._table
+        )
 
     def _give(self, request: _Request, tier: TierName) -> None:
         """Give a request to the least loaded replica of a tier."""
         request.tier = tier
-        there = [r for r in self._replicas if r.spec.name is tier and r.seen is not None]
+        there = [
+            r for r in self._replicas if r.spec.name is tier and r.seen is not None
+        ]
         min(there, key=lambda replica: replica.sequences).take(request, self._now)
 
     def _observe(self, fleet: FleetSnapshot) -> None:
@@ -381,7 +465,10 @@ class _Router:
             assert request.tier is not None
             table = self._policy(request.record)
             others = successors(request.tier, request.query, self._snapshot(), table)
-            alike = any(r.spec.name is request.tier and r.seen is not None for r in self._replicas)
+            alike = any(
+                r.spec.name is request.tier and r.seen is not None
+                for r in self._replicas
+            )
             if alike or others:
                 self._give(request, request.tier if alike else others[0])
             else:
@@ -395,7 +482,10 @@ class _Router:
             outputs = tuple(state.load.output_tokens for state in states)
             tiers.append(TierSnapshot(tier.spec, states, outputs, tier.preparing))
         return FleetSnapshot(
-            tuple(tiers), self._fleet.template, self._fleet.output_share, self._fleet.long_prompt_tokens
+            tuple(tiers),
+            self._fleet.template,
+            self._fleet.output_share,
+            self._fleet.long_prompt_tokens,
         )
 
     def _there(self) -> list[tuple[TierName, ReplicaState]]:
@@ -413,9 +503,16 @@ class _Router:
             left_ms, usually = ALWAYS_MS, 0.0
             if looked_for and replica.speed.contention:
                 usually = min(self._busy_lately / len(there), 1.0)
-                left_ms = (sum(left.values()) - left.get(replica.id, 0.0)) / busy if busy else ALWAYS_MS
+                left_ms = (
+                    (sum(left.values()) - left.get(replica.id, 0.0)) / busy
+                    if busy
+                    else ALWAYS_MS
+                )
             beside = structs.replace(
-                load, neighbours=busy / others, neighbours_left_ms=left_ms, neighbours_usually=usually
+                load,
+                neighbours=busy / others,
+                neighbours_left_ms=left_ms,
+                neighbours_usually=usually,
             )
             found.append((replica.spec.name, replica.state(beside)))
         return found
@@ -426,19 +523,27 @@ class _Router:
         return sum(r.sequences > 0 for r in others) / len(others) if others else 0.0
 
 
-def _replicas(recording: Recording, speeds: Mapping[TierName, SpeedModel]) -> list[_Replica]:
+def _replicas(
+    recording: Recording, speeds: Mapping[TierName, SpeedModel]
+) -> list[_Replica]:
     """Return all replicas that were ever ready, with their last known speeds."""
     known: dict[str, tuple[TierSpec, SpeedModel | None]] = {}
     for record in recording.decisions:
         for tier in record.fleet.tiers:
             for replica in tier.ready:
                 before = known.get(replica.id)
-                speed = speeds.get(tier.spec.name) or replica.speed or (before[1] if before else None)
+                speed = (
+                    speeds.get(tier.spec.name)
+                    or replica.speed
+                    or (before[1] if before else None)
+                )
                 known[replica.id] = tier.spec, speed
     found = []
     for name, (spec, speed) in known.items():
         if speed is None:
-            raise ProfileError(f"no speed of {spec.name} was recorded: give a latency profile")
+            raise ProfileError(
+                f"no speed of {spec.name} was recorded: give a latency profile"
+            )
         found.append(_Replica(spec, name, speed, trends=spec.name not in speeds))
     return found
 

@@ -25,7 +25,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from fleets import Engines, Router, beside, give_speeds, kept_speeds, measure_speed, real_engines, router
+from fleets import (
+    Engines,
+    Router,
+    beside,
+    give_speeds,
+    kept_speeds,
+    measure_speed,
+    real_engines,
+    router,
+)
 from open_loop import Arrival, Workload, arrivals, read_prompts, send, write_lines
 from plots import Point, Series, chart
 from policy_simulation import simulate
@@ -73,16 +82,34 @@ class Pair:
 
 def main() -> None:
     """Run the load and print errors by tier and by phase."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profiles", type=Path, default=Path("~/.cache/qarr/profiles").expanduser())
-    parser.add_argument("--rounds", type=int, default=1, help="with other arrivals, on the same engines")
-    parser.add_argument("--step", type=float, default=2.0, help="of the profile of speed, if there is none, in seconds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--profiles", type=Path, default=Path("~/.cache/qarr/profiles").expanduser()
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="with other arrivals, on the same engines"
+    )
+    parser.add_argument(
+        "--step",
+        type=float,
+        default=2.0,
+        help="of the profile of speed, if there is none, in seconds",
+    )
     parser.add_argument("--plots", type=Path, help="folder for charts")
     parser.add_argument("--json", type=Path, help="file that every pair is written to")
-    parser.add_argument("--auto", action="store_true", help="the router chooses the tiers")
-    parser.add_argument("--logs", type=Path, help="folder that the decision logs are kept in")
+    parser.add_argument(
+        "--auto", action="store_true", help="the router chooses the tiers"
+    )
+    parser.add_argument(
+        "--logs", type=Path, help="folder that the decision logs are kept in"
+    )
     args = parser.parse_args()
-    print(f"$ python benchmarks/predictions.py --rounds {args.rounds}{' --auto' * args.auto}\n", flush=True)
+    print(
+        f"$ python benchmarks/predictions.py --rounds {args.rounds}{' --auto' * args.auto}\n",
+        flush=True,
+    )
     pairs: list[Pair] = []
     happened: list[Result] = []
     simulated: list[Result] = []
@@ -98,9 +125,13 @@ def main() -> None:
                 simulated += simulate(recording)
                 if args.logs is not None:
                     args.logs.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(running.decisions, args.logs / f"decisions-{number + 1}.jsonl")
+                    shutil.copy(
+                        running.decisions, args.logs / f"decisions-{number + 1}.jsonl"
+                    )
     print(_table(pairs))
-    print(f"Seen and simulated from the log: {beside(summarise(happened), summarise(simulated))}")
+    print(
+        f"Seen and simulated from the log: {beside(summarise(happened), summarise(simulated))}"
+    )
     if args.json is not None:
         write_lines(args.json, [_row(pair) for pair in pairs])
     if args.plots is not None:
@@ -112,7 +143,15 @@ def _round(running: Router, engines: Engines, seed: int, *, auto: bool) -> list[
     plan, phases = _plan(seed)
     tiers = random.Random(seed)
     asked = ["auto" if auto else tiers.choice(list(engines.urls)) for _ in plan]
-    answers = asyncio.run(send(running.url, plan, lambda index, _: {"model": asked[index]}, "p", progress=_progress))
+    answers = asyncio.run(
+        send(
+            running.url,
+            plan,
+            lambda index, _: {"model": asked[index]},
+            "p",
+            progress=_progress,
+        )
+    )
     failed = [answer.error for answer in answers if answer.error]
     print(f"round {seed + 1}: {len(plan)} requests, {len(failed)} failed", flush=True)
     recording = read_recording(running.decisions)
@@ -120,7 +159,12 @@ def _round(running: Router, engines: Engines, seed: int, *, auto: bool) -> list[
     for decision in recording.decisions:
         outcome = recording.outcomes.get(decision.request_id)
         prefix, _, index = decision.request_id.partition("-")
-        if prefix == "p" and outcome is not None and outcome.error is None and outcome.tier is decision.tier:
+        if (
+            prefix == "p"
+            and outcome is not None
+            and outcome.error is None
+            and outcome.tier is decision.tier
+        ):
             phase = phases[int(index)]
             if phase != "start":
                 found.append(_pair(phase, decision, outcome))
@@ -141,14 +185,28 @@ def _plan(seed: int) -> tuple[list[Arrival], list[str]]:
     began = 0.0
     for number, (name, rate, seconds) in enumerate(PHASES):
         if rate is None:
-            phase = [replace(a, at_s=0.0) for a in arrivals(workload, 12.0, 60.0, seed)[:12]]
+            phase = [
+                replace(a, at_s=0.0) for a in arrivals(workload, 12.0, 60.0, seed)[:12]
+            ]
         else:
-            phase = arrivals(workload, rate, seconds, 100 * seed + number) if rate else []
+            phase = (
+                arrivals(workload, rate, seconds, 100 * seed + number) if rate else []
+            )
         for arrival in phase:
             text = arrival.text
             if source.random() < LONG:
-                text = "\n".join([text, *(source.choice(prompts)[1] for _ in range(source.randint(1, 5)))])
-            plan.append(replace(arrival, at_s=began + arrival.at_s, text=text[:MOST_CHARS]))
+                text = "\n".join(
+                    [
+                        text,
+                        *(
+                            source.choice(prompts)[1]
+                            for _ in range(source.randint(1, 5))
+                        ),
+                    ]
+                )
+            plan.append(
+                replace(arrival, at_s=began + arrival.at_s, text=text[:MOST_CHARS])
+            )
             names.append(name)
         began += seconds
     return plan, names
@@ -163,7 +221,11 @@ def _pair(phase: str, decision: DecisionRecord, outcome: OutcomeRecord) -> Pair:
         outcome.tier,
         outcome.prompt_tokens,
         outcome.output_tokens,
-        sum(replica.in_flight for tier in decision.fleet.tiers for replica in tier.replicas),
+        sum(
+            replica.in_flight
+            for tier in decision.fleet.tiers
+            for replica in tier.replicas
+        ),
         both(decision.predicted_ttft_ms, outcome.ttft_ms),
         both(decision.predicted_tpot_ms, outcome.tpot_ms),
     )
@@ -171,7 +233,9 @@ def _pair(phase: str, decision: DecisionRecord, outcome: OutcomeRecord) -> Pair:
 
 def _table(pairs: Sequence[Pair]) -> str:
     groups: list[tuple[str, Callable[[Pair], bool]]] = [("all", lambda _: True)]
-    groups += [(tier, lambda pair, tier=tier: pair.tier is tier) for tier in STANDARD_TIERS]  # type: ignore[misc]
+    groups += [
+        (tier, lambda pair, tier=tier: pair.tier is tier) for tier in STANDARD_TIERS
+    ]  # type: ignore[misc]
     groups += [
         (name, lambda pair, name=name: pair.phase == name)  # type: ignore[misc]
         for name, rate, _ in PHASES
@@ -189,7 +253,9 @@ def _table(pairs: Sequence[Pair]) -> str:
             continue
         cells = ""
         for width, kind in ((13, "ttft"), (14, "tpot")):
-            known: list[tuple[float, float]] = [p for pair in own if (p := getattr(pair, kind)) is not None]
+            known: list[tuple[float, float]] = [
+                p for pair in own if (p := getattr(pair, kind)) is not None
+            ]
             errors = [abs(predicted - seen) / seen for predicted, seen in known]
             ratio = median(predicted / seen for predicted, seen in known)
             cells += (
@@ -215,13 +281,22 @@ def _plot(folder: Path, pairs: Sequence[Pair]) -> None:
     """Draw predicted against seen, up to the 98th percentile, which leaves out a few that would shrink the rest."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind, name in (("ttft", "TTFT"), ("tpot", "TPOT")):
-        known = [(pair.tier, p) for pair in pairs if (p := getattr(pair, kind)) is not None]
+        known = [
+            (pair.tier, p) for pair in pairs if (p := getattr(pair, kind)) is not None
+        ]
         most = percentile([max(p) for _, p in known], 0.98)
         series = [
-            Series(tier, tuple(Point(p[1], p[0]) for t, p in known if t is tier and max(p) <= most))
+            Series(
+                tier,
+                tuple(
+                    Point(p[1], p[0]) for t, p in known if t is tier and max(p) <= most
+                ),
+            )
             for tier in STANDARD_TIERS
         ]
-        line = Series("predicted = seen", (Point(0, 0), Point(most, most)), line=True, marks=False)
+        line = Series(
+            "predicted = seen", (Point(0, 0), Point(most, most)), line=True, marks=False
+        )
         chart(
             folder / f"predicted-{kind}.svg",
             f"Predicted and seen {name} on real engines",

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 BASE = "vllm-router cache_aware"  # what all ratios are to
 OURS, OURS_GENERATE = "QARR /v1/chat/completions", "QARR /generate"
 OURS_READS = "JSON, tokens, class, text as a prefix"
-PROMPT = "Explain how a reverse proxy works, and what one does that a load balancer does not. " * 3
+PROMPT = (
+    "Explain how a reverse proxy works, and what one does that a load balancer does not. "
+    * 3
+)
 WHOLE_TOKENS, STREAM_TOKENS = 8, 64
 NGINX = """worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log warn;
 events {{ worker_connections 4096; }}
@@ -111,9 +114,16 @@ class Proxy:
         common = {"max_tokens": tokens, "temperature": 0.7, "stream": streamed}
         if self.generate:
             return Question(
-                "/generate", {"prompt": PROMPT, **common}, tokens, b"event: done" if streamed else b'"finish_reason"'
+                "/generate",
+                {"prompt": PROMPT, **common},
+                tokens,
+                b"event: done" if streamed else b'"finish_reason"',
             )
-        body = {"model": "auto" if self.ours else MODEL, "messages": [{"role": "user", "content": PROMPT}], **common}
+        body = {
+            "model": "auto" if self.ours else MODEL,
+            "messages": [{"role": "user", "content": PROMPT}],
+            **common,
+        }
         headers = self.headers(engines) if self.headers else ()
         ending = b"data: [DONE]" if streamed else b'"finish_reason"'
         return Question("/v1/chat/completions", body, tokens, ending, headers)
@@ -121,22 +131,41 @@ class Proxy:
 
 def _nginx_version() -> str:
     if shutil.which("nginx") is None:
-        raise SkippedError("nginx is not installed: apt-get install nginx-light, or scripts/setup services")
-    said = subprocess.run(["nginx", "-v"], capture_output=True, text=True, check=True).stderr
+        raise SkippedError(
+            "nginx is not installed: apt-get install nginx-light, or scripts/setup services"
+        )
+    said = subprocess.run(
+        ["nginx", "-v"], capture_output=True, text=True, check=True
+    ).stderr
     return said.strip().rpartition("/")[2]
 
 
 def _nginx(place: Place) -> tuple[list[str], dict[str, str]]:
-    servers = " ".join(f"server {url.removeprefix('http://')};" for url in place.engines)
-    config = place.folder / "nginx.conf"
-    config.write_text(NGINX.format(folder=place.folder, servers=servers, port=place.port))
-    return ["nginx", "-p", str(place.folder), "-e", str(place.folder / "nginx.log"), "-c", str(config)], dict(
-        os.environ
+    servers = " ".join(
+        f"server {url.removeprefix('http://')};" for url in place.engines
     )
+    config = place.folder / "nginx.conf"
+    config.write_text(
+        NGINX.format(folder=place.folder, servers=servers, port=place.port)
+    )
+    return [
+        "nginx",
+        "-p",
+        str(place.folder),
+        "-e",
+        str(place.folder / "nginx.log"),
+        "-c",
+        str(config),
+    ], dict(os.environ)
 
 
 def _byte_relay(place: Place) -> tuple[list[str], dict[str, str]]:
-    argv = [sys.executable, "benchmarks/byte_relay.py", str(place.port), place.engines[0].rpartition(":")[2]]
+    argv = [
+        sys.executable,
+        "benchmarks/byte_relay.py",
+        str(place.port),
+        place.engines[0].rpartition(":")[2],
+    ]
     return argv, dict(os.environ)
 
 
@@ -145,7 +174,11 @@ def from_index(name: str) -> Callable[[], str]:
 
     def version() -> str:
         _make_environment(name)
-        pinned = re.search(rf"^{name}==(\S+)", (ROOT / f"requirements/{name}.txt").read_text("utf-8"), re.MULTILINE)
+        pinned = re.search(
+            rf"^{name}==(\S+)",
+            (ROOT / f"requirements/{name}.txt").read_text("utf-8"),
+            re.MULTILINE,
+        )
         assert pinned is not None
         return pinned[1]
 
@@ -158,10 +191,16 @@ def _make_environment(name: str) -> None:
     Raises:
         SkippedError: It could not be made.
     """
-    made = subprocess.run(["scripts/setup", name], cwd=ROOT, capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["scripts/setup", name], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if made.returncode:
-        said = next((line for line in made.stderr.splitlines() if "error" in line), "no word")
-        raise SkippedError(f"its environment could not be made (scripts/setup {name}): {said.strip()[:200]}")
+        said = next(
+            (line for line in made.stderr.splitlines() if "error" in line), "no word"
+        )
+        raise SkippedError(
+            f"its environment could not be made (scripts/setup {name}): {said.strip()[:200]}"
+        )
 
 
 def _portkey_version() -> str:
@@ -179,7 +218,15 @@ def _router(policy: str) -> Callable[[Place], tuple[list[str], dict[str, str]]]:
 
 
 def _smg(place: Place) -> tuple[list[str], dict[str, str]]:
-    argv = [".venv-smg/bin/smg", "launch", "--backend", "vllm", "--disable-tokenizer-autoload", "--log-level", "warn"]
+    argv = [
+        ".venv-smg/bin/smg",
+        "launch",
+        "--backend",
+        "vllm",
+        "--disable-tokenizer-autoload",
+        "--log-level",
+        "warn",
+    ]
     return [*argv, *_rust_options(place, "cache_aware")], dict(os.environ)
 
 
@@ -188,49 +235,105 @@ def _litellm(place: Place) -> tuple[list[str], dict[str, str]]:
     deployments = [
         {
             "model_name": MODEL,
-            "litellm_params": {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"},
+            "litellm_params": {
+                "model": f"openai/{MODEL}",
+                "api_base": f"{url}/v1",
+                "api_key": "none",
+            },
         }
         for url in place.engines
     ]
     settings = {
         "model_list": deployments,
         "litellm_settings": {"num_retries": 0, "telemetry": False},
-        "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},  # it listens on loopback
+        # it listens on loopback
+        "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
     }
     config = place.folder / "litellm.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
-    argv = [".venv-litellm/bin/litellm", "--config", str(config), "--host", "127.0.0.1", "--port", str(place.port)]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    argv = [
+        ".venv-litellm/bin/litellm",
+        "--config",
+        str(config),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(place.port),
+    ]
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("OTEL_")
+    }
     # Its table of prices otherwise comes from the network at each start.
-    return argv, own | {"LITELLM_LOG": "WARNING", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
+    return argv, own | {
+        "LITELLM_LOG": "WARNING",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "NO_PROXY": "127.0.0.1",
+    }
 
 
 def _portkey(place: Place) -> tuple[list[str], dict[str, str]]:
     script = ".venv-portkey/node_modules/@portkey-ai/gateway/build/start-server.js"
-    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    return ["node", script, f"--port={place.port}", "--headless"], own | {"NODE_ENV": "production"}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.lower().endswith("_proxy")
+    }
+    return ["node", script, f"--port={place.port}", "--headless"], own | {
+        "NODE_ENV": "production"
+    }
 
 
 def portkey_headers(engines: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     """Return Portkey's configuration of a request: the load is spread over all engines."""
-    targets = [{"provider": "openai", "api_key": "none", "custom_host": f"{url}/v1"} for url in engines]
+    targets = [
+        {"provider": "openai", "api_key": "none", "custom_host": f"{url}/v1"}
+        for url in engines
+    ]
     config = {"strategy": {"mode": "loadbalance"}, "targets": targets}
     return (("x-portkey-config", json.dumps(config)),)
 
 
 def _rust_options(place: Place, policy: str) -> list[str]:
-    listen = ["--host", "127.0.0.1", "--port", str(place.port), "--prometheus-port", str(free_port())]
-    return ["--worker-urls", *place.engines, "--policy", policy, *listen, "--worker-startup-check-interval", "1"]
+    listen = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(place.port),
+        "--prometheus-port",
+        str(free_port()),
+    ]
+    return [
+        "--worker-urls",
+        *place.engines,
+        "--policy",
+        policy,
+        *listen,
+        "--worker-startup-check-interval",
+        "1",
+    ]
 
 
 def commit(checkout: Path = ROOT) -> str:
     """Return the commit of a checkout of this project, and whether something else than results differs from it."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *arguments], cwd=checkout, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            ["git", *arguments],
+            cwd=checkout,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
-    changed = git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results").returncode == 1
-    return (git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown") + (" with changes" if changed else "")
+    changed = (
+        git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results").returncode
+        == 1
+    )
+    return (git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown") + (
+        " with changes" if changed else ""
+    )
 
 
 def _qarr(place: Place) -> tuple[list[str], dict[str, str]]:
@@ -243,11 +346,16 @@ def _started_from(checkout: Path, place: Place) -> tuple[list[str], dict[str, st
     argv = [str(checkout / ".venv/bin/qarr"), "serve", "--port", str(place.port)]
     argv += ["--fast", fast, "--balanced", balanced, "--precise", precise]
     argv += ["--tokenizer", str(place.tokenizer)] if place.tokenizer else []
-    inherited = {n: v for n, v in os.environ.items() if not n.startswith(("QARR_", "OTEL_")) or n == "QARR_CACHE_DIR"}
+    inherited = {
+        n: v
+        for n, v in os.environ.items()
+        if not n.startswith(("QARR_", "OTEL_")) or n == "QARR_CACHE_DIR"
+    }
     return argv, inherited | {
         "QARR_ENGINE__LOG_DIR": str(place.folder),
         "QARR_POLICY__PROFILES": str(place.folder / "profiles"),
-        "QARR_ADMISSION__MAX_WAITING": "1024",  # other proxies have no such limit, and bursts come to more than 256
+        # other proxies have no such limit, and bursts come to more than 256
+        "QARR_ADMISSION__MAX_WAITING": "1024",
         "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
         "OTEL_TRACES_SAMPLER_ARG": "0.01",
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
@@ -261,7 +369,13 @@ def of_checkout(checkout: Path) -> dict[str, Proxy]:
     chat, generate = f"{name} /v1", f"{name} /generate"
     command = partial(_started_from, checkout)
     return {
-        chat: Proxy(partial(commit, checkout), command, reads=OURS_READS, ours=True, ready="/readyz"),
+        chat: Proxy(
+            partial(commit, checkout),
+            command,
+            reads=OURS_READS,
+            ours=True,
+            ready="/readyz",
+        ),
         generate: Proxy(
             partial(commit, checkout),
             command,
@@ -278,13 +392,31 @@ PROXIES: dict[str, Proxy] = {
     "direct": Proxy(lambda: "the stub engine alone", None),
     "nginx": Proxy(_nginx_version, _nginx),
     "uvloop byte relay": Proxy(lambda: f"uvloop {version('uvloop')}", _byte_relay),
-    "vllm-router round_robin": Proxy(from_index("vllm-router"), _router("round_robin"), reads="JSON"),
-    BASE: Proxy(from_index("vllm-router"), _router("cache_aware"), reads="JSON, text as a prefix"),
+    "vllm-router round_robin": Proxy(
+        from_index("vllm-router"), _router("round_robin"), reads="JSON"
+    ),
+    BASE: Proxy(
+        from_index("vllm-router"),
+        _router("cache_aware"),
+        reads="JSON, text as a prefix",
+    ),
     "smg cache_aware": Proxy(from_index("smg"), _smg, reads="JSON, text as a prefix"),
-    "LiteLLM": Proxy(from_index("litellm"), _litellm, reads="JSON", ready="/health/liveliness"),
-    "Portkey": Proxy(_portkey_version, _portkey, reads="JSON", ready="/", headers=portkey_headers),
+    "LiteLLM": Proxy(
+        from_index("litellm"), _litellm, reads="JSON", ready="/health/liveliness"
+    ),
+    "Portkey": Proxy(
+        _portkey_version, _portkey, reads="JSON", ready="/", headers=portkey_headers
+    ),
     OURS: Proxy(commit, _qarr, reads=OURS_READS, ours=True, ready="/readyz"),
-    OURS_GENERATE: Proxy(commit, _qarr, reads=OURS_READS, ours=True, generate=True, shares=OURS, ready="/readyz"),
+    OURS_GENERATE: Proxy(
+        commit,
+        _qarr,
+        reads=OURS_READS,
+        ours=True,
+        generate=True,
+        shares=OURS,
+        ready="/readyz",
+    ),
 }
 
 
@@ -309,5 +441,7 @@ def started(proxy: Proxy, place: Place) -> Iterator[Started]:
             wait_for(place.port, proxy.ready, proxy.start_s)
         except TimeoutError as error:
             said = log.read_text("utf-8", "replace").strip().splitlines() or ["nothing"]
-            raise SkippedError(f"it did not start within {proxy.start_s:g} s; it said: {said[-1][:200]}") from error
+            raise SkippedError(
+                f"it did not start within {proxy.start_s:g} s; it said: {said[-1][:200]}"
+            ) from error
         yield Started(place.port, running, place.engines)

@@ -31,7 +31,9 @@ CONNECTIONS = 32
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--keys", type=int, default=40)
     args = parser.parse_args()
@@ -40,13 +42,21 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         quotas = {f"key {n}": source.randint(20, 400) for n in range(args.keys)}
         file = folder / "keys.json"
-        keys = {name: add_key(file, name, requests_per_minute=quota)[0] for name, quota in quotas.items()}
+        keys = {
+            name: add_key(file, name, requests_per_minute=quota)[0]
+            for name, quota in quotas.items()
+        }
         os.environ["QARR_AUTH__KEYS_FILE"] = str(file)
         os.environ["QARR_STATE__REDIS_URL"] = start_redis(stack)
         url, _ = stack.enter_context(stub())
         ports = [free_port() for _ in range(2)]
         for core, port in enumerate(ports):
-            stack.enter_context(process([".venv/bin/qarr", "serve", "--fast", url, "--port", str(port)], core))
+            stack.enter_context(
+                process(
+                    [".venv/bin/qarr", "serve", "--fast", url, "--port", str(port)],
+                    core,
+                )
+            )
             wait_for(port, "/readyz")
         started = time.monotonic()
         answers = asyncio.run(send(ports, keys, args.requests, source))
@@ -58,7 +68,11 @@ def start_redis(stack: ExitStack) -> str:
     program = shutil.which("redis-server")
     assert program, "redis-server is not installed"
     port = free_port()
-    stack.enter_context(process([program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""], None))
+    stack.enter_context(
+        process(
+            [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""], None
+        )
+    )
     wait_for(port)
     return f"redis://127.0.0.1:{port}/0"
 
@@ -70,7 +84,12 @@ async def send(
     names = iter(source.choices(list(keys), k=requests))
     answers: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
     body = json.dumps(
-        {"model": "fast", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "stream": True}
+        {
+            "model": "fast",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": 8,
+            "stream": True,
+        }
     )
 
     async def client(port: int) -> None:
@@ -96,10 +115,15 @@ async def send(
 
 
 def report(
-    answers: dict[str, list[tuple[int, float, float]]], quotas: dict[str, int], started: float, through: str
+    answers: dict[str, list[tuple[int, float, float]]],
+    quotas: dict[str, int],
+    started: float,
+    through: str,
 ) -> None:
     """Print what was counted."""
-    statuses = Counter(status for answered in answers.values() for status, _, _ in answered)
+    statuses = Counter(
+        status for answered in answers.values() for status, _, _ in answered
+    )
     took = max(at for answered in answers.values() for _, _, at in answered) - started
     exact = over = 0
     for name, answered in answers.items():
@@ -107,11 +131,21 @@ def report(
         first_minute = sum(at < started + WINDOW_S for _, at in served)
         offered = sum(at < started + WINDOW_S for _, _, at in answered)
         exact += first_minute == min(quotas[name], offered)
-        most = max(sum(at <= start + WINDOW_S for sent, at in served if sent >= start) for start, _ in served)
+        most = max(
+            sum(at <= start + WINDOW_S for sent, at in served if sent >= start)
+            for start, _ in served
+        )
         over += most > quotas[name]
-    print(f"{sum(statuses.values())} requests in {took:.0f} s over {through} and {len(quotas)} keys")
-    print("answers by status: " + ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items())))
-    print(f"served in the first minute exactly what the quota allows: {exact} of {len(quotas)} keys")
+    print(
+        f"{sum(statuses.values())} requests in {took:.0f} s over {through} and {len(quotas)} keys"
+    )
+    print(
+        "answers by status: "
+        + ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
+    )
+    print(
+        f"served in the first minute exactly what the quota allows: {exact} of {len(quotas)} keys"
+    )
     print(f"keys with any 60 s above their quota: {over}")
 
 

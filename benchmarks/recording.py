@@ -11,7 +11,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from router.policy.decide import decide
-from router.policy.decision_log import DecisionRecord, OutcomeRecord, PolicyRecord, read_log
+from router.policy.decision_log import (
+    DecisionRecord,
+    OutcomeRecord,
+    PolicyRecord,
+    read_log,
+)
 from router.policy.profiles import ProfileError, percentile
 from tiers.spec import STANDARD_TIERS, TierName, in_order
 
@@ -100,7 +105,9 @@ def differing(recording: Recording) -> list[DecisionRecord]:
     for record in recording.decisions:
         table = recording.tables.get(record.policy)
         if table is None:
-            raise ProfileError(f"the policy {record.policy} of request {record.request_id} is not in the log")
+            raise ProfileError(
+                f"the policy {record.policy} of request {record.request_id} is not in the log"
+            )
         again = decide(record.query, record.fleet, table)
         if (again.tier, again.refusal) != (record.tier, record.refusal):
             found.append(record)
@@ -112,12 +119,22 @@ def seen(recording: Recording) -> list[Result]:
     results = []
     for record in recording.decisions:
         outcome = recording.outcomes.get(record.request_id)
-        if outcome is None or outcome.error is not None:  # a decision without a tier may be of a request that waited
+        # a decision without a tier may be of a request that waited
+        if outcome is None or outcome.error is not None:
             results.append(NOT_SERVED)
             continue
         loss = mean_loss(recording.tables[record.policy], outcome.tier, record.query)
         ttft_ms, tpot_ms = outcome.ttft_ms, outcome.tpot_ms
-        results.append(Result(outcome.tier, ttft_ms, tpot_ms, loss, None, met=is_met(record.query, ttft_ms, tpot_ms)))
+        results.append(
+            Result(
+                outcome.tier,
+                ttft_ms,
+                tpot_ms,
+                loss,
+                None,
+                met=is_met(record.query, ttft_ms, tpot_ms),
+            )
+        )
     return results
 
 
@@ -137,7 +154,10 @@ def summarise(results: Sequence[Result]) -> Summary:
     return Summary(
         requests=len(results),
         refused=len(results) - len(served),
-        shares={tier: sum(r.tier is tier for r in served) / max(len(served), 1) for tier in tiers},
+        shares={
+            tier: sum(r.tier is tier for r in served) / max(len(served), 1)
+            for tier in tiers
+        },
         met=sum(r.met for r in results) / max(len(results), 1),
         mean_loss=fmean(losses) if losses else None,
         ttft_p50=percentile(ttfts, 0.5) if ttfts else None,

@@ -31,9 +31,13 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run as the arguments say; return 1 if a decision does not come out as recorded."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("log", type=Path, help="decision log")
-    parser.add_argument("--policy", type=Path, help="settings file with another policy section")
+    parser.add_argument(
+        "--policy", type=Path, help="settings file with another policy section"
+    )
     parser.add_argument("--quality", type=Path, help="another quality profile")
     parser.add_argument("--latency", type=Path, help="another latency profile")
     options = parser.parse_args()
@@ -43,7 +47,9 @@ def main() -> int:
         total = len(recording.decisions)
         print(f"{total - len(others)} of {total} decisions come out as recorded")
         for record in others[:10]:
-            print(f"  otherwise: {record.request_id}, recorded {record.tier or record.refusal}")
+            print(
+                f"  otherwise: {record.request_id}, recorded {record.tier or record.refusal}"
+            )
         if options.policy or options.quality or options.latency:
             show(compared(recording, options.policy, options.quality, options.latency))
     except (ProfileError, SettingsError) as error:
@@ -52,7 +58,10 @@ def main() -> int:
 
 
 def compared(
-    recording: Recording, policy: Path | None, quality: Path | None, latency: Path | None
+    recording: Recording,
+    policy: Path | None,
+    quality: Path | None,
+    latency: Path | None,
 ) -> dict[str, Summary]:
     """Return what was seen, and both policies simulated, by the row's title."""
     table = recorded = recording.tables[recording.decisions[-1].policy]
@@ -61,10 +70,22 @@ def compared(
         table = replace(policy_table(settings.policy, (), None), losses=recorded.losses)
     if quality is not None:
         specs = [tier.spec for tier in recording.decisions[-1].fleet.tiers]
-        table = replace(table, losses=policy_table(settings.policy, specs, None, load_profile(quality)).losses)
-    longest = {number: float(getattr(settings.admission.max_wait_s, name)) for name, number in PRIORITIES.items()}
+        table = replace(
+            table,
+            losses=policy_table(
+                settings.policy, specs, None, load_profile(quality)
+            ).losses,
+        )
+    longest = {
+        number: float(getattr(settings.admission.max_wait_s, name))
+        for name, number in PRIORITIES.items()
+    }
     options = Options(settings.admission.max_waiting, longest)
-    speeds = {fit.tier: fit.model for fit in load_latency(latency).fits} if latency is not None else None
+    speeds = (
+        {fit.tier: fit.model for fit in load_latency(latency).fits}
+        if latency is not None
+        else None
+    )
     return {
         "recorded, as seen": summarise(seen(recording)),
         "recorded, simulated": summarise(simulate(recording, options=options)),
@@ -75,13 +96,30 @@ def compared(
 def show(rows: dict[str, Summary]) -> None:
     """Print one line a summary."""
     tiers = in_order(tier for summary in rows.values() for tier in summary.shares)
-    columns = ("SLA met", "refused", "loss", "TTFT p50", "p95 ms", "TPOT p50", "p95 ms", "engine s")
+    columns = (
+        "SLA met",
+        "refused",
+        "loss",
+        "TTFT p50",
+        "p95 ms",
+        "TPOT p50",
+        "p95 ms",
+        "engine s",
+    )
     print(f"{'':20}" + "".join(f"{name:>10}" for name in (*tiers, *columns)))
     for name, summary in rows.items():
         cells = [f"{summary.shares.get(tier, 0):.0%}" for tier in tiers]
-        cells += [f"{summary.met:.1%}", str(summary.refused), number(summary.mean_loss, 3)]
+        cells += [
+            f"{summary.met:.1%}",
+            str(summary.refused),
+            number(summary.mean_loss, 3),
+        ]
         cells += [number(summary.ttft_p50), number(summary.ttft_p95)]
-        cells += [number(summary.tpot_p50, 1), number(summary.tpot_p95, 1), number(summary.engine_s, 1)]
+        cells += [
+            number(summary.tpot_p50, 1),
+            number(summary.tpot_p95, 1),
+            number(summary.engine_s, 1),
+        ]
         print(f"{name:20}" + "".join(f"{cell:>10}" for cell in cells))
 
 

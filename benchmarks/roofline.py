@@ -34,12 +34,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CONFIGS = ROOT / "tests/unit/tiers/sizing/configs"
-ACCELMARK = "github.com/FreedomIntelligence/AccelMark, results/verified, read 2026-11-27"
+ACCELMARK = (
+    "github.com/FreedomIntelligence/AccelMark, results/verified, read 2026-11-27"
+)
 # The source says L40, which Nebius does not rent.
 NEBIUS = "github.com/Nebius-Academy/LLM-Engineering-Essentials, topic5/5.4_quantization.ipynb, read 2026-11-27"
 MLPERF = "MLPerf Inference 5.1, closed, offline, llama3.1-8b, Red Hat"
 OURS = "gpu_speed.py: results/gpu_speed.jsonl"
-BATCHES, LONG = (1, 8, 32, 64), (2048, 3968)  # more of both: the client was the slower one; shorter: mostly HTTP
+# more of both: the client was the slower one; shorter: mostly HTTP
+BATCHES, LONG = (1, 8, 32, 64), (2048, 3968)
 BF16, FP8, INT4 = Precision.BF16, Precision.FP8, Precision.AWQ_INT4
 
 
@@ -61,7 +64,11 @@ class Published:
 
 def measured() -> Iterator[tuple[str, Precision, float]]:
     """Return what was measured of each precision alone: the way, the precision, and milliseconds."""
-    for line in (ROOT / "benchmarks/results/gpu_speed.jsonl").read_text("utf-8").splitlines()[1:]:
+    for line in (
+        (ROOT / "benchmarks/results/gpu_speed.jsonl")
+        .read_text("utf-8")
+        .splitlines()[1:]
+    ):
         row = json.loads(line)
         precision = {"awq": INT4, "fp8": FP8, "bf16": BF16}[row["engine"]]
         if row.get("prompt") in LONG:
@@ -102,7 +109,9 @@ def computed(each: Published) -> float:
     """Return what the roofline says, in the unit of the figure."""
     model = architecture(find_config(str(CONFIGS / f"{each.model}.json")))
     gpu = next(kind for kind in known_gpus() if kind.is_called(each.gpu))
-    pace = Roofline(model, gpu, each.precision, each.gpus, each.prompt + each.output // 2)
+    pace = Roofline(
+        model, gpu, each.precision, each.gpus, each.prompt + each.output // 2
+    )
     if each.way == "one stream":
         return pace.step_ms(1)
     if each.way.startswith("batch of"):
@@ -110,7 +119,9 @@ def computed(each: Published) -> float:
     if each.way.startswith("prompt of"):
         return pace.mixed_ms(tokens := int(each.way.split()[-1]), 1, tokens)
     if each.way.startswith("open"):
-        return between_tokens(pace, each, float(each.way.removesuffix("/s").split()[-1]))
+        return between_tokens(
+            pace, each, float(each.way.removesuffix("/s").split()[-1])
+        )
     if each.way == "offline":
         return offline(model, each)
     return all_at_once(pace, each)
@@ -138,9 +149,15 @@ def between_tokens(pace: Roofline, each: Published, rate: float) -> float:
 def offline(model: Architecture, each: Published) -> float:
     """Return tokens a second of an engine that is never idle, as the plan computes it."""
     gpu = next(kind for kind in known_gpus() if kind.is_called(each.gpu))
-    demand = Demand(each.prompt, each.output, each.prompt + each.output, max_num_seqs=1024)
+    demand = Demand(
+        each.prompt, each.output, each.prompt + each.output, max_num_seqs=1024
+    )
     plans, _ = engines_on_gpus(model, gpu, each.gpus, demand)
-    plan = next(p for p in plans if PRECISIONS[p.tier] is each.precision and p.gpus_per_replica == each.gpus)
+    plan = next(
+        p
+        for p in plans
+        if PRECISIONS[p.tier] is each.precision and p.gpus_per_replica == each.gpus
+    )
     assert plan.tokens_per_s is not None
     return plan.tokens_per_s
 
@@ -148,14 +165,20 @@ def offline(model: Architecture, each: Published) -> float:
 def main() -> None:
     """Print the table."""
     print("$ python benchmarks/roofline.py")
-    print("model         on            precision measured        vLLM     unit published computed  ratio")
+    print(
+        "model         on            precision measured        vLLM     unit published computed  ratio"
+    )
     recent, older = [], []
     for each in FIGURES:
         ours, slow = computed(each), each.way in {"offline", "all at once"}
         ratio = ours / each.figure if slow else each.figure / ours
         (older if each.vllm == "0.7" else recent).append(ratio)
         on, unit = f"{each.gpus} x {each.gpu}", "tokens/s" if slow else "ms"
-        figures = f"{each.figure:9,.0f} {ours:8,.0f}" if slow else f"{each.figure:9.1f} {ours:8.1f}"
+        figures = (
+            f"{each.figure:9,.0f} {ours:8,.0f}"
+            if slow
+            else f"{each.figure:9.1f} {ours:8.1f}"
+        )
         print(
             f"{each.model:13} {on:13} {each.precision:9} {each.way:14} {each.vllm:>5} {unit:>8} {figures} {ratio:6.2f}"
         )

@@ -90,13 +90,24 @@ WHOLE = f"non-streaming, {WHOLE_TOKENS} tokens"
 LOADS: dict[str, Load] = {
     "non-streaming, 1 connection": Load(f"{WHOLE}, 1 connection", 1, False, 0, None),
     "non-streaming": Load(f"{WHOLE}, 16 connections", 16, False, 0, 1.0),
-    "non-streaming, 64 connections": Load(f"{WHOLE}, 64 connections", 64, False, 0, None),
-    "saturated": Load(f"{STREAM_TOKENS}-token streams, saturated, 32 connections", 32, True, 0, 0.8),
-    "paced": Load(f"{STREAM_TOKENS}-token streams, 5 ms a token, 32 connections", 32, True, 5000, 1.3),
+    "non-streaming, 64 connections": Load(
+        f"{WHOLE}, 64 connections", 64, False, 0, None
+    ),
+    "saturated": Load(
+        f"{STREAM_TOKENS}-token streams, saturated, 32 connections", 32, True, 0, 0.8
+    ),
+    "paced": Load(
+        f"{STREAM_TOKENS}-token streams, 5 ms a token, 32 connections",
+        32,
+        True,
+        5000,
+        1.3,
+    ),
 }
 BURSTS = (64, 500)  # new connections at once
 BUSY = LOADS["non-streaming, 64 connections"]  # what the proxy does meanwhile
-GATEWAY_LOADS = tuple(name for name, asked in LOADS.items() if not asked.streamed)  # of the first table
+# of the first table
+GATEWAY_LOADS = tuple(name for name, asked in LOADS.items() if not asked.streamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +139,20 @@ class Row:
     errors: int
 
 
-def summary(samples: Sequence[Sample], base: Sequence[Sample] | None, direct: Sequence[Sample] | None) -> Row:
+def summary(
+    samples: Sequence[Sample],
+    base: Sequence[Sample] | None,
+    direct: Sequence[Sample] | None,
+) -> Row:
     """Return a proxy's medians, and those of its differences to base and to direct, pass by pass."""
 
     def added(name: str) -> float | None:
         if direct is None or direct is samples:
             return None
         pairs = zip(samples, direct, strict=True)
-        more: list[float] = [getattr(sample, name) - getattr(alone, name) for sample, alone in pairs]
+        more: list[float] = [
+            getattr(sample, name) - getattr(alone, name) for sample, alone in pairs
+        ]
         return statistics.median(more)
 
     costs = [sample.cpu_us for sample in samples]
@@ -143,7 +160,11 @@ def summary(samples: Sequence[Sample], base: Sequence[Sample] | None, direct: Se
         cpu_us=statistics.median(costs),
         least=min(costs),
         most=max(costs),
-        ratio=statistics.median(s.cpu_us / b.cpu_us for s, b in zip(samples, base, strict=True)) if base else None,
+        ratio=statistics.median(
+            s.cpu_us / b.cpu_us for s, b in zip(samples, base, strict=True)
+        )
+        if base
+        else None,
         per_second=statistics.median(sample.per_second for sample in samples),
         p50=statistics.median(sample.first_p50 for sample in samples),
         p99=statistics.median(sample.first_p99 for sample in samples),
@@ -189,17 +210,24 @@ class Run:
     head: list[str]
     versions: dict[str, str]
     skipped: dict[str, str]
-    samples: dict[str, dict[str, list[Sample]]]  # by load, by proxy, in the order of the passes
-    bursts: dict[int, dict[str, list[BurstSample]]]  # by size, by proxy, in the order of the passes
+    # by load, by proxy, in the order of the passes
+    samples: dict[str, dict[str, list[Sample]]]
+    # by size, by proxy, in the order of the passes
+    bursts: dict[int, dict[str, list[BurstSample]]]
 
     def burst_rows(self, size: int) -> dict[str, BurstRow]:
         """Return the rows of bursts of one size."""
-        return {proxy: BurstRow.of(samples) for proxy, samples in self.bursts[size].items()}
+        return {
+            proxy: BurstRow.of(samples) for proxy, samples in self.bursts[size].items()
+        }
 
     def rows(self, name: str) -> dict[str, Row]:
         """Return the rows of one load."""
         found = self.samples[name]
-        return {proxy: summary(samples, found.get(BASE), found.get(DIRECT)) for proxy, samples in found.items()}
+        return {
+            proxy: summary(samples, found.get(BASE), found.get(DIRECT))
+            for proxy, samples in found.items()
+        }
 
     def text(self) -> str:
         """Return what is printed."""
@@ -212,33 +240,54 @@ class Run:
             if self.samples.get(name):
                 lines += ["", *_table(asked, self.rows(name))]
         if all(self.bursts.get(size) for size in BURSTS):
-            lines += ["", *_burst_table({size: self.burst_rows(size) for size in BURSTS})]
+            lines += [
+                "",
+                *_burst_table({size: self.burst_rows(size) for size in BURSTS}),
+            ]
         measured = (*self.samples.values(), *self.bursts.values())
-        wrong = {(p, s.error) for rows in measured for p, found in rows.items() for s in found if s.error}
-        lines += [f"\nfirst error of {proxy}: {error!r}" for proxy, error in sorted(wrong)]
+        wrong = {
+            (p, s.error)
+            for rows in measured
+            for p, found in rows.items()
+            for s in found
+            if s.error
+        }
+        lines += [
+            f"\nfirst error of {proxy}: {error!r}" for proxy, error in sorted(wrong)
+        ]
         return "\n".join(lines) + "\n"
 
     def _gateways(self) -> list[str]:
         """Return the table of what each adds at each number of connections, and what it reads of a prompt for that."""
         rows = {name: self.rows(name) for name in GATEWAY_LOADS}
-        counts = " ".join(f"{f'@{LOADS[name].connections}':>17}" for name in GATEWAY_LOADS)
+        counts = " ".join(
+            f"{f'@{LOADS[name].connections}':>17}" for name in GATEWAY_LOADS
+        )
         cpu = f"CPU-us @{LOADS['non-streaming'].connections}"
         lines = [
             f"What a gateway adds: {WHOLE}; added ms p50 / p99 at numbers of connections",
             f"{'':34} {cpu:>11} {counts} {'most RSS MB':>12}   reads of a prompt",
         ]
         for proxy in rows["non-streaming"]:
-            whose = "ours" if PROXIES[proxy].ours else "" if proxy == DIRECT else "theirs"
+            whose = (
+                "ours" if PROXIES[proxy].ours else "" if proxy == DIRECT else "theirs"
+            )
             name = f"{proxy} (its own times)" if proxy == DIRECT else proxy
-            times = " ".join(f"{_times(rows[asked][proxy]):>17}" for asked in GATEWAY_LOADS)
+            times = " ".join(
+                f"{_times(rows[asked][proxy]):>17}" for asked in GATEWAY_LOADS
+            )
             cpu_us, most = rows["non-streaming"][proxy].cpu_us, self.most_rss_mb(proxy)
             reads = "-" if proxy == DIRECT else PROXIES[proxy].reads
-            lines.append(f"{whose:6} {name:27} {cpu_us:11.0f} {times} {most:12.0f}   {reads}")
+            lines.append(
+                f"{whose:6} {name:27} {cpu_us:11.0f} {times} {most:12.0f}   {reads}"
+            )
         return lines
 
     def most_rss_mb(self, proxy: str) -> float:
         """Return the largest resident memory of a proxy after any load."""
-        return max(sample.rss_mb for rows in self.samples.values() for sample in rows[proxy])
+        return max(
+            sample.rss_mb for rows in self.samples.values() for sample in rows[proxy]
+        )
 
     def record(self) -> dict[str, object]:
         """Return what is written as JSON."""
@@ -246,18 +295,31 @@ class Run:
             "head": self.head,
             "versions": self.versions,
             "skipped": self.skipped,
-            "targets": {name: asked.target for name, asked in LOADS.items()} | {OURS_GENERATE: GENERATE_TARGET},
+            "targets": {name: asked.target for name, asked in LOADS.items()}
+            | {OURS_GENERATE: GENERATE_TARGET},
             "loads": {name: asdict(asked) for name, asked in LOADS.items()},
-            "reads": {name: PROXIES[name].reads for name in self.versions if name != DIRECT},
+            "reads": {
+                name: PROXIES[name].reads for name in self.versions if name != DIRECT
+            },
             "most_rss_mb": {name: self.most_rss_mb(name) for name in self.versions},
-            "rows": {name: {p: asdict(row) for p, row in self.rows(name).items()} for name in self.samples},
+            "rows": {
+                name: {p: asdict(row) for p, row in self.rows(name).items()}
+                for name in self.samples
+            },
             "samples": {
-                name: {proxy: [asdict(s) for s in found] for proxy, found in rows.items()}
+                name: {
+                    proxy: [asdict(s) for s in found] for proxy, found in rows.items()
+                }
                 for name, rows in self.samples.items()
             },
-            "bursts": {size: {p: asdict(row) for p, row in self.burst_rows(size).items()} for size in self.bursts},
+            "bursts": {
+                size: {p: asdict(row) for p, row in self.burst_rows(size).items()}
+                for size in self.bursts
+            },
             "burst_samples": {
-                size: {proxy: [asdict(s) for s in found] for proxy, found in rows.items()}
+                size: {
+                    proxy: [asdict(s) for s in found] for proxy, found in rows.items()
+                }
                 for size, rows in self.bursts.items()
             },
         }
@@ -265,7 +327,11 @@ class Run:
 
 def _times(row: Row) -> str:
     """Return what a row's answers take more than direct; of direct itself what they take."""
-    p50, p99 = (row.p50, row.p99) if row.added_p50 is None or row.added_p99 is None else (row.added_p50, row.added_p99)
+    p50, p99 = (
+        (row.p50, row.p99)
+        if row.added_p50 is None or row.added_p99 is None
+        else (row.added_p50, row.added_p99)
+    )
     return f"{p50:.2f} / {p99:.2f}"
 
 
@@ -279,7 +345,11 @@ def _table(asked: Load, rows: dict[str, Row]) -> list[str]:
     for name, row in rows.items():
         whose = "ours" if PROXIES[name].ours else "" if name == DIRECT else "theirs"
         ratio = "-" if row.ratio is None or name == DIRECT else f"x{row.ratio:.2f}"
-        added = "-" if row.added_p50 is None else f"{row.added_p50:.2f} / {row.added_p99:.2f}"
+        added = (
+            "-"
+            if row.added_p50 is None
+            else f"{row.added_p50:.2f} / {row.added_p99:.2f}"
+        )
         shown = f"{name} (the stub's CPU)" if name == DIRECT else name
         lines.append(
             f"{whose:6} {shown:27} {row.cpu_us:8.0f} {f'({row.least:.0f} to {row.most:.0f})':>20} {ratio:>7} "
@@ -298,8 +368,12 @@ def _burst_table(rows: dict[int, dict[str, BurstRow]]) -> list[str]:
     for name in rows[BURSTS[0]]:
         whose = "ours" if PROXIES[name].ours else "" if name == DIRECT else "theirs"
         found = [by_proxy[name] for by_proxy in rows.values()]
-        times = " ".join(f"{f'{row.p50:.1f} / {row.p99:.1f} / {row.most:.1f}':>28}" for row in found)
-        lines.append(f"{whose:6} {name:27} {times} {sum(row.errors for row in found):8}")
+        times = " ".join(
+            f"{f'{row.p50:.1f} / {row.p99:.1f} / {row.most:.1f}':>28}" for row in found
+        )
+        lines.append(
+            f"{whose:6} {name:27} {times} {sum(row.errors for row in found):8}"
+        )
     return lines
 
 
@@ -308,7 +382,11 @@ def _verdicts(asked: Load, rows: dict[str, Row]) -> Iterator[str]:
     if OURS in rows and asked.target is not None:
         targets[OURS] = (rows[OURS].ratio, asked.target, BASE)
     if OURS_GENERATE in rows and OURS in rows:
-        targets[OURS_GENERATE] = (rows[OURS_GENERATE].cpu_us / rows[OURS].cpu_us, GENERATE_TARGET, OURS)
+        targets[OURS_GENERATE] = (
+            rows[OURS_GENERATE].cpu_us / rows[OURS].cpu_us,
+            GENERATE_TARGET,
+            OURS,
+        )
     for name, (ratio, target, other) in targets.items():
         if ratio is not None:
             yield f"{name}: x{ratio:.2f} of {other}; target at most x{target:g}: {'met' if ratio <= target else 'missed'}"
@@ -316,22 +394,46 @@ def _verdicts(asked: Load, rows: dict[str, Row]) -> Iterator[str]:
 
 def main() -> None:
     """Start everything, ask all in turns, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5, help="of each load, for each proxy and pass")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5, help="of each load, for each proxy and pass"
+    )
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--only", help=f"rows, with commas between: {', '.join(PROXIES)}")
-    parser.add_argument("--tokenizer", type=Path, default=default_tokenizer(), help="model folder, for QARR's counts")
+    parser.add_argument(
+        "--only", help=f"rows, with commas between: {', '.join(PROXIES)}"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        default=default_tokenizer(),
+        help="model folder, for QARR's counts",
+    )
     parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--beside", type=Path, metavar="DIR", help="another checkout of QARR with a .venv, as rows")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="DIR",
+        help="another checkout of QARR with a .venv, as rows",
+    )
     options = parser.parse_args()
     if options.beside:
         PROXIES.update(of_checkout(options.beside.resolve()))
-    wanted = [name.strip() for name in options.only.split(",")] if options.only else list(PROXIES)
+    wanted = (
+        [name.strip() for name in options.only.split(",")]
+        if options.only
+        else list(PROXIES)
+    )
     if unknown := [name for name in wanted if name not in PROXIES]:
-        parser.error(f"no such rows: {', '.join(unknown)}; there are: {', '.join(PROXIES)}")
+        parser.error(
+            f"no such rows: {', '.join(unknown)}; there are: {', '.join(PROXIES)}"
+        )
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        sys.exit("error: this needs two cores: one for the proxy, one for the stub engine and the load")
+        sys.exit(
+            "error: this needs two cores: one for the proxy, one for the stub engine and the load"
+        )
     run = Run(_head(options, cores), {}, {}, {}, {})
     with ExitStack() as stack:
         running, stub_port = _start(wanted, options.tokenizer, cores, run, stack)
@@ -343,7 +445,11 @@ def main() -> None:
 
 
 def _head(options: argparse.Namespace, cores: Sequence[int]) -> list[str]:
-    names = [line for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines() if line.startswith("model name")]
+    names = [
+        line
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        if line.startswith("model name")
+    ]
     processor = names[0].partition(":")[2].strip() if names else platform.machine()
     machine = f"{len(cores)} cores, {processor}, Linux {platform.release()}, Python {platform.python_version()}"
     counted = "counted with the model's tokenizer" if options.tokenizer else "estimated"
@@ -364,7 +470,11 @@ def _stub_core(cores: Sequence[int]) -> int:
 
 
 def _start(
-    wanted: Sequence[str], tokenizer: Path | None, cores: Sequence[int], run: Run, stack: ExitStack
+    wanted: Sequence[str],
+    tokenizer: Path | None,
+    cores: Sequence[int],
+    run: Run,
+    stack: ExitStack,
 ) -> tuple[dict[str, Started], int]:
     """Start the stub and every proxy that can be had; return those by name, and the stub's port."""
     ports = [free_port() for _ in range(3)]
@@ -393,7 +503,9 @@ def _start(
     return running, ports[0]
 
 
-def _measure(running: dict[str, Started], stub_port: int, seconds: float, passes: int, run: Run) -> None:
+def _measure(
+    running: dict[str, Started], stub_port: int, seconds: float, passes: int, run: Run
+) -> None:
     """Ask every proxy under every load, in each pass, forwards and backwards in turns; the first one, short, warms up."""
     run.samples = {name: {proxy: [] for proxy in running} for name in LOADS}
     run.bursts = {size: {proxy: [] for proxy in running} for size in BURSTS}
@@ -404,7 +516,9 @@ def _measure(running: dict[str, Started], stub_port: int, seconds: float, passes
                 sample = uvloop.run(
                     load(
                         target.port,
-                        PROXIES[proxy].question(streamed=asked.streamed, engines=target.engines),
+                        PROXIES[proxy].question(
+                            streamed=asked.streamed, engines=target.engines
+                        ),
                         target.process,
                         connections=asked.connections,
                         seconds=seconds if number else WARM_S,
@@ -413,7 +527,9 @@ def _measure(running: dict[str, Started], stub_port: int, seconds: float, passes
                 )
                 wrong = f", {sample.errors} errors" if sample.errors else ""
                 which = f"pass {number} of {passes}" if number else "warm-up"
-                say(f"{which}, {name}, {proxy}: {sample.cpu_us:.0f} us an answer, {sample.per_second:.0f}/s{wrong}")
+                say(
+                    f"{which}, {name}, {proxy}: {sample.cpu_us:.0f} us an answer, {sample.per_second:.0f}/s{wrong}"
+                )
                 if number:
                     run.samples[name][proxy].append(sample)
         pace(stub_port, BUSY.pause_us)
@@ -421,12 +537,22 @@ def _measure(running: dict[str, Started], stub_port: int, seconds: float, passes
             _measure_bursts(proxy, target, seconds=seconds, number=number, run=run)
 
 
-def _measure_bursts(proxy: str, target: Started, *, seconds: float, number: int, run: Run) -> None:
+def _measure_bursts(
+    proxy: str, target: Started, *, seconds: float, number: int, run: Run
+) -> None:
     """Send bursts of each size to one proxy; pass 0 warms up."""
     question = PROXIES[proxy].question(streamed=BUSY.streamed, engines=target.engines)
     for size in BURSTS:
         limit_s = seconds if number else WARM_S
-        sample = uvloop.run(burst(target.port, question, connections=size, busy=BUSY.connections, seconds=limit_s))
+        sample = uvloop.run(
+            burst(
+                target.port,
+                question,
+                connections=size,
+                busy=BUSY.connections,
+                seconds=limit_s,
+            )
+        )
         wrong = f", {sample.errors} errors" if sample.errors else ""
         which = f"pass {number}" if number else "warm-up"
         say(
@@ -438,7 +564,9 @@ def _measure_bursts(proxy: str, target: Started, *, seconds: float, number: int,
 
 def pace(stub_port: int, pause_us: int) -> None:
     """Set the stub's pause before each token."""
-    urllib.request.urlopen(f"http://127.0.0.1:{stub_port}/pace/{pause_us}", timeout=10).close()
+    urllib.request.urlopen(
+        f"http://127.0.0.1:{stub_port}/pace/{pause_us}", timeout=10
+    ).close()
 
 
 def say(what: str) -> None:

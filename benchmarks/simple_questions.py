@@ -39,7 +39,8 @@ QUESTIONS = FOLDER / "simple_questions.jsonl"
 OTHERS = FOLDER / "greetings_and_hard_prompts.jsonl"
 REFERENCE = "precise"
 Z95 = 1.96
-AT_ONCE = 4  # questions: fewer than fill half of a tier's slots, so no more loss is allowed than at idle
+# questions: fewer than fill half of a tier's slots, so no more loss is allowed than at idle
+AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,9 @@ class Answer:
 
 def main() -> None:
     """Ask all questions and print what came of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8080")
     options = parser.parse_args()
     questions = read_tasks(QUESTIONS)
@@ -93,10 +96,14 @@ def main() -> None:
 
 def ask(client: httpx.Client, question: Task) -> list[Answer]:
     """Ask every tier one question, and the router which of them it would choose."""
-    decision = client.post("/route", json={"prompt": question.prompt, "max_tokens": question.max_tokens}).json()
+    decision = client.post(
+        "/route", json={"prompt": question.prompt, "max_tokens": question.max_tokens}
+    ).json()
     is_right = {}
     for verdict in decision["tiers"]:
-        is_right[verdict["tier"]] = question.check.passes(answer(client, question, verdict["tier"]))
+        is_right[verdict["tier"]] = question.check.passes(
+            answer(client, question, verdict["tier"])
+        )
     return [
         Answer(
             tier=verdict["tier"],
@@ -112,7 +119,12 @@ def ask(client: httpx.Client, question: Task) -> list[Answer]:
 
 def answer(client: httpx.Client, question: Task, model: str) -> str:
     """Return a tier's greedy answer."""
-    body = {"model": model, "messages": question.messages, "max_tokens": question.max_tokens, "temperature": 0}
+    body = {
+        "model": model,
+        "messages": question.messages,
+        "max_tokens": question.max_tokens,
+        "temperature": 0,
+    }
     response = client.post("/v1/chat/completions", json=body)
     response.raise_for_status()
     return response.json()["choices"][0]["message"]["content"] or ""
@@ -120,15 +132,17 @@ def answer(client: httpx.Client, question: Task, model: str) -> str:
 
 def print_answers(answers: Sequence[Answer]) -> None:
     """Print two rows for each tier: its answers to all questions, and to those that it is chosen for."""
-    heads = (
-        f"{'tier':10}{'questions':>16}{'right':>7}{'worse':>7}{'better':>8}{'net lost of 100':>24}{'stated, up to':>15}"
-    )
+    heads = f"{'tier':10}{'questions':>16}{'right':>7}{'worse':>7}{'better':>8}{'net lost of 100':>24}{'stated, up to':>15}"
     print(f"{heads}  rests on")
     for tier in dict.fromkeys(each.tier for each in answers):
         own = [each for each in answers if each.tier == tier]
         chosen = [each for each in own if each.is_chosen]
         print(row(tier, f"all {len(own)}", own))
-        print(row(tier, f"chosen for {len(chosen)}", chosen) if chosen else f"{tier:10}{'chosen for 0':>16}")
+        print(
+            row(tier, f"chosen for {len(chosen)}", chosen)
+            if chosen
+            else f"{tier:10}{'chosen for 0':>16}"
+        )
 
 
 def row(tier: str, name: str, answers: Sequence[Answer]) -> str:
@@ -136,7 +150,11 @@ def row(tier: str, name: str, answers: Sequence[Answer]) -> str:
     worse = sum(each.is_worse for each in answers)
     better = sum(each.is_better for each in answers)
     net = (worse - better) / len(answers)
-    spread = Z95 * math.sqrt(max(worse + better - (worse - better) * net, 0.0)) / len(answers)
+    spread = (
+        Z95
+        * math.sqrt(max(worse + better - (worse - better) * net, 0.0))
+        / len(answers)
+    )
     low, high = 100 * (net - spread), 100 * (net + spread)
     stated = 100 * fmean(each.stated for each in answers)
     verdict = "holds" if low <= stated else "DOES NOT HOLD"
@@ -156,7 +174,10 @@ def print_tiers(client: httpx.Client) -> None:
         decision = client.post("/route", json={"prompt": prompt["prompt"]}).json()
         tiers_by_kind[prompt["kind"]][decision["tier"]] += 1
     for kind, tiers in tiers_by_kind.items():
-        print(f"{kind:12}" + ", ".join(f"{tier} {times}" for tier, times in tiers.most_common()))
+        print(
+            f"{kind:12}"
+            + ", ".join(f"{tier} {times}" for tier, times in tiers.most_common())
+        )
 
 
 if __name__ == "__main__":

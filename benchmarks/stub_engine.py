@@ -20,19 +20,34 @@ def event(fields: dict[str, object]) -> bytes:
     """Return one server-sent event of a completion."""
     return (
         b"data: "
-        + json.dumps({"id": "x", "object": "chunk", "created": 0, "model": "stub", **fields}).encode()
+        + json.dumps(
+            {"id": "x", "object": "chunk", "created": 0, "model": "stub", **fields}
+        ).encode()
         + b"\n\n"
     )
 
 
 def chunk(text: str, reason: str | None = None) -> bytes:
     """Return a piece in the shape of both chat and text completions."""
-    return event({"choices": [{"index": 0, "delta": {"content": text}, "text": text, "finish_reason": reason}]})
+    return event(
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "delta": {"content": text},
+                    "text": text,
+                    "finish_reason": reason,
+                }
+            ]
+        }
+    )
 
 
 USAGE = {"prompt_tokens": 12, "completion_tokens": TOKENS, "total_tokens": 12 + TOKENS}
 PIECES = [chunk(" Paris is a city")] + [chunk(f" word{n}") for n in range(TOKENS - 1)]
-ENDING = chunk("", "stop") + event({"choices": [], "usage": USAGE}) + b"data: [DONE]\n\n"
+ENDING = (
+    chunk("", "stop") + event({"choices": [], "usage": USAGE}) + b"data: [DONE]\n\n"
+)
 
 
 def framed(body: bytes) -> bytes:
@@ -42,7 +57,10 @@ def framed(body: bytes) -> bytes:
 
 def plain(body: bytes, kind: str = "application/json") -> bytes:
     """Return a whole answer."""
-    return f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    return (
+        f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
 
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -50,10 +68,20 @@ STREAM = [framed(piece) for piece in PIECES]
 STREAM_END = framed(ENDING) + b"0\r\n\r\n"
 MODELS = plain(json.dumps({"data": [{"id": "stub", "max_model_len": 8192}]}).encode())
 METRICS = plain(
-    b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\nvllm:kv_cache_usage_perc 0.0\n", "text/plain"
+    b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\nvllm:kv_cache_usage_perc 0.0\n",
+    "text/plain",
 )
-SAID = {"index": 0, "text": " Paris", "message": {"content": " Paris"}, "finish_reason": "length"}
-WHOLE = plain(json.dumps({"id": "x", "created": 0, "model": "stub", "choices": [SAID], "usage": USAGE}).encode())
+SAID = {
+    "index": 0,
+    "text": " Paris",
+    "message": {"content": " Paris"},
+    "finish_reason": "length",
+}
+WHOLE = plain(
+    json.dumps(
+        {"id": "x", "created": 0, "model": "stub", "choices": [SAID], "usage": USAGE}
+    ).encode()
+)
 SIMPLE = {
     b"/health": plain(b""),
     b"/metrics": METRICS,
@@ -87,7 +115,10 @@ class Stub(asyncio.Protocol):
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             if len(self.buffer) < end + 4 + length:
                 return
-            path, body = self.buffer.split(b" ", 2)[1], self.buffer[end + 4 : end + 4 + length]
+            path, body = (
+                self.buffer.split(b" ", 2)[1],
+                self.buffer[end + 4 : end + 4 + length],
+            )
             self.buffer = self.buffer[end + 4 + length :]
             self.answer(path, body)
 
@@ -117,7 +148,9 @@ class Stub(asyncio.Protocol):
 async def main() -> None:
     """Serve until killed."""
     Stub.delay_s = float(sys.argv[2]) / 1000 if len(sys.argv) > 2 else 0.0
-    server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", int(sys.argv[1]))
+    server = await asyncio.get_running_loop().create_server(
+        Stub, "127.0.0.1", int(sys.argv[1])
+    )
     print("ready", flush=True)
     await server.serve_forever()
 

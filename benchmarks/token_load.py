@@ -135,11 +135,19 @@ class Tally:
 class Client(asyncio.Protocol):
     """One connection: the next request goes out when an answer has ended."""
 
-    def __init__(self, question: Question, tally: Tally, began: float | None = None) -> None:
+    def __init__(
+        self, question: Question, tally: Tally, began: float | None = None
+    ) -> None:
         """Ask a question again and again; the first answer's time counts from ``began``, by default from connecting."""
-        self._question, self._raw, self._tally, self._began = question, question.raw, tally, began
+        self._question, self._raw, self._tally, self._began = (
+            question,
+            question.raw,
+            tally,
+            began,
+        )
         self._parts: list[bytes] = []
-        self._left: int | None = None  # bytes of an answer whose length is known; None: its head is not complete
+        # bytes of an answer whose length is known; None: its head is not complete
+        self._left: int | None = None
         self._tail = b""
         self._busy = False
         self.ended = asyncio.get_running_loop().create_future()
@@ -150,7 +158,13 @@ class Client(asyncio.Protocol):
         self._ask(time.perf_counter() if self._began is None else self._began)
 
     def _ask(self, now: float) -> None:
-        self._parts, self._left, self._tail, self._first_s, self._asked = [], None, b"", 0.0, now
+        self._parts, self._left, self._tail, self._first_s, self._asked = (
+            [],
+            None,
+            b"",
+            0.0,
+            now,
+        )
         self._busy = True
         self._transport.write(self._raw)
 
@@ -164,7 +178,9 @@ class Client(asyncio.Protocol):
             self._begin(b"".join(self._parts))
         else:
             self._left -= len(data)
-        if self._left == 0 or (self._left is not None and self._left < 0 and self._tail == LAST_CHUNK):
+        if self._left == 0 or (
+            self._left is not None and self._left < 0 and self._tail == LAST_CHUNK
+        ):
             self._end()
 
     def _begin(self, answer: bytes) -> None:
@@ -177,7 +193,9 @@ class Client(asyncio.Protocol):
     def _end(self) -> None:
         answer, self._busy = b"".join(self._parts), False
         if self._question.is_answered(answer):
-            self._tally.first_s.append(self._first_s or time.perf_counter() - self._asked)
+            self._tally.first_s.append(
+                self._first_s or time.perf_counter() - self._asked
+            )
         else:
             self._tally.failed(answer)
         now = time.perf_counter()
@@ -189,7 +207,12 @@ class Client(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Count an answer that is not complete."""
         if self._busy:
-            self._tally.failed(b"the connection closed: " + repr(exc).encode() + b" after " + b"".join(self._parts))
+            self._tally.failed(
+                b"the connection closed: "
+                + repr(exc).encode()
+                + b" after "
+                + b"".join(self._parts)
+            )
         if not self.ended.done():  # nobody waits for an answer that took too long
             self.ended.set_result(None)
 
@@ -211,7 +234,13 @@ async def _connection(port: int, question: Question, tally: Tally) -> None:
 
 
 async def load(
-    port: int, question: Question, watched: psutil.Process, *, connections: int, seconds: float, stagger_ms: float = 0
+    port: int,
+    question: Question,
+    watched: psutil.Process,
+    *,
+    connections: int,
+    seconds: float,
+    stagger_ms: float = 0,
 ) -> Sample:
     """Ask over so many connections for so long.
 
@@ -230,7 +259,9 @@ async def load(
         for _ in range(connections):
             asking.append(tasks.create_task(_connection(port, question, tally)))
             await asyncio.sleep(stagger_ms / 1000)
-        _, late = await asyncio.wait(asking, timeout=max(tally.stop - time.perf_counter(), 0) + GRACE_S)
+        _, late = await asyncio.wait(
+            asking, timeout=max(tally.stop - time.perf_counter(), 0) + GRACE_S
+        )
         for task in late:
             task.cancel()
             tally.failed(b"no end of an answer")
@@ -248,7 +279,9 @@ async def load(
     )
 
 
-async def burst(port: int, question: Question, *, connections: int, busy: int, seconds: float) -> BurstSample:
+async def burst(
+    port: int, question: Question, *, connections: int, busy: int, seconds: float
+) -> BurstSample:
     """Open connections at once, each for one question, again and again while others keep the proxy busy.
 
     Args:
@@ -260,11 +293,16 @@ async def burst(port: int, question: Question, *, connections: int, busy: int, s
     """
     others, first = Tally(stop=math.inf), Tally(stop=0.0)
     async with asyncio.TaskGroup() as tasks:
-        asking = [tasks.create_task(_connection(port, question, others)) for _ in range(busy)]
+        asking = [
+            tasks.create_task(_connection(port, question, others)) for _ in range(busy)
+        ]
         await asyncio.sleep(SETTLE_S)
         stop = time.perf_counter() + seconds
         while not first.first_s or time.perf_counter() < stop:
-            new = [asyncio.create_task(_first_answer(port, question, first)) for _ in range(connections)]
+            new = [
+                asyncio.create_task(_first_answer(port, question, first))
+                for _ in range(connections)
+            ]
             _, late = await asyncio.wait(new, timeout=GRACE_S)
             for task in late:
                 task.cancel()

@@ -48,22 +48,43 @@ def token(number: int) -> str:
 
 def fields(*, chat: bool, part: str = "") -> dict[str, object]:
     """Return what every answer, or every part of one, begins with."""
-    name, kind = ("chatcmpl", f"chat.completion{part}") if chat else ("cmpl", "text_completion")
-    return {"id": f"{name}-0123456789abcdef0123456789abcdef", "object": kind, "created": 1760000000, "model": MODEL}
+    name, kind = (
+        ("chatcmpl", f"chat.completion{part}") if chat else ("cmpl", "text_completion")
+    )
+    return {
+        "id": f"{name}-0123456789abcdef0123456789abcdef",
+        "object": kind,
+        "created": 1760000000,
+        "model": MODEL,
+    }
 
 
 def usage(tokens: int) -> dict[str, int]:
     """Return the counts of an answer."""
-    return {"prompt_tokens": 64, "total_tokens": 64 + tokens, "completion_tokens": tokens}
+    return {
+        "prompt_tokens": 64,
+        "total_tokens": 64 + tokens,
+        "completion_tokens": tokens,
+    }
 
 
 @lru_cache
 def completion(tokens: int, *, chat: bool) -> bytes:
     """Return an answer that is not streamed."""
     text = "".join(token(number) for number in range(tokens))
-    said: dict[str, object] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    choice = {"index": 0, **said, "logprobs": None, "finish_reason": "length", "stop_reason": None}
-    return whole(_json({**fields(chat=chat), "choices": [choice], "usage": usage(tokens)}))
+    said: dict[str, object] = (
+        {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    )
+    choice = {
+        "index": 0,
+        **said,
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
+    return whole(
+        _json({**fields(chat=chat), "choices": [choice], "usage": usage(tokens)})
+    )
 
 
 @lru_cache
@@ -78,14 +99,26 @@ def stream(tokens: int, *, chat: bool, ids: bool, counted: bool) -> tuple[bytes,
     """
     head = fields(chat=chat, part=".chunk")
 
-    def event(text: str, number: int | None, reason: str | None, **more: object) -> bytes:
+    def event(
+        text: str, number: int | None, reason: str | None, **more: object
+    ) -> bytes:
         told = [1000 + number] if ids and number is not None else None
-        said: dict[str, object] = {"delta": {"content": text} | more} if chat else {"text": text}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason, "token_ids": told}
+        said: dict[str, object] = (
+            {"delta": {"content": text} | more} if chat else {"text": text}
+        )
+        choice = {
+            "index": 0,
+            **said,
+            "logprobs": None,
+            "finish_reason": reason,
+            "token_ids": told,
+        }
         first = {"prompt_token_ids": list(range(64))} if ids and number is None else {}
         return _event({**head, "choices": [choice], **first})
 
-    pieces = [event(token(n), n, "length" if n == tokens - 1 else None) for n in range(tokens)]
+    pieces = [
+        event(token(n), n, "length" if n == tokens - 1 else None) for n in range(tokens)
+    ]
     if chat:
         pieces[0] = event("", None, None, role="assistant") + pieces[0]
     ending = _event({**head, "choices": [], "usage": usage(tokens)}) if counted else b""
@@ -105,7 +138,10 @@ def _event(value: object) -> bytes:
 
 
 _COUNTED = b'{"count":3,"max_model_len":8192,"tokens":[1,2,3]}'
-_LISTED = {"object": "list", "data": [{"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 8192}]}
+_LISTED = {
+    "object": "list",
+    "data": [{"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 8192}],
+}
 _LOAD = (
     b'vllm:num_requests_running{model_name="stub"} 0.0\nvllm:num_requests_waiting{model_name="stub"} 0.0\n'
     b'vllm:kv_cache_usage_perc{model_name="stub"} 0.0\n'
@@ -238,9 +274,15 @@ class Engine:
             elif not asks(body, "stream"):
                 connection.send(completion(_tokens(body), chat=chat))
             else:
-                ids, counted = asks(body, "return_token_ids"), asks(body, "include_usage")
+                ids, counted = (
+                    asks(body, "return_token_ids"),
+                    asks(body, "include_usage"),
+                )
                 connection.send(STREAM_HEAD)
-                connection.pieces, connection.at = stream(_tokens(body), chat=chat, ids=ids, counted=counted), 0
+                connection.pieces, connection.at = (
+                    stream(_tokens(body), chat=chat, ids=ids, counted=counted),
+                    0,
+                )
                 connection.due = time.monotonic() + self._pause_s
                 self._streams.append(connection)
 
@@ -268,7 +310,11 @@ class Engine:
 
     def _finish(self, connection: Connection, now: float) -> None:
         if connection.unsent:  # the end is sent once there is room
-            connection.pieces, connection.at, connection.due = (b"", b""), 0, now + BLOCKED_S
+            connection.pieces, connection.at, connection.due = (
+                (b"", b""),
+                0,
+                now + BLOCKED_S,
+            )
             self._streams.append(connection)
         else:
             connection.pieces = ()

@@ -32,7 +32,9 @@ LIMITS = httpx.Limits(max_connections=64, max_keepalive_connections=64)
 
 async def through_transport(transport: httpx.AsyncBaseTransport, url: str) -> None:
     """Send one request straight to a transport, as the router does."""
-    response = await transport.handle_async_request(httpx.Request("POST", url, headers=HEADERS, content=BODY))
+    response = await transport.handle_async_request(
+        httpx.Request("POST", url, headers=HEADERS, content=BODY)
+    )
     async for _ in response.stream:  # type: ignore[union-attr]
         pass
     await response.aclose()
@@ -55,7 +57,9 @@ async def measure(requests: int, once: Callable[[], Awaitable[None]]) -> float:
     await once()
     before = time.process_time()
     await asyncio.gather(*(worker() for _ in range(CONCURRENCY)))
-    return (time.process_time() - before) / (requests // CONCURRENCY * CONCURRENCY) * 1e6
+    return (
+        (time.process_time() - before) / (requests // CONCURRENCY * CONCURRENCY) * 1e6
+    )
 
 
 async def run(url: str, requests: int) -> dict[str, float]:
@@ -65,9 +69,15 @@ async def run(url: str, requests: int) -> dict[str, float]:
     aio: Any = AiohttpTransport(limits=LIMITS)
     async with httpx.AsyncClient(transport=AiohttpTransport(limits=LIMITS)) as client:
         figures = {
-            "httpx's own transport": await measure(requests, lambda: through_transport(httpx_own, url)),
-            "httpx client over httpx-aiohttp": await measure(requests, lambda: through_client(client, url)),
-            "httpx-aiohttp transport": await measure(requests, lambda: through_transport(aio, url)),
+            "httpx's own transport": await measure(
+                requests, lambda: through_transport(httpx_own, url)
+            ),
+            "httpx client over httpx-aiohttp": await measure(
+                requests, lambda: through_client(client, url)
+            ),
+            "httpx-aiohttp transport": await measure(
+                requests, lambda: through_transport(aio, url)
+            ),
             ROUTERS: await measure(requests, lambda: through_transport(own, url)),
         }
     await own.aclose()
@@ -78,7 +88,9 @@ async def run(url: str, requests: int) -> dict[str, float]:
 
 def main() -> None:
     """Print CPU time a request and the ratio to the router's choice."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=2000)
     args = parser.parse_args()
     with stub() as (url, _):

@@ -22,7 +22,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for line in PROMPTS.read_text("utf-8").splitlines()[:STEPS]:
-        token_ids = tokenizer(json.loads(line)["text"], return_tensors="pt").input_ids[:, :MOST_TOKENS]
+        token_ids = tokenizer(json.loads(line)["text"], return_tensors="pt").input_ids[
+            :, :MOST_TOKENS
+        ]
         model(token_ids, labels=token_ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -29,42 +29,108 @@ TEXTS = {
     "one letter": "a" * SIZE,
     "letters": "".join(chr(97 + n * n * 7919 % 26) for n in range(SIZE)),
     "ideographs": "".join(chr(0x4E00 + n * 7919 % 20_000) for n in range(SIZE // 3)),
-    "prose": "The capital of France is Paris, and tides come twice a day. " * (SIZE // 60),
+    "prose": "The capital of France is Paris, and tides come twice a day. "
+    * (SIZE // 60),
     "code": "def f(x):\n    return [y for y in range(x)]\n" * (SIZE // 44),
 }
 
 
 def bodies() -> Iterator[tuple[str, str, bytes, dict[str, str]]]:
     """Yield a name, a path, a body and headers for each request."""
-    many = [{"role": ("user", "assistant")[n % 2], "content": "a"} for n in range(27_001)]
+    many = [
+        {"role": ("user", "assistant")[n % 2], "content": "a"} for n in range(27_001)
+    ]
     for name, text in TEXTS.items():
         chat = {"messages": [{"role": "user", "content": text}]}
-        yield f"chat, {name}", "/v1/chat/completions", json.dumps(chat, ensure_ascii=False).encode(), {}
+        yield (
+            f"chat, {name}",
+            "/v1/chat/completions",
+            json.dumps(chat, ensure_ascii=False).encode(),
+            {},
+        )
     for how in ("oldest", "middle"):
         cut = {"x-qarr-truncate": how}
         for name, text in (("spaces", TEXTS["spaces"]), ("prose", TEXTS["prose"])):
-            yield f"completion, {name}, cut: {how}", "/v1/completions", json.dumps({"prompt": text}).encode(), cut
-        yield f"chat, 27,001 messages, cut: {how}", "/v1/chat/completions", json.dumps({"messages": many}).encode(), cut
-    yield "messages, 27,001", "/v1/messages", json.dumps({"messages": many, "max_tokens": 9}).encode(), {}
-    yield "responses, 27,001 items", "/v1/responses", json.dumps({"input": many}).encode(), {}
-    turns = [{"role": "user", "content": "a" * 900}, {"role": "assistant", "content": "b" * 900}] * 499
+            yield (
+                f"completion, {name}, cut: {how}",
+                "/v1/completions",
+                json.dumps({"prompt": text}).encode(),
+                cut,
+            )
+        yield (
+            f"chat, 27,001 messages, cut: {how}",
+            "/v1/chat/completions",
+            json.dumps({"messages": many}).encode(),
+            cut,
+        )
+    yield (
+        "messages, 27,001",
+        "/v1/messages",
+        json.dumps({"messages": many, "max_tokens": 9}).encode(),
+        {},
+    )
+    yield (
+        "responses, 27,001 items",
+        "/v1/responses",
+        json.dumps({"input": many}).encode(),
+        {},
+    )
+    turns = [
+        {"role": "user", "content": "a" * 900},
+        {"role": "assistant", "content": "b" * 900},
+    ] * 499
     whole = {"messages": [*turns, turns[0]], "stream": False}
     yield "generate, 999 messages", "/generate", json.dumps(whole).encode(), {}
-    yield "route, 999 messages", "/route", json.dumps({**whole, "truncate": "oldest"}).encode(), {}
+    yield (
+        "route, 999 messages",
+        "/route",
+        json.dumps({**whole, "truncate": "oldest"}).encode(),
+        {},
+    )
     strange = {"prompt": "a", **{f"k{n}": 1 for n in range(80_000)}}
-    yield "generate, 80,000 unknown fields", "/generate", json.dumps(strange).encode(), {}
-    strange = {"messages": [{"role": "user", "content": "a"}], "qarr": {f"k{n}": 1 for n in range(80_000)}}
-    yield "chat, 80,000 unknown options", "/v1/chat/completions", json.dumps(strange).encode(), {}
-    yield "embeddings, 100,000 texts", "/v1/embeddings", json.dumps({"input": ["abcd"] * 100_000}).encode(), {}
-    yield "tokenize, spaces", "/tokenize", json.dumps({"prompt": TEXTS["spaces"]}).encode(), {}
+    yield (
+        "generate, 80,000 unknown fields",
+        "/generate",
+        json.dumps(strange).encode(),
+        {},
+    )
+    strange = {
+        "messages": [{"role": "user", "content": "a"}],
+        "qarr": {f"k{n}": 1 for n in range(80_000)},
+    }
+    yield (
+        "chat, 80,000 unknown options",
+        "/v1/chat/completions",
+        json.dumps(strange).encode(),
+        {},
+    )
+    yield (
+        "embeddings, 100,000 texts",
+        "/v1/embeddings",
+        json.dumps({"input": ["abcd"] * 100_000}).encode(),
+        {},
+    )
+    yield (
+        "tokenize, spaces",
+        "/tokenize",
+        json.dumps({"prompt": TEXTS["spaces"]}).encode(),
+        {},
+    )
     yield "no JSON", "/v1/chat/completions", b'{"messages":' + b"[" * 900_000, {}
 
 
-async def wait_beside(url: str, path: str, body: bytes, headers: dict[str, str]) -> float:
+async def wait_beside(
+    url: str, path: str, body: bytes, headers: dict[str, str]
+) -> float:
     """Return the longest wait of another client while a request is answered, in milliseconds."""
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as other, httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=60) as other,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
         await other.get(f"{url}/healthz")
-        asked = asyncio.create_task(client.post(url + path, content=body, headers=headers, timeout=60))
+        asked = asyncio.create_task(
+            client.post(url + path, content=body, headers=headers, timeout=60)
+        )
         worst = 0.0
         while not asked.done():
             began = time.perf_counter()
@@ -77,7 +143,9 @@ async def wait_beside(url: str, path: str, body: bytes, headers: dict[str, str])
 
 async def main() -> None:
     """Run the router and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model_folder")
     parser.add_argument("--rounds", type=int, default=5)
     given, port = parser.parse_args(), free_port()
@@ -89,7 +157,10 @@ async def main() -> None:
             rows = [("none", "/healthz", b"", {}), *bodies()]
             print(f"{'body of about 1 MB':42} longest wait of others, ms")
             for name, path, body, headers in rows:
-                found = [await wait_beside(url, path, body, headers) for _ in range(given.rounds)]
+                found = [
+                    await wait_beside(url, path, body, headers)
+                    for _ in range(given.rounds)
+                ]
                 print(f"{name:42} {min(found):6.1f}", flush=True)
 
 

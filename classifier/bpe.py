@@ -17,10 +17,17 @@ NormalForm: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 # The split of GPT-2, which a ByteLevel stage with use_regex applies.
 # The group without look-ahead is one step for tiktoken's regex engine.
-_BYTE_LEVEL = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"
+_BYTE_LEVEL = (
+    r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"
+)
 # A Digits stage splits numbers off first: no space joins them, and white space before a number is a piece of its own.
 _DIGITS_BYTE_LEVEL = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+|NUMBER| ?[^\s\p{L}\p{N}]+)|\s+(?=\p{N})|\s+(?!\S)|\s+"
-_NORMAL_FORMS: dict[str, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
+_NORMAL_FORMS: dict[str, NormalForm] = {
+    "NFC": "NFC",
+    "NFD": "NFD",
+    "NFKC": "NFKC",
+    "NFKD": "NFKD",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,9 @@ class ByteLevelBpe:
         data = text.encode()
         if len(data.translate(None, self.missing_bytes)) != len(data):
             return None
-        if self.normal_form is not None and not unicodedata.is_normalized(self.normal_form, text):
+        if self.normal_form is not None and not unicodedata.is_normalized(
+            self.normal_form, text
+        ):
             return None
         for start in self.added_starts:
             if start in text:
@@ -68,14 +77,24 @@ def rebuild(definition: dict[str, Any]) -> ByteLevelBpe | None:
     pattern = _split_pattern(definition.get("pre_tokenizer"))
     normal_form, is_normalizer_known = _normal_form(definition.get("normalizer"))
     added = _added_tokens(definition.get("added_tokens") or [])
-    if model.get("type") != "BPE" or pattern is None or not is_normalizer_known or added is None:
+    if (
+        model.get("type") != "BPE"
+        or pattern is None
+        or not is_normalizer_known
+        or added is None
+    ):
         return None
-    if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
+    if any(
+        model.get(key)
+        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    ):
         return None
     ranks = _ranks(model, added)
     if ranks is None:
         return None
-    encoding = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
+    encoding = tiktoken.Encoding(
+        "model", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added
+    )
     return ByteLevelBpe(
         encoding=encoding,
         normal_form=normal_form,
@@ -96,11 +115,18 @@ def _split_pattern(stage: dict[str, Any] | None) -> str | None:
                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
             ],
         }:
-            return _DIGITS_BYTE_LEVEL.replace("NUMBER", r"\p{N}" if individual else r"\p{N}+")
+            return _DIGITS_BYTE_LEVEL.replace(
+                "NUMBER", r"\p{N}" if individual else r"\p{N}+"
+            )
         case {
             "type": "Sequence",
             "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": str(pattern)},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
             ],
         }:
@@ -127,7 +153,9 @@ def _added_tokens(added: list[dict[str, Any]]) -> dict[str, int] | None:
 
     tiktoken takes any of two tokens that start at one place, ``tokenizers`` the longer one.
     """
-    if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added):
+    if any(
+        token["lstrip"] or token["rstrip"] or token["single_word"] for token in added
+    ):
         return None
     contents = sorted(token["content"] for token in added)
     if any(later.startswith(earlier) for earlier, later in pairwise(contents)):
@@ -170,4 +198,6 @@ def _byte_alphabet() -> dict[str, int]:
     """Return GPT-2's mapping from printable characters to the bytes that they stand for."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    return {chr(b): b for b in printable} | {
+        chr(256 + n): b for n, b in enumerate(others)
+    }

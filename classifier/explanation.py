@@ -5,7 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 
 from classifier.kinds import JUDGED
-from classifier.model import ASKS, CLASSES, COMPLEX, CONTAINS, OUTPUTS, SMALL_TALK, line_of, shipped_model
+from classifier.model import (
+    ASKS,
+    CLASSES,
+    COMPLEX,
+    CONTAINS,
+    OUTPUTS,
+    SMALL_TALK,
+    line_of,
+    shipped_model,
+)
 
 MIN_LOG_ODDS = 0.05  # Pairs of words that weigh less are left out.
 MAX_WORDS = 200  # Only the first words of a prompt are tried.
@@ -34,9 +43,14 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
     explanation = {}
     for output in (ASKS, CONTAINS, _likeliest_kind(log_odds_of_text), COMPLEX):
         baseline = log_odds_of_nothing[output]
-        weights = [(pair, round(log_odds[output] - baseline, 2)) for pair, log_odds in log_odds_of_pairs.items()]
+        weights = [
+            (pair, round(log_odds[output] - baseline, 2))
+            for pair, log_odds in log_odds_of_pairs.items()
+        ]
         heaviest = sorted(weights, key=lambda weight: -abs(weight[1]))[:most]
-        explanation[_name_of(output)] = [weight for weight in heaviest if abs(weight[1]) >= MIN_LOG_ODDS]
+        explanation[_name_of(output)] = [
+            weight for weight in heaviest if abs(weight[1]) >= MIN_LOG_ODDS
+        ]
     return explanation
 
 

@@ -13,7 +13,8 @@ from msgspec import Struct
 from classifier.kinds import JUDGED, Complexity, PromptClass
 from classifier.model import Prediction, shipped_model
 
-CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side.
+# English prose has 4 to 5, code fewer: the estimate errs on the long side.
+CHARS_PER_TOKEN = 3.0
 PIECE_CHARS = 50_000  # Longer texts are counted in pieces of this length.
 LONG_TOKENS = 1500
 _EVEN = 0.5
@@ -26,8 +27,10 @@ SMALL_TALK_TOKENS = 40  # In a longer text a question may hide between courtesie
 # A longer context (system prompt and earlier turns) may make a question of "yes" or "go on".
 SMALL_TALK_CONTEXT_TOKENS = 500
 SMALL_TALK_FILE = Path(__file__).with_name("small_talk.txt")
-DOUBT = 0.18  # If the probability of code is nearer to even than this, a second look may change the answer.
-_WIDE = re.compile("[\u2e80-\U0010ffff]")  # Scripts without spaces have about one token for each character.
+# If the probability of code is nearer to even than this, a second look may change the answer.
+DOUBT = 0.18
+# Scripts without spaces have about one token for each character.
+_WIDE = re.compile("[\u2e80-\U0010ffff]")
 _WORDS = re.compile(r"\w+")
 _WHITE_OR_NOT = b"".join(b" " if chr(byte).isspace() else b"x" for byte in range(256))
 
@@ -99,7 +102,11 @@ class EstimatingCounter(TokenCounter):
 
 
 def extract(
-    text: str, counter: TokenCounter, context_tokens: int = 0, second: Sequence[float] = (), tokens: int | None = None
+    text: str,
+    counter: TokenCounter,
+    context_tokens: int = 0,
+    second: Sequence[float] = (),
+    tokens: int | None = None,
 ) -> PromptFeatures:
     """Classify a prompt. Pure; the time grows with the length of the text at most.
 
@@ -143,8 +150,10 @@ def extract(
         tokens=tokens,
         tokens_exact=counter.exact,
         # Code may be likely although neither kind of it is: then the likelier kind is named.
-        contains_code=has_code and prediction.contains_code >= min(_EVEN, prediction.asks_for_code),
-        asks_for_code=has_code and prediction.asks_for_code >= min(_EVEN, prediction.contains_code),
+        contains_code=has_code
+        and prediction.contains_code >= min(_EVEN, prediction.asks_for_code),
+        asks_for_code=has_code
+        and prediction.asks_for_code >= min(_EVEN, prediction.contains_code),
         language=prediction.language if has_code else None,
         prompt_class=prompt_class,
         confidence=confidence,
@@ -168,7 +177,9 @@ def count_words(text: str) -> int:
     return len(text.split())
 
 
-def is_small_talk(text: str, prediction: Prediction, tokens: int, context_tokens: int) -> bool:
+def is_small_talk(
+    text: str, prediction: Prediction, tokens: int, context_tokens: int
+) -> bool:
     """Tell whether no answer to a prompt without code can be right or wrong.
 
     Args:
@@ -177,7 +188,10 @@ def is_small_talk(text: str, prediction: Prediction, tokens: int, context_tokens
         tokens: Number of the text's tokens.
         context_tokens: Number of all tokens that the language model reads; 0: it reads the text alone.
     """
-    if tokens > SMALL_TALK_TOKENS or context_tokens - tokens > SMALL_TALK_CONTEXT_TOKENS:
+    if (
+        tokens > SMALL_TALK_TOKENS
+        or context_tokens - tokens > SMALL_TALK_CONTEXT_TOKENS
+    ):
         return False
     return words_of(text) in known_small_talk() or prediction.small_talk >= SMALL_TALK
 

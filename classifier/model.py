@@ -26,18 +26,31 @@ WEIGHTS_FILE = Path(__file__).with_name("weights.ftz")
 ABOUT_FILE = "weights.json"
 HAS, ASKS, CONTAINS, BEYOND_TRIVIAL, COMPLEX, SMALL_TALK = range(6)
 CLASSES = SMALL_TALK + 1  # The outputs from here on are the classes in ``JUDGED``.
-OUTPUTS = ("has code", "asks", "contains", "beyond trivial", "complex", "small talk", *JUDGED)
+OUTPUTS = (
+    "has code",
+    "asks",
+    "contains",
+    "beyond trivial",
+    "complex",
+    "small talk",
+    *JUDGED,
+)
 LABEL = "__label__"
 LANGUAGE = "__label__language:"
-LABELS = {f"{LABEL}{output.replace(' ', '-')}": number for number, output in enumerate(OUTPUTS)}
+LABELS = {
+    f"{LABEL}{output.replace(' ', '-')}": number
+    for number, output in enumerate(OUTPUTS)
+}
 # Of a longer text only the beginning and the end are read.
 HEAD_CHARS = 950
 TAIL_CHARS = 350
 LEAST = 1e-3  # fastText does not name outputs that are less probable, which saves time.
-SMALLEST = 1e-4  # Probabilities are kept this far from 0 and 1, so that their log-odds are finite.
+# Probabilities are kept this far from 0 and 1, so that their log-odds are finite.
+SMALLEST = 1e-4
 MOST = 30.0  # Log-odds are cut here, so that ``exp`` does not overflow.
 _PARTS = re.compile(r"[^\W\d_]+|\d|\n|[^\w\s]+|_+")
-_ASCII_PARTS = re.compile(r"[a-z]+|[0-9]|\n|[^a-z0-9_\s\x1c-\x1f]+|_+", re.ASCII)  # ``_PARTS`` for ASCII, faster
+# ``_PARTS`` for ASCII, faster
+_ASCII_PARTS = re.compile(r"[a-z]+|[0-9]|\n|[^a-z0-9_\s\x1c-\x1f]+|_+", re.ASCII)
 _EVEN = 0.5
 # Certain marks of code: all but the last start a line, and none occurs in prose.
 MARKS = {
@@ -103,8 +116,12 @@ class Model:
         """
         log_odds, language = self.read(line_of(text))
         if second:
-            log_odds = [first + added for first, added in zip(log_odds, second, strict=True)]
-        probabilities = [1 / (1 + exp(-max(-MOST, min(value, MOST)))) for value in log_odds[:CLASSES]]
+            log_odds = [
+                first + added for first, added in zip(log_odds, second, strict=True)
+            ]
+        probabilities = [
+            1 / (1 + exp(-max(-MOST, min(value, MOST)))) for value in log_odds[:CLASSES]
+        ]
         has_code = probabilities[HAS]
         if has_code < _EVEN:
             language = None
@@ -127,8 +144,12 @@ class Model:
         for probability, label in self.fast.f.predict(line + "\n", -1, least, "strict"):
             number = LABELS.get(label)
             if number is not None:
-                uncalibrated = log(max(probability, SMALLEST) / max(1 - probability, SMALLEST))
-                log_odds[number] = self.slope[number] * uncalibrated + self.shift[number]
+                uncalibrated = log(
+                    max(probability, SMALLEST) / max(1 - probability, SMALLEST)
+                )
+                log_odds[number] = (
+                    self.slope[number] * uncalibrated + self.shift[number]
+                )
             elif language is None:  # fastText names the likeliest first.
                 language = label.removeprefix(LANGUAGE)
         return log_odds, language
@@ -144,7 +165,8 @@ def softmax(log_odds: Sequence[float]) -> tuple[float, ...]:
 
 def marks_in(text: str) -> tuple[str, ...]:
     """Return the names of certain marks of code at the beginning of a text."""
-    head = f"\n{text[:HEAD_CHARS]}"  # Marks that start a line are found at the very beginning too.
+    # Marks that start a line are found at the very beginning too.
+    head = f"\n{text[:HEAD_CHARS]}"
     marks: tuple[str, ...] = ()
     for name, mark in MARKS.items():
         if mark in head:
@@ -184,15 +206,25 @@ def load_model(file: Path) -> Model:
     try:
         about = json.loads(beside.read_text("utf-8"))
         if about["sha256"] != digest(file):
-            raise WeightsError(f"{beside} was not written with {file.name}; run scripts/train_classifier.py")
+            raise WeightsError(
+                f"{beside} was not written with {file.name}; run scripts/train_classifier.py"
+            )
         if tuple(about["outputs"]) != OUTPUTS:
-            raise WeightsError(f"{file} has other outputs than this code's; run scripts/train_classifier.py")
-        return model_of(fasttext.load_model(str(file)), about["slope"], about["shift"], about)
+            raise WeightsError(
+                f"{file} has other outputs than this code's; run scripts/train_classifier.py"
+            )
+        return model_of(
+            fasttext.load_model(str(file)), about["slope"], about["shift"], about
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"cannot read the classifier's weights {file}: {error!r}") from error
+        raise WeightsError(
+            f"cannot read the classifier's weights {file}: {error!r}"
+        ) from error
 
 
-def model_of(fast: Any, slope: Sequence[float], shift: Sequence[float], about: Mapping[str, Any]) -> Model:
+def model_of(
+    fast: Any, slope: Sequence[float], shift: Sequence[float], about: Mapping[str, Any]
+) -> Model:
     """Return fastText's model with its calibration."""
     least = [a * log(LEAST) + b for a, b in zip(slope, shift, strict=True)]
     return Model(fast, tuple(slope), tuple(shift), tuple(least), about)

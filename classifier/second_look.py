@@ -73,12 +73,18 @@ def load_second_look(folder: Path = FOLDER) -> SecondLook | None:
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
     try:
-        session = onnxruntime.InferenceSession(folder / MODEL, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            folder / MODEL, options, providers=["CPUExecutionProvider"]
+        )
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     except Exception as error:  # Both libraries raise bare exceptions.
-        raise WeightsError(f"cannot read the classifier's second look in {folder}: {error}") from error
+        raise WeightsError(
+            f"cannot read the classifier's second look in {folder}: {error}"
+        ) from error
     if session.get_outputs()[0].shape[-1] != len(KNOWN_OUTPUTS):
-        raise WeightsError(f"{folder / MODEL} has other outputs than this code: run scripts/train_second_look.py")
+        raise WeightsError(
+            f"{folder / MODEL} has other outputs than this code: run scripts/train_second_look.py"
+        )
     tokenizer.enable_truncation(MAX_TOKENS)
     tokenizer.no_padding()
     return SecondLook(session, tokenizer)

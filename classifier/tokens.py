@@ -51,7 +51,10 @@ class ModelTokenCounter(TokenCounter):
         self._reference.no_truncation()
         self._reference.no_padding()
         fast = rebuild(json.loads(definition))
-        if fast and any(fast.encode(text) not in (None, self._encode_slowly(text)) for text in _PROBES):
+        if fast and any(
+            fast.encode(text) not in (None, self._encode_slowly(text))
+            for text in _PROBES
+        ):
             fast = None
         self._fast = fast
 
@@ -65,7 +68,9 @@ class ModelTokenCounter(TokenCounter):
         try:
             definition = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"cannot read the tokenizer {path}: {error}") from error
+            raise TokenizerError(
+                f"cannot read the tokenizer {path}: {error}"
+            ) from error
         return ModelTokenCounter(definition)
 
     @property
@@ -93,9 +98,16 @@ class ModelTokenCounter(TokenCounter):
             return len(self.encode(text))
         if len(text) > MAX_CHARS:
             return int(len(text) // CHARS_PER_TOKEN)
-        return sum(len(self.encode(text[at : at + PIECE_CHARS])) for at in range(0, len(text), PIECE_CHARS))
+        return sum(
+            len(self.encode(text[at : at + PIECE_CHARS]))
+            for at in range(0, len(text), PIECE_CHARS)
+        )
 
     def _encode_slowly(self, text: str) -> list[int]:
-        without_surrogates = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids: list[int] = self._reference.encode(without_surrogates, add_special_tokens=False).ids
+        without_surrogates = text.encode("utf-16", "surrogatepass").decode(
+            "utf-16", "replace"
+        )
+        ids: list[int] = self._reference.encode(
+            without_surrogates, add_special_tokens=False
+        ).ids
         return ids

@@ -10,7 +10,11 @@ def drop_empty() -> None:
 
     Its libraries do not do so for all of them: with an empty ``OTEL_PROPAGATORS`` they cannot be imported.
     """
-    for name in [name for name, value in os.environ.items() if name.startswith("OTEL_") and not value]:
+    for name in [
+        name
+        for name, value in os.environ.items()
+        if name.startswith("OTEL_") and not value
+    ]:
         del os.environ[name]
 
 

@@ -18,7 +18,11 @@ class Finishing:
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._start(work))
 
-    async def acquire(self, taking: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]) -> T:
+    async def acquire(
+        self,
+        taking: Coroutine[Any, Any, T],
+        undo: Callable[[T], Coroutine[Any, Any, None]],
+    ) -> T:
         """Return what ``taking`` returns; if the caller is cancelled meanwhile, it is undone."""
         task = self._start(taking)
         try:
@@ -38,7 +42,9 @@ class Finishing:
         return task
 
 
-async def _undone(task: asyncio.Task[T], undo: Callable[[T], Coroutine[Any, Any, None]]) -> None:
+async def _undone(
+    task: asyncio.Task[T], undo: Callable[[T], Coroutine[Any, Any, None]]
+) -> None:
     await asyncio.wait({task})
     if task.exception() is None:
         await undo(task.result())

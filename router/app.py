@@ -82,7 +82,8 @@ class EntryPoints(NamedTuple):
     """What requests reach under some settings, as ``RequestMiddleware.use`` takes it."""
 
     app: ASGIApp
-    direct: dict[str, ASGIApp]  # inference endpoints, by path, which requests reach without the application
+    # inference endpoints, by path, which requests reach without the application
+    direct: dict[str, ASGIApp]
     local_names: tuple[str, ...] | None
 
 
@@ -133,7 +134,9 @@ class App:
         )
         self._upstream.fit()
         fleet.on_members = self._upstream.fit
-        self.pipeline = self._wire(settings, fleet, counter, telemetry=telemetry, policy=policy)
+        self.pipeline = self._wire(
+            settings, fleet, counter, telemetry=telemetry, policy=policy
+        )
         self._run_beside(settings)
         self._observe()
         entry_points = self._entry_points(settings)
@@ -150,14 +153,22 @@ class App:
         self.asgi = telemetry.instrument(self._outermost(settings.server.cors_origins))
 
     def _wire(
-        self, settings: Settings, fleet: Fleet, counter: TokenCounter, *, telemetry: Telemetry, policy: PolicyStore
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        counter: TokenCounter,
+        *,
+        telemetry: Telemetry,
+        policy: PolicyStore,
     ) -> Pipeline:
         """Make the path of every request."""
         kept = settings.telemetry
         registry = RequestRegistry(self.state, kept.recent_requests)
         if telemetry.exports:
             registry.at_once.append(telemetry.record_outcome)
-        registry.observers.append(lambda record: policy.served(record.decision, record.served.tier))
+        registry.observers.append(
+            lambda record: policy.served(record.decision, record.served.tier)
+        )
         decisions = None
         if kept.decision_log is not None:
             decisions = DecisionLog(kept.decision_log, DECISION_LOG_BYTES)
@@ -165,9 +176,14 @@ class App:
         self._samples = None
         if kept.sampled_prompts is not None and kept.prompt_share:
             self._samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
-        reservations = Reservations(ledger_of(settings, self._database), settings.budgets)
+        reservations = Reservations(
+            ledger_of(settings, self._database), settings.budgets
+        )
         overflow = OverflowClient(
-            settings.overflow, settings.upstream, telemetry=telemetry, transport=self._transport.alike()
+            settings.overflow,
+            settings.upstream,
+            telemetry=telemetry,
+            transport=self._transport.alike(),
         )
         return Pipeline(
             fleet=fleet,
@@ -175,7 +191,9 @@ class App:
             second_look=load_second_look(),
             policy=policy,
             quotas=Quotas(settings.state.redis_url.get_secret_value()),
-            charging=Charging(reservations, fleet, policy=policy, prices=settings.policy.prices),
+            charging=Charging(
+                reservations, fleet, policy=policy, prices=settings.policy.prices
+            ),
             admission=Admission(fleet, policy, settings.admission),
             failover=Failover(
                 fleet=fleet,
@@ -211,7 +229,9 @@ class App:
             telemetry=pipeline.telemetry,
         )
         redis_url = settings.state.redis_url.get_secret_value()
-        self._shared = SharedLoad(redis_url, pipeline.fleet, pipeline.admission.waiting_for)
+        self._shared = SharedLoad(
+            redis_url, pipeline.fleet, pipeline.admission.waiting_for
+        )
         self._usage = UsageLog(self._database, pipeline.charging)
         registry.observers.append(self._usage.offer)
         self._live = Live(
@@ -229,13 +249,22 @@ class App:
         if not origins:
             return self._entry
         return CORSMiddleware(
-            self._entry, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+            self._entry,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
         )
 
     def _observe(self) -> None:
         """Make what shows the router's state: metrics, and the routes of pages and figures."""
         pipeline = self.pipeline
-        self._metrics = Metrics(pipeline, self._evaluation, retries=self._upstream.retries, about=self._about)
+        self._metrics = Metrics(
+            pipeline,
+            self._evaluation,
+            retries=self._upstream.retries,
+            about=self._about,
+        )
         reservations = pipeline.charging.reservations
         redis_uses = (pipeline.quotas, reservations, self._shared)
         redis_states = [use.redis for use in redis_uses if use.redis is not None]
@@ -245,7 +274,9 @@ class App:
         if tls is not None:
             self._metrics.show_expiry(lambda: tls.expires)
         labels = Labels(self._keys)
-        self._key_metrics = self._metrics.count_keys(self._usage, pipeline.charging, labels)
+        self._key_metrics = self._metrics.count_keys(
+            self._usage, pipeline.charging, labels
+        )
         self._otlp = otlp_metrics(self._about["version"], self._metrics.collect)
         status = Status(
             pipeline,
@@ -268,12 +299,19 @@ class App:
     def _entry_points(self, settings: Settings) -> EntryPoints:
         """Make the application and the inference endpoints."""
         rules = Rules.of(settings)
-        service = Service(self._pipeline_under(settings), settings, rules=rules, streams=self._streams)
+        service = Service(
+            self._pipeline_under(settings), settings, rules=rules, streams=self._streams
+        )
         endpoints = (GENERATE, *COMPLETION_ENDPOINTS, *NAMED_EVENT_ENDPOINTS)
-        direct: dict[str, ASGIApp] = {endpoint.path: Answering(endpoint, service) for endpoint in endpoints}
+        direct: dict[str, ASGIApp] = {
+            endpoint.path: Answering(endpoint, service) for endpoint in endpoints
+        }
         routes = [
             Route(PAGE, Page(settings.server, self._keys).answer),
-            *(Route(path, answering, methods=["POST"]) for path, answering in direct.items()),
+            *(
+                Route(path, answering, methods=["POST"])
+                for path, answering in direct.items()
+            ),
             Route("/route", partial(decision_alone, service), methods=["POST"]),
             *self._engine_routes(settings),
             Route(f"{RESPONSES}/{{id}}", stored_response, methods=["GET", "DELETE"]),
@@ -284,8 +322,11 @@ class App:
             routes += Admin(self._operations, self._keys, rules).routes()
         # Handlers by the type of error; ``Exception`` stands for all other errors.
         handlers = dict.fromkeys((*PROBLEMS, ClientGoneError, Exception), _problem)
-        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
-        app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
+        app = Starlette(
+            routes=routes, exception_handlers=handlers, lifespan=self._lifespan
+        )
+        # a redirect would go to the host of the caller's Host header
+        app.router.redirect_slashes = False
         local_names = None
         if is_loopback(settings.server.host):
             local_names = settings.server.allowed_hosts
@@ -306,7 +347,9 @@ class App:
     def _engine_routes(self, settings: Settings) -> list[Route]:
         """Return the routes of what engines answer without a decision, and of the models that they serve."""
         fleet = self.pipeline.fleet
-        passthrough = Passthrough(self._upstream, self.pipeline.quotas, fleet=fleet, settings=settings)
+        passthrough = Passthrough(
+            self._upstream, self.pipeline.quotas, fleet=fleet, settings=settings
+        )
         models = Models(
             fleet,
             settings.openai,
@@ -320,7 +363,10 @@ class App:
             Route("/v1/models", models.answer),
             Route("/v1/models/{id:path}/endpoints", models.endpoints),
             Route("/v1/models/{id:path}", models.answer),
-            *(Route(path, passthrough.tokens, methods=["POST"]) for path in token_paths),
+            *(
+                Route(path, passthrough.tokens, methods=["POST"])
+                for path in token_paths
+            ),
         ]
 
     def prepare(self, settings: Settings) -> Callable[[], None]:
@@ -331,7 +377,9 @@ class App:
         tls = self.tls
         uses_tls = tls is not None
         if uses_tls != (settings.tls.certificate is not None):
-            raise ReloadError("tls.certificate: a running router cannot switch between HTTP and HTTPS; restart it")
+            raise ReloadError(
+                "tls.certificate: a running router cannot switch between HTTP and HTTPS; restart it"
+            )
         try:
             keys = open_access(settings)
             pair = load_pair(settings.tls) if tls is not None else None
@@ -344,7 +392,9 @@ class App:
             self._keys.use(keys)
             if tls is not None and pair is not None:
                 tls.use(settings.tls, pair)
-            self._entry.use(entry_points.app, entry_points.direct, entry_points.local_names)
+            self._entry.use(
+                entry_points.app, entry_points.direct, entry_points.local_names
+            )
             self._streams.bounds = settings.server
             pipeline.policy.use(settings.policy)
             pipeline.charging.use(settings)
@@ -377,7 +427,10 @@ class App:
             work["sending metrics"] = self._otlp.run
         if self.tls is not None:
             work["watching the certificate"] = self.tls.watch
-        tasks = [asyncio.create_task(lasting(run, name), name=name) for name, run in work.items()]
+        tasks = [
+            asyncio.create_task(lasting(run, name), name=name)
+            for name, run in work.items()
+        ]
         yield
         await self._streams.aclose()
         pipeline.registry.tell()

@@ -10,13 +10,15 @@ from enum import Enum
 class ServerPhase(Enum):
     OPEN = "open"
     DRAINING = "draining"  # new requests are refused, open ones may finish
-    HANDED_OVER = "handed over"  # another router listens; clients still connected here are served, then sent there
+    # another router listens; clients still connected here are served, then sent there
+    HANDED_OVER = "handed over"
 
 
 @dataclass(slots=True)
 class ServerState:
     state: ServerPhase = ServerPhase.OPEN
-    active_requests: set[asyncio.Task[None]] = field(default_factory=set)  # the tasks that answer requests
+    # the tasks that answer requests
+    active_requests: set[asyncio.Task[None]] = field(default_factory=set)
     deadline_passed: bool = False  # whether the time to finish them is over
 
     @property

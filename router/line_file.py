@@ -18,7 +18,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO, cast
 
-from tiers.private_files import OWNER_ONLY, ends_within_line, make_private_folder, open_private
+from tiers.private_files import (
+    OWNER_ONLY,
+    ends_within_line,
+    make_private_folder,
+    open_private,
+)
 
 log = logging.getLogger(f"qarr.{__name__}")
 # A file counts as mended after this time without a lost line: a disk that is nearly full takes some lines.
@@ -62,7 +67,11 @@ class Losses(logging.Handler):
             except Exception:  # noqa: BLE001  as the library does it
                 self.handleError(record)
         if lines:
-            self.handle(made_record("", logging.CRITICAL, "", whole="\n".join(lines), lines=len(lines)))
+            self.handle(
+                made_record(
+                    "", logging.CRITICAL, "", whole="\n".join(lines), lines=len(lines)
+                )
+            )
 
     def format(self, record: logging.LogRecord) -> str:
         formatted_lines: str | None = getattr(record, "whole", None)
@@ -77,15 +86,25 @@ class Losses(logging.Handler):
         if is_first_loss:
             error = sys.exception()
             why = getattr(error, "strerror", None) or error
-            log.warning("%s cannot be written (%s): lines are lost until the log says how many", self.what, why)
+            log.warning(
+                "%s cannot be written (%s): lines are lost until the log says how many",
+                self.what,
+                why,
+            )
 
     def emit(self, record: logging.LogRecord) -> None:
         lost_before = self._lost_lines
         super().emit(record)
         is_written = lost_before == self._lost_lines
-        if lost_before and is_written and time.monotonic() - self._last_loss_at >= CALM_S:
+        if (
+            lost_before
+            and is_written
+            and time.monotonic() - self._last_loss_at >= CALM_S
+        ):
             self._lost_lines = 0
-            log.warning("%s is written again; up to %d lines are lost", self.what, lost_before)
+            log.warning(
+                "%s is written again; up to %d lines are lost", self.what, lost_before
+            )
 
 
 class PrivateFile(Losses, RotatingFileHandler):
@@ -96,11 +115,18 @@ class PrivateFile(Losses, RotatingFileHandler):
     files waits. ``what`` names it in the log.
     """
 
-    def __init__(self, path: Path, max_bytes: int, kept: int, what: str, *, delay: bool = False) -> None:
+    def __init__(
+        self, path: Path, max_bytes: int, kept: int, what: str, *, delay: bool = False
+    ) -> None:
         self.what = f"{what} {path}"
         self._path = path
         super().__init__(
-            path, maxBytes=max_bytes, backupCount=kept, encoding="utf-8", errors="backslashreplace", delay=delay
+            path,
+            maxBytes=max_bytes,
+            backupCount=kept,
+            encoding="utf-8",
+            errors="backslashreplace",
+            delay=delay,
         )
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
@@ -111,7 +137,12 @@ class PrivateFile(Losses, RotatingFileHandler):
     def _open(self) -> TextIOWrapper[Any]:
         make_private_folder(self._path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        stream = os.fdopen(open_private(str(self._path), flags), "a", encoding=self.encoding, errors=self.errors)
+        stream = os.fdopen(
+            open_private(str(self._path), flags),
+            "a",
+            encoding=self.encoding,
+            errors=self.errors,
+        )
         begin_line(stream)
         return stream
 
@@ -119,14 +150,18 @@ class PrivateFile(Losses, RotatingFileHandler):
         """Tell whether a line would fill the file; open it again if its name is another file's or nobody's."""
         try:
             state = self._path.stat()
-            is_own = self.stream is not None and os.path.samestat(state, os.fstat(self.stream.fileno()))
+            is_own = self.stream is not None and os.path.samestat(
+                state, os.fstat(self.stream.fileno())
+            )
         except OSError:
             is_own = False
         if not is_own:
             self.close()
             self.stream = self._open()
             return False
-        would_be_full = self.maxBytes and state.st_size + len(self.format(record)) > self.maxBytes
+        would_be_full = (
+            self.maxBytes and state.st_size + len(self.format(record)) > self.maxBytes
+        )
         return bool(would_be_full and stat.S_ISREG(state.st_mode) and state.st_size)
 
     def rotate(self, source: str, dest: str) -> None:
@@ -165,7 +200,9 @@ class Writer(QueueListener):
         if left_out and self._what:
             log.warning("%s: %d %s", self._what, left_out, text)
         elif left_out:
-            self._waiting.put(made_record("qarr.router", logging.WARNING, f"{left_out} {text}"))
+            self._waiting.put(
+                made_record("qarr.router", logging.WARNING, f"{left_out} {text}")
+            )
 
     def dequeue(self, block: bool) -> Any:  # noqa: FBT001  the library's signature
         if self._waiting.empty():
@@ -212,7 +249,9 @@ class Writer(QueueListener):
 _RECORD = logging.makeLogRecord({}).__dict__
 
 
-def made_record(name: str, level: int, text: str, **attributes: Any) -> logging.LogRecord:
+def made_record(
+    name: str, level: int, text: str, **attributes: Any
+) -> logging.LogRecord:
     """Return a log record that does not come from a logger."""
     # Its constructor would look for a file, a thread and a process.
     record = logging.LogRecord.__new__(logging.LogRecord)
@@ -248,7 +287,8 @@ class _Lines(PrivateFile):
         try:
             if self.shouldRollover(record):
                 self.doRollover()
-                self._head = ""  # The new file is opened with the next line, and needs its head.
+                # The new file is opened with the next line, and needs its head.
+                self._head = ""
         except OSError:
             self.handleError(record)
             return
@@ -261,12 +301,16 @@ class _Lines(PrivateFile):
 class LineWriter:
     """A rotated file of lines, written by a thread; each file begins with the head that is given with its first line."""
 
-    def __init__(self, path: Path, what: str, max_bytes: int = 0, kept: int = 0) -> None:
+    def __init__(
+        self, path: Path, what: str, max_bytes: int = 0, kept: int = 0
+    ) -> None:
         self._file = _Lines(path, max_bytes, kept, what, delay=True)
         self._writer = Writer(self._file, what=self._file.what)
 
     def put(self, line: bytes, head: bytes = b"") -> None:
-        self._writer.put(made_record("", logging.INFO, line.decode(), head=head.decode()))
+        self._writer.put(
+            made_record("", logging.INFO, line.decode(), head=head.decode())
+        )
 
     def close(self) -> None:
         if self._writer.close():

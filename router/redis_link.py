@@ -58,8 +58,12 @@ OTHER = "OTHER"
 CAUSES = (*CODES, NO_SCRIPTS, TIMEOUT, UNREACHABLE, OTHER)
 # Redis 6 quotes the code in the middle of an error of a script: "ERR Error running script ... -READONLY You can't write".
 _CODE = re.compile(rf"(?:^|[\s-])({'|'.join(CODES)})\b")
-_FORBIDDEN_IN_SCRIPT = "The user executing the script can't"  # Redis has no code of its own for it
-_NO_SUCH_DATABASE = ("DB index is out of range", "SELECT is not allowed in cluster mode")
+# Redis has no code of its own for it
+_FORBIDDEN_IN_SCRIPT = "The user executing the script can't"
+_NO_SUCH_DATABASE = (
+    "DB index is out of range",
+    "SELECT is not allowed in cluster mode",
+)
 
 
 class RedisUse(StrEnum):
@@ -90,7 +94,8 @@ class RedisState:
 
     def __init__(self, use: RedisUse) -> None:
         self.use = use
-        self.cause: str | None = None  # One of ``CAUSES``; None if Redis serves, or was not asked yet.
+        # One of ``CAUSES``; None if Redis serves, or was not asked yet.
+        self.cause: str | None = None
         self.failures: Counter[str] = Counter()  # How many there were of each cause.
 
     @property
@@ -101,7 +106,9 @@ class RedisState:
     def notes(self) -> list[str]:
         if self.cause is None:
             return []
-        return [f"Redis (state.redis_url) does not serve {self.use} ({self.cause}): {MEANWHILE[self.use]}"]
+        return [
+            f"Redis (state.redis_url) does not serve {self.use} ({self.cause}): {MEANWHILE[self.use]}"
+        ]
 
     def fail(self, error: BaseException) -> None:
         self.cause = cause_of(error)
@@ -125,7 +132,9 @@ class Script:
     @classmethod
     def read(cls, module: str, *names: str) -> Script:
         """Read a script from files beside a module, one after another."""
-        return cls.of("".join(Path(module).with_name(name).read_text("utf-8") for name in names))
+        return cls.of(
+            "".join(Path(module).with_name(name).read_text("utf-8") for name in names)
+        )
 
 
 # Returns a key's value, which it makes if there is none, and the present second. It writes each time, as the next one does.
@@ -136,7 +145,9 @@ _NAME = Script.of(
     "return {name, second}"
 )
 # Returns the time. It writes, since a Redis may answer and yet refuse to write.
-_PROBE = Script.of("redis.call('SET', KEYS[1], '', 'PX', 1000) return redis.call('TIME')")
+_PROBE = Script.of(
+    "redis.call('SET', KEYS[1], '', 'PX', 1000) return redis.call('TIME')"
+)
 
 
 class RedisLink:
@@ -154,9 +165,13 @@ class RedisLink:
         self._clocks: defaultdict[str, RedisClock] = defaultdict(RedisClock)
         self._knows_evalsha = True
 
-    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    async def run(
+        self, script: Script, keys: Sequence[str], args: Sequence[Any]
+    ) -> Any:
         """Run a script, which Redis does at once or not at all. All its keys have one hash slot."""
-        return await self._serve(lambda client: self._run(client, script, (len(keys), *keys, *args)))
+        return await self._serve(
+            lambda client: self._run(client, script, (len(keys), *keys, *args))
+        )
 
     async def execute(self, *command: Any) -> Any:
         """Execute a command that names a key."""
@@ -174,7 +189,9 @@ class RedisLink:
         """Return the time, in Unix seconds at a moment of the monotonic clock, of the Redis that has a key."""
         redis_time = self._clock_of(key).at(moment)
         if redis_time is None:
-            seconds, microseconds = await self._serve(lambda client: client.time(**self._target(key)))
+            seconds, microseconds = await self._serve(
+                lambda client: client.time(**self._target(key))
+            )
             self.learn_time(seconds + microseconds / 1e6, key)
             redis_time = self._clock_of(key).at(moment)
             assert redis_time is not None
@@ -210,7 +227,11 @@ class RedisLink:
         answer = await command(await self._opened())
         if cause in NO_MASTER:
             self.state.failures[cause] += 1
-            log.info("Redis refused to serve %s (%s), and another one behind its address serves", self.state.use, cause)
+            log.info(
+                "Redis refused to serve %s (%s), and another one behind its address serves",
+                self.state.use,
+                cause,
+            )
         return answer
 
     async def _turn_elsewhere(self, error: BaseException) -> bool:
@@ -251,7 +272,9 @@ class RedisLink:
             return await cluster.initialize()
         except IndexError:  # The client raises it for a cluster that is being made.
             await cluster.aclose()
-            raise ClusterDownError("no node has hash slots", status_code="CLUSTERDOWN") from None
+            raise ClusterDownError(
+                "no node has hash slots", status_code="CLUSTERDOWN"
+            ) from None
         except BaseException:
             await cluster.aclose()
             raise
@@ -346,7 +369,9 @@ async def _belongs_to_cluster(client: Any) -> bool:
 def _is_refused(error: ResponseError, command: str) -> bool:
     """Tell whether Redis does not know a command, or forbids it to this user."""
     text = str(error).lower()
-    return "unknown command" in text or (isinstance(error, NoPermissionError) and f"'{command}" in text)
+    return "unknown command" in text or (
+        isinstance(error, NoPermissionError) and f"'{command}" in text
+    )
 
 
 async def check_redis(url: str) -> str | None:
@@ -362,8 +387,11 @@ async def check_redis(url: str) -> str | None:
         remedy = _remedy_for(error)
         if remedy is None:
             return None
-        message = str(error).partition(", with args")[0]  # The arguments would repeat the script.
-        raise RedisSetupError(f"state.redis_url: this Redis cannot count for routers ({message}): {remedy}") from None
+        # The arguments would repeat the script.
+        message = str(error).partition(", with args")[0]
+        raise RedisSetupError(
+            f"state.redis_url: this Redis cannot count for routers ({message}): {remedy}"
+        ) from None
     finally:
         await link.aclose()
 

@@ -48,7 +48,9 @@ class Reloads:
             try:
                 return await self._reload()
             except ReloadError as error:
-                log.error("settings not reloaded, those before stay in force: %s", error)  # noqa: TRY400
+                log.error(  # noqa: TRY400
+                    "settings not reloaded, those before stay in force: %s", error
+                )
                 raise
 
     def request(self) -> None:

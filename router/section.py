@@ -65,7 +65,9 @@ class Section(BaseModel):
     # settings that a running router takes over when it reads its settings again; others need a restart
     reloads: ClassVar[frozenset[str]] = frozenset()
 
-    def __init_subclass__(cls, reloads: frozenset[str] | None = None, **options: Any) -> None:
+    def __init_subclass__(
+        cls, reloads: frozenset[str] | None = None, **options: Any
+    ) -> None:
         super().__init_subclass__(**options)
         if reloads is not None:
             cls.reloads = reloads
@@ -74,7 +76,9 @@ class Section(BaseModel):
 T = TypeVar("T")
 
 
-def different(values: tuple[T, ...], key: Callable[[T], object] = lambda value: value) -> tuple[T, ...]:
+def different(
+    values: tuple[T, ...], key: Callable[[T], object] = lambda value: value
+) -> tuple[T, ...]:
     known = [key(value) for value in values]
     for value, same in zip(values, known, strict=True):
         if known.count(same) > 1:
@@ -94,7 +98,9 @@ def once(urls: tuple[str, ...]) -> tuple[str, ...]:
 
 def header_value(key: str) -> str:
     if key and not (key.isascii() and key.isprintable() and " " not in key):
-        raise ValueError("a key of printable ASCII characters without spaces is allowed")
+        raise ValueError(
+            "a key of printable ASCII characters without spaces is allowed"
+        )
     return key
 
 
@@ -105,5 +111,8 @@ def _no_tier(name: str) -> str:
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
-AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,99}$"), AfterValidator(_no_tier)]
-EngineAddress = Annotated[str, AfterValidator(_engine_address)]  # unchanged: profiles of a tier are named by it
+AdapterName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,99}$"), AfterValidator(_no_tier)
+]
+# unchanged: profiles of a tier are named by it
+EngineAddress = Annotated[str, AfterValidator(_engine_address)]

@@ -52,7 +52,8 @@ GONE = {
     "engine.canary_min_agreement": "engine.check_tolerance says how far a sound engine may be from what it should answer",
     "engine.warmup_expected": "engines are judged by likelihoods, not by a word",
 }
-PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY", "QARR_URL"}  # with the prefix, but no settings
+# with the prefix, but no settings
+PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY", "QARR_URL"}
 # What Kubernetes sets in pods for a Service that is named qarr or qarr-something, as NAME=VALUE.
 _SERVICE_LINK = re.compile(
     r"QARR_(\w+_)?(SERVICE_HOST=[\da-f.:]+|SERVICE_PORT(_\w+)?=\d+|PORT(_\d+_[A-Z]+)?=[a-z]+://\S+"
@@ -61,8 +62,12 @@ _SERVICE_LINK = re.compile(
 _SECRET = re.compile(
     r"state\.redis_url|(engine|overflow)\.api_key|tiers\.[^.]+(\.env(\..*)?)?"
 )  # never shown, not even in an error
-_LIST_NEEDED = 'a list is needed; an environment variable holds it as JSON, as in ["a", "b"]'
-_TABLE_NEEDED = 'a table is needed; an environment variable holds it as JSON, as in {"a": 1}'
+_LIST_NEEDED = (
+    'a list is needed; an environment variable holds it as JSON, as in ["a", "b"]'
+)
+_TABLE_NEEDED = (
+    'a table is needed; an environment variable holds it as JSON, as in {"a": 1}'
+)
 _NEEDED = {
     "tuple_type": _LIST_NEEDED, "list_type": _LIST_NEEDED, "frozen_set_type": _LIST_NEEDED,
     "dict_type": _TABLE_NEEDED, "mapping_type": _TABLE_NEEDED, "model_type": _TABLE_NEEDED,
@@ -100,41 +105,65 @@ class Settings(Section):
     @model_validator(mode="after")
     def _adapters_are_reached(self) -> Settings:
         for name in self.lora.adapters.keys() & self.openai.aliases.keys():
-            raise ValueError(f"lora.adapters.{name} has the name of an alias in openai.aliases: give one another name")
+            raise ValueError(
+                f"lora.adapters.{name} has the name of an alias in openai.aliases: give one another name"
+            )
         return self
 
     @model_validator(mode="after")
     def _overflow_fits(self) -> Settings:
         if self.overflow.url and OVERFLOW in self.tiers.names:
-            raise ValueError(f"overflow.url: a tier is named {OVERFLOW}, as usage and metrics call it: rename the tier")
+            raise ValueError(
+                f"overflow.url: a tier is named {OVERFLOW}, as usage and metrics call it: rename the tier"
+            )
         return self
 
     @model_validator(mode="after")
     def _tiers_are_known(self) -> Settings:
         budget = self.policy.loss_budget
         named = {f"policy.prices.{tier}": tier for tier in self.policy.prices}
-        named |= {"policy.loss_budget.like": budget.like} if isinstance(budget, LikeTier) else {}
-        named |= {f"lora.adapters.{name}.tiers": t for name, own in self.lora.adapters.items() for t in own.tiers}
-        named |= {f"openai.aliases.{name}": TierName(t) for name, t in self.openai.aliases.items() if t != "auto"}
+        named |= (
+            {"policy.loss_budget.like": budget.like}
+            if isinstance(budget, LikeTier)
+            else {}
+        )
+        named |= {
+            f"lora.adapters.{name}.tiers": t
+            for name, own in self.lora.adapters.items()
+            for t in own.tiers
+        }
+        named |= {
+            f"openai.aliases.{name}": TierName(t)
+            for name, t in self.openai.aliases.items()
+            if t != "auto"
+        }
         for key, tier in named.items():
             if tier not in self.tiers.names:
-                raise ValueError(f"{key}: there is no tier {tier}; there are {', '.join(self.tiers.names)}")
+                raise ValueError(
+                    f"{key}: there is no tier {tier}; there are {', '.join(self.tiers.names)}"
+                )
         for name in self.lora.adapters.keys() & set(self.tiers.names):
-            raise ValueError(f"lora.adapters.{name} has the name of a tier: give the adapter another name")
+            raise ValueError(
+                f"lora.adapters.{name} has the name of a tier: give the adapter another name"
+            )
         return self
 
 
 class _Variables(EnvSettingsSource):
     """Reads the environment. Text where JSON is needed stays text, so that the check of its setting refuses it by name."""
 
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+    def decode_complex_value(
+        self, field_name: str, field: FieldInfo, value: Any
+    ) -> Any:
         try:
             return super().decode_complex_value(field_name, field, value)
         except ValueError:
             return value
 
 
-def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
+def load_settings(
+    path: Path | None = None, overrides: dict[str, Any] | None = None
+) -> Settings:
     """Read the settings: a TOML file (None: that of ``QARR_CONFIG``, if set), the environment, the command line.
 
     ``overrides`` is a nested dictionary; values that are None are not set. ``SettingsError``: a key is unknown, a value is
@@ -143,13 +172,20 @@ def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = N
     _check_variables()
     named = path or os.environ.get("QARR_CONFIG")
     variables = _Variables(
-        cast("type[BaseSettings]", Settings), env_prefix=PREFIX, env_nested_delimiter="__", env_ignore_empty=True
+        cast("type[BaseSettings]", Settings),
+        env_prefix=PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
     )
-    values = _overlay(_read_toml(Path(named)) if named else {}, _without_gone(variables()))
+    values = _overlay(
+        _read_toml(Path(named)) if named else {}, _without_gone(variables())
+    )
     try:
         return Settings.model_validate(_overlay(values, overrides or {}))
     except ValidationError as error:
-        raise SettingsError("\n".join(_explain(e) for e in error.errors(include_url=False))) from error
+        raise SettingsError(
+            "\n".join(_explain(e) for e in error.errors(include_url=False))
+        ) from error
 
 
 def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +194,9 @@ def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
     for name in GONE:
         section, _, key = name.partition(".")
         if isinstance(kept.get(section), dict):
-            kept[section] = {other: value for other, value in kept[section].items() if other != key}
+            kept[section] = {
+                other: value for other, value in kept[section].items() if other != key
+            }
     return kept
 
 
@@ -200,7 +238,11 @@ def _check_variables() -> None:
             continue
         parts = name.removeprefix(PREFIX).lower().split("__")
         if ".".join(parts) in GONE:
-            log.warning("environment variable %s is ignored, that setting is gone: %s", name, GONE[".".join(parts)])
+            log.warning(
+                "environment variable %s is ignored, that setting is gone: %s",
+                name,
+                GONE[".".join(parts)],
+            )
             continue
         if not _known(Settings, parts):
             raise SettingsError(
@@ -224,7 +266,9 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
     return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 
 
-def leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo, bool]]:
+def leaves(
+    model: type[BaseModel], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], FieldInfo, bool]]:
     """Yield each setting's path and field, and whether it reloads; those of a tier once, as ``tiers.*.urls``."""
     for name, field in model.model_fields.items():
         inner = _section(field)
@@ -233,7 +277,11 @@ def leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
         elif inner:
             yield from leaves(inner, (*path, name))
         else:
-            yield (*path, name), field, issubclass(model, Section) and name in model.reloads
+            yield (
+                (*path, name),
+                field,
+                issubclass(model, Section) and name in model.reloads,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,16 +300,30 @@ class Change:
 def changes(before: BaseModel, after: BaseModel, path: str = "") -> tuple[Change, ...]:
     """Return the settings that differ. A tier that is only in one of both is one change, which needs a restart."""
     found: list[Change] = []
-    names = [*type(before).model_fields, *(before.model_extra or {}), *(after.model_extra or {})]
+    names = [
+        *type(before).model_fields,
+        *(before.model_extra or {}),
+        *(after.model_extra or {}),
+    ]
     for name in dict.fromkeys(names):
-        key, old, new = f"{path}{name}", getattr(before, name, None), getattr(after, name, None)
+        key, old, new = (
+            f"{path}{name}",
+            getattr(before, name, None),
+            getattr(after, name, None),
+        )
         if old == new:
             continue
-        if isinstance(old, Section) and isinstance(new, type(old)) and not isinstance(old, LikeTier):
+        if (
+            isinstance(old, Section)
+            and isinstance(new, type(old))
+            and not isinstance(old, LikeTier)
+        ):
             found.extend(changes(old, new, f"{key}."))
         else:
             reloads = isinstance(before, Section) and name in before.reloads
-            found.append(Change(key, _shown_value(key, old), _shown_value(key, new), reloads))
+            found.append(
+                Change(key, _shown_value(key, old), _shown_value(key, new), reloads)
+            )
     return tuple(found)
 
 

@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/api.md", "docs/openai.md")
-QUESTION = re.compile(r"""(?:content|input|prompt)"?: "([^"]+\?)"|stream\("([^"]+)"\)""")
+QUESTION = re.compile(
+    r"""(?:content|input|prompt)"?: "([^"]+\?)"|stream\("([^"]+)"\)"""
+)
 BLOCK = re.compile(r"^```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LEAST_MARGIN = 1.0  # nats
 SHOWN_TOKENS = 10
@@ -43,7 +45,9 @@ def measure(checkpoint: Path, asked: list[str]) -> list[tuple[float, str]]:
     results = []
     for question in asked:
         chat = [{"role": "user", "content": question}]
-        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True
+        )
         inputs = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")
         output = model.generate(
             **inputs,
@@ -52,22 +56,32 @@ def measure(checkpoint: Path, asked: list[str]) -> list[tuple[float, str]]:
             output_scores=True,
             return_dict_in_generate=True,
         )
-        best, second = torch.log_softmax(output.scores[0][0], dim=-1).topk(2).values.tolist()
-        answer = tokenizer.decode(output.sequences[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        best, second = (
+            torch.log_softmax(output.scores[0][0], dim=-1).topk(2).values.tolist()
+        )
+        answer = tokenizer.decode(
+            output.sequences[0, inputs.input_ids.shape[1] :], skip_special_tokens=True
+        )
         results.append((best - second, answer))
     return results
 
 
 def main() -> None:
     """Measure all and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path, nargs="+")
-    parser.add_argument("--question", action="append", help="in the place of the documents' questions")
+    parser.add_argument(
+        "--question", action="append", help="in the place of the documents' questions"
+    )
     args = parser.parse_args()
     asked = args.question or questions()
     is_clear = True
     for checkpoint in args.checkpoint:
-        for question, (margin, answer) in zip(asked, measure(checkpoint, asked), strict=True):
+        for question, (margin, answer) in zip(
+            asked, measure(checkpoint, asked), strict=True
+        ):
             is_clear &= margin >= LEAST_MARGIN
             print(f"{checkpoint.name:16} {margin:6.2f} nats  {question}  {answer!r}")
     sys.exit(0 if is_clear else 1)

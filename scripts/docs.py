@@ -19,9 +19,11 @@ from router.cli.show_settings import rows
 from router.settings import Settings
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PLAN = re.compile(r"^```text\n\$ qarr (plan .*)\n(?:.*\n)*?```\n", re.MULTILINE)  # of planning.md
+# of planning.md
+PLAN = re.compile(r"^```text\n\$ qarr (plan .*)\n(?:.*\n)*?```\n", re.MULTILINE)
 HELP_TITLE = re.compile(r"^╭─ (\w+) ─+╮$")
-TYPE = re.compile(r" <(?:bool|str|int|float)> ")  # says nothing that the text does not say
+# says nothing that the text does not say
+TYPE = re.compile(r" <(?:bool|str|int|float)> ")
 COMMANDS = (
     (),
     ("up",),
@@ -60,7 +62,8 @@ such as `[tiers.int8]`, has the same settings ([install.md](install.md#more-tier
 A running router takes over what *reloads* on `qarr reload` or SIGHUP
 ([operations.md](operations.md#changing-settings-while-the-router-runs)); the rest needs a restart.
 """
-RUNBOOKS_PAGE = "../deploy/prometheus/consoles/runbooks.html"  # served by Prometheus, as a template
+# served by Prometheus, as a template
+RUNBOOKS_PAGE = "../deploy/prometheus/consoles/runbooks.html"
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -87,23 +90,40 @@ def render() -> dict[str, str]:
     return {
         "settings.md": f"{SETTINGS_HEAD}\n{settings()}\n",
         "settings.schema.json": portable + "\n",
-        "planning.md": PLAN.sub(lambda found: planned(found[1]), (DOCS / "planning.md").read_text("utf-8")),
+        "planning.md": PLAN.sub(
+            lambda found: planned(found[1]), (DOCS / "planning.md").read_text("utf-8")
+        ),
         RUNBOOKS_PAGE: runbooks((DOCS / "runbooks.md").read_text("utf-8")),
-        "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
+        "cli.md": "# The command\n\n"
+        + "\n".join(_help(command) for command in COMMANDS),
     }
 
 
 def settings() -> str:
     """Return the table of settings."""
     lines = [f"| `{name}` | {' | '.join(others)} |" for name, *others in rows()]
-    return "\n".join(["| setting | default | reloads | meaning |", "| --- | --- | --- | --- |", *lines])
+    return "\n".join(
+        [
+            "| setting | default | reloads | meaning |",
+            "| --- | --- | --- | --- |",
+            *lines,
+        ]
+    )
 
 
 def planned(command: str) -> str:
     """Return a plan as it is printed in the checkout's folder."""
-    args = [str(DOCS.parent / arg) if arg.endswith(".json") else arg for arg in command.split()]
-    result = CliRunner().invoke(make_app(), args, env=PLAIN, prog_name="qarr", catch_exceptions=False)
-    lines = [line.rstrip().replace(f"{DOCS.parent}/", "") for line in result.output.strip().splitlines()]
+    args = [
+        str(DOCS.parent / arg) if arg.endswith(".json") else arg
+        for arg in command.split()
+    ]
+    result = CliRunner().invoke(
+        make_app(), args, env=PLAIN, prog_name="qarr", catch_exceptions=False
+    )
+    lines = [
+        line.rstrip().replace(f"{DOCS.parent}/", "")
+        for line in result.output.strip().splitlines()
+    ]
     return f"```text\n$ qarr {command}\n" + "\n".join(lines) + "\n```\n"
 
 
@@ -111,26 +131,42 @@ def runbooks(text: str) -> str:
     """Return the runbooks as a page that Prometheus serves beside its alerts; other documents are named, not linked."""
     text = re.sub(r"\[([^\]]+)\]\((\w+\.md)(?:#[^)]*)?\)", r"\1 (docs/\2)", text)
     body = re.sub(
-        r"<h2>(\w+)</h2>", lambda found: f'<h2 id="{found[1].lower()}">{found[1]}</h2>', MarkdownIt().render(text)
+        r"<h2>(\w+)</h2>",
+        lambda found: f'<h2 id="{found[1].lower()}">{found[1]}</h2>',
+        MarkdownIt().render(text),
     )
     if "{{" in body:
-        raise SystemExit("docs/runbooks.md has {{, which Prometheus would take for a template")
+        raise SystemExit(
+            "docs/runbooks.md has {{, which Prometheus would take for a template"
+        )
     return PAGE.format(body=body)
 
 
 def _help(command: tuple[str, ...]) -> str:
     """Return a command's help without the frames and without --help, which each has."""
-    result = CliRunner().invoke(make_app(), [*command, "--help"], env=PLAIN, prog_name="qarr")
-    lines = [HELP_TITLE.sub(r"\n\1:", line).strip("│╰╯─").rstrip() for line in result.output.strip().splitlines()]
+    result = CliRunner().invoke(
+        make_app(), [*command, "--help"], env=PLAIN, prog_name="qarr"
+    )
+    lines = [
+        HELP_TITLE.sub(r"\n\1:", line).strip("│╰╯─").rstrip()
+        for line in result.output.strip().splitlines()
+    ]
     shown = [
         TYPE.sub(lambda found: " " * len(found[0]), line)
         for line in lines
         if line and not line.lstrip().startswith("--help")
     ]
-    return f"## qarr {' '.join(command)}".rstrip() + "\n\n```\n" + "\n".join(shown) + "\n```\n"
+    return (
+        f"## qarr {' '.join(command)}".rstrip()
+        + "\n\n```\n"
+        + "\n".join(shown)
+        + "\n```\n"
+    )
 
 
 if __name__ == "__main__":
     for name, text in render().items():
         (DOCS / name).write_text(text, "utf-8")
-        print(f"{(DOCS / name).resolve().relative_to(DOCS.parent)}: {len(text)} characters")
+        print(
+            f"{(DOCS / name).resolve().relative_to(DOCS.parent)}: {len(text)} characters"
+        )

@@ -39,10 +39,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 RESULTS = ROOT / "benchmarks/results"
-DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("classifier", "limits", "planning", "routing")))
+DOCUMENTS = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("classifier", "limits", "planning", "routing")),
+)
 WIDTH = 115
 BLOCK = re.compile(
-    r"^(?P<lead>.*?)<!-- figures: (?P<name>[a-z-]+) -->\n(?P<old>(?:.*\n)*?.*?)<!-- /figures -->$", re.MULTILINE
+    r"^(?P<lead>.*?)<!-- figures: (?P<name>[a-z-]+) -->\n(?P<old>(?:.*\n)*?.*?)<!-- /figures -->$",
+    re.MULTILINE,
 )
 END = "<!-- /figures -->"
 UNBROKEN = "\0"  # stands for a space at which no line may end
@@ -73,12 +77,16 @@ class TextResult:
         try:
             return cls(path, tuple(path.read_text("utf-8").splitlines()))
         except OSError as error:
-            raise FigureError(f"{path}: {error.strerror}: write the output of its benchmark there") from error
+            raise FigureError(
+                f"{path}: {error.strerror}: write the output of its benchmark there"
+            ) from error
 
     @property
     def command(self) -> str:
         """Return the command that the file begins with."""
-        return self.match(0, r"\$ (?P<command>.+)", "a command, '$ python benchmarks/...'")["command"]
+        return self.match(
+            0, r"\$ (?P<command>.+)", "a command, '$ python benchmarks/...'"
+        )["command"]
 
     def match(self, number: int, pattern: str, expected: str) -> re.Match[str]:
         """Match a whole line, by its index.
@@ -135,7 +143,11 @@ def paragraph(text: str) -> str:
 
 def listed(words: Sequence[str]) -> str:
     """Return words as a list in a sentence."""
-    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
+    return (
+        ", ".join(words[:-1]) + " and " + words[-1]
+        if len(words) > 1
+        else "".join(words)
+    )
 
 
 # Side by side: the router's cost.
@@ -162,7 +174,11 @@ class SideBySide:
     def source(self) -> str:
         """Return the command, the commit, the machine, and how it was measured."""
         command, commit, _, passes, *rest = self.record["head"]
-        estimated = " QARR's prompt tokens were estimated, not counted." if "tokens estimated" in " ".join(rest) else ""
+        estimated = (
+            " QARR's prompt tokens were estimated, not counted."
+            if "tokens estimated" in " ".join(rest)
+            else ""
+        )
         return f"`{command.removeprefix('$ ')}` ([all]({self.link})): {commit}. {passes}{estimated}"
 
     def rows(self, load: str) -> dict[str, dict[str, Any]]:
@@ -173,11 +189,17 @@ class SideBySide:
     def own_times(self, load: str, proxy: str) -> tuple[float, float]:
         """Return the medians of p50 and p99 of a proxy's answers, in milliseconds."""
         samples = self.record["samples"][load][proxy]
-        return median(each["first_p50"] for each in samples), median(each["first_p99"] for each in samples)
+        return median(each["first_p50"] for each in samples), median(
+            each["first_p99"] for each in samples
+        )
 
     def most_rss_mb(self, proxy: str) -> float:
         """Return the largest memory after any load."""
-        return max(each["rss_mb"] for rows in self.record["samples"].values() for each in rows[proxy])
+        return max(
+            each["rss_mb"]
+            for rows in self.record["samples"].values()
+            for each in rows[proxy]
+        )
 
     def errors(self, proxy: str) -> int:
         """Return the wrong answers under all loads."""
@@ -190,7 +212,10 @@ class SideBySide:
 
     def full_at(self, proxy: str) -> list[str]:
         """Return the answers a second at which a core is full, by CPU time, under the loads of README."""
-        return [f"{1e6 / self.rows(load)[proxy]['cpu_us']:,.0f}" for load in ("non-streaming", "saturated", "paced")]
+        return [
+            f"{1e6 / self.rows(load)[proxy]['cpu_us']:,.0f}"
+            for load in ("non-streaming", "saturated", "paced")
+        ]
 
     def ratios(self, proxy: str, base: str) -> str:
         """Return the least and the largest ratio of two proxies' CPU times over the loads of README.
@@ -201,7 +226,9 @@ class SideBySide:
         for load in ("non-streaming", "saturated", "paced"):
             samples = self.record["samples"][load]
             pairs = zip(samples[proxy], samples[base], strict=True)
-            ratios.append(median(own["cpu_us"] / other["cpu_us"] for own, other in pairs))
+            ratios.append(
+                median(own["cpu_us"] / other["cpu_us"] for own, other in pairs)
+            )
         return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
@@ -239,7 +266,13 @@ def router_load(to_results: str) -> str:
                     str(row["errors"]),
                 ]
             )
-    head = ["load", "endpoint", "CPU time an answer", "a core is full at", "answers a second, seen"]
+    head = [
+        "load",
+        "endpoint",
+        "CPU time an answer",
+        "a core is full at",
+        "answers a second, seen",
+    ]
     head += ["added time, p50 / p99", "memory", "errors"]
     words = (
         "The time added is that to the whole answer, or to the first event of a stream; with many connections most of it is "
@@ -257,36 +290,64 @@ def gateways(to_results: str) -> str:
     for proxy, version in run.record["versions"].items():
         of_load = [run.rows(name)[proxy] for name in loads]
         if proxy == DIRECT:
-            times = ["{:.2f} / {:.2f}".format(*run.own_times(name, proxy)) for name in loads]
+            times = [
+                "{:.2f} / {:.2f}".format(*run.own_times(name, proxy)) for name in loads
+            ]
         else:
-            times = [f"{row['added_p50']:.2f} / {row['added_p99']:.2f}" for row in of_load]
-        first = [f"{row['p50']:.0f} / {row['p99']:.0f} / {row['most']:.0f}" for row in run.first_answers(proxy)]
+            times = [
+                f"{row['added_p50']:.2f} / {row['added_p99']:.2f}" for row in of_load
+            ]
+        first = [
+            f"{row['p50']:.0f} / {row['p99']:.0f} / {row['most']:.0f}"
+            for row in run.first_answers(proxy)
+        ]
         cpu = run.rows("non-streaming")[proxy]["cpu_us"]
-        reads = "" if proxy == DIRECT else run.record.get("reads", {}).get(proxy) or PROXIES[proxy].reads
-        label = "none: the engine's own times" if proxy == DIRECT else f"{proxy}, {version}"
+        reads = (
+            ""
+            if proxy == DIRECT
+            else run.record.get("reads", {}).get(proxy) or PROXIES[proxy].reads
+        )
+        label = (
+            "none: the engine's own times" if proxy == DIRECT else f"{proxy}, {version}"
+        )
         if proxy in OURS_WORDS:
             label = f"**QARR, {OURS_WORDS[proxy]}**"
         rows.append(
-            [label, reads, f"{cpu:,.0f}", *times, *first, f"{run.most_rss_mb(proxy):.0f}", str(run.errors(proxy))]
+            [
+                label,
+                reads,
+                f"{cpu:,.0f}",
+                *times,
+                *first,
+                f"{run.most_rss_mb(proxy):.0f}",
+                str(run.errors(proxy)),
+            ]
         )
     connections = [LOADS[name].connections for name in loads]
     at_16 = LOADS["non-streaming"].connections
     head = ["proxy", "reads of a prompt", f"CPU µs an answer at {at_16}"]
     head += [f"added ms at {count}, p50 / p99" for count in connections]
-    head += [f"first answer to {size} new connections, ms, p50 / p99 / max" for size in bursts]
-    lacks = [str(LOADS[name].connections) for name in GATEWAY_LOADS if name not in loads]
+    head += [
+        f"first answer to {size} new connections, ms, p50 / p99 / max"
+        for size in bursts
+    ]
+    lacks = [
+        str(LOADS[name].connections) for name in GATEWAY_LOADS if name not in loads
+    ]
     missing = [name for name in PROXIES if name not in run.record["versions"]]
     words = f"Whole answers ({LOADS['non-streaming'].title.rpartition(',')[0]}) over "
     words += f"{listed([str(count) for count in connections])} connections; the engine answers at once. "
-    words += (
-        "Added is what an answer takes through the proxy less what it takes directly, in the same pass, p50 and p99. "
-    )
+    words += "Added is what an answer takes through the proxy less what it takes directly, in the same pass, p50 and p99. "
     if bursts:
         words += f"New connections come at once while {BUSY.connections} others keep the proxy busy. "
     if lacks or missing:
         unseen = ([f"{listed(lacks)} connections"] if lacks else []) + missing
         words += f"This run did not have {listed(unseen)} yet. "
-    return table([*head, "memory, MB", "errors"], rows) + "\n" + paragraph(words + run.source)
+    return (
+        table([*head, "memory, MB", "errors"], rows)
+        + "\n"
+        + paragraph(words + run.source)
+    )
 
 
 # Plans: where several precisions pay.
@@ -296,9 +357,13 @@ def engine_words(engines: str) -> str:
     """Return a fleet's engines, such as ``1 fast on 1 x A10, 1 precise on 2 x A10``, with their precisions."""
     words = []
     for engine in engines.split(", "):
-        found = re.fullmatch(r"(\d+) (fast|balanced|precise)(?: on (\d+) x (\S+))?", engine)
+        found = re.fullmatch(
+            r"(\d+) (fast|balanced|precise)(?: on (\d+) x (\S+))?", engine
+        )
         if found is None:
-            raise FigureError(f"plans.json: {engine!r} is not 'COUNT TIER on COUNT x GPU': correct scripts/figures.py")
+            raise FigureError(
+                f"plans.json: {engine!r} is not 'COUNT TIER on COUNT x GPU': correct scripts/figures.py"
+            )
         count, tier, gpus, gpu = found.groups()
         times = "" if count == "1" and gpu else f"{count} x "
         on = f" on {gpus} {gpu}" + (" each" if count != "1" else "") if gpu else ""
@@ -354,17 +419,30 @@ def planned_loads(setting: dict[str, Any]) -> list[PlannedLoad]:
         alone = [row for name, row in rows.items() if name.endswith(" alone")]
         cheapest = min(alone, key=lambda row: (row["price"], row["lost"]), default=None)
         single = rows.get(f"{each['single']} alone")
-        found.append(PlannedLoad(f"{each['load']:g}/{setting['unit']}", rows.get("planned"), single, cheapest))
+        found.append(
+            PlannedLoad(
+                f"{each['load']:g}/{setting['unit']}",
+                rows.get("planned"),
+                single,
+                cheapest,
+            )
+        )
     return found
 
 
 PLAN_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "an hour": lambda row: f"{row['price']:.2f}",
-    "1M tokens": lambda row: "-" if row["per_million"] is None else f"{row['per_million']:.2f}",
+    "1M tokens": lambda row: (
+        "-" if row["per_million"] is None else f"{row['per_million']:.2f}"
+    ),
     "lost of 100": lambda row: f"{100 * row['lost']:.2g}",
     "refused": lambda row: f"{100 * row['refused']:.1f} %",
-    "TTFT p50 / p95, ms": lambda row: f"{row['ttft_p50']:,.0f} / {row['ttft_p95']:,.0f}",
-    "ms a token p50 / p95": lambda row: f"{row['tpot_p50']:.0f} / {row['tpot_p95']:.0f}",
+    "TTFT p50 / p95, ms": lambda row: (
+        f"{row['ttft_p50']:,.0f} / {row['ttft_p95']:,.0f}"
+    ),
+    "ms a token p50 / p95": lambda row: (
+        f"{row['tpot_p50']:.0f} / {row['tpot_p95']:.0f}"
+    ),
 }
 
 
@@ -416,7 +494,9 @@ def plans(_: str) -> str:
         first = setting["loads"][0]
         unit = first["currency"] or "machines"
         command = f"`qarr plan {setting['arguments']} --load LOAD/{setting['unit']}`"
-        sources = f"Speeds: {first['speed']}. Losses: {first['losses']}. Prices: {unit}."
+        sources = (
+            f"Speeds: {first['speed']}. Losses: {first['losses']}. Prices: {unit}."
+        )
         caption = paragraph(f"**{setting['name']}.** {command}. {sources}")
         parts += [caption, table(["load", "fleet", *PLAN_COLUMNS], rows)]
     return "\n".join(parts)
@@ -434,8 +514,14 @@ def plan_cells(each: PlannedLoad) -> list[str]:
         ]
     if each.single is None:
         fleet = f"{each.single_words} → {engine_words(each.planned['engines'])}"
-        return [f"**{each.load}**", fleet, *(f"- → {cell(each.planned)}" for cell in PLAN_COLUMNS.values())]
-    pairs = [f"{cell(each.single)} → {cell(each.planned)}" for cell in PLAN_COLUMNS.values()]
+        return [
+            f"**{each.load}**",
+            fleet,
+            *(f"- → {cell(each.planned)}" for cell in PLAN_COLUMNS.values()),
+        ]
+    pairs = [
+        f"{cell(each.single)} → {cell(each.planned)}" for cell in PLAN_COLUMNS.values()
+    ]
     fleet = f"{each.single_words} → {engine_words(each.planned['engines'])}"
     return [f"**{each.load}**", fleet, *pairs]
 
@@ -461,7 +547,11 @@ def pays(to_results: str) -> str:
         f"([sources]({root}router/policy/published_losses.toml)). A plan may expect to lose 0.3 answers of 100 in the mean "
         "of the day (on this CPU: what FP8 loses); a simulated day may come out a little above it."
     )
-    return table(["", "load, mean", "fleet", *README_COLUMNS], rows) + "\n" + paragraph(words)
+    return (
+        table(["", "load, mean", "fleet", *README_COLUMNS], rows)
+        + "\n"
+        + paragraph(words)
+    )
 
 
 def order_of(each: PlannedLoad) -> int:
@@ -479,16 +569,23 @@ def pays_rows(kind: int, loads: Sequence[PlannedLoad]) -> Iterator[list[str]]:
     elif kind == 1:
         fleets = [each.planned for each in loads if each.planned is not None]
         found = set[str]().union(*(tiers_of(row) for row in fleets))
-        ordered = [NAMES[precision] for tier, precision in PRECISIONS.items() if tier in found]
+        ordered = [
+            NAMES[precision] for tier, precision in PRECISIONS.items() if tier in found
+        ]
         cells = [column.spread(fleets) for column in README_COLUMNS.values()]
         yield [names, f"one precision is best: {' or '.join(ordered)}", *cells]
     else:
         for each in loads:
             assert each.planned is not None
             pairs = [
-                f"{column.shown(each.single)} → {column.shown(each.planned)}" for column in README_COLUMNS.values()
+                f"{column.shown(each.single)} → {column.shown(each.planned)}"
+                for column in README_COLUMNS.values()
             ]
-            yield [f"**{each.load}**", f"{each.single_words} → {engine_words(each.planned['engines'])}", *pairs]
+            yield [
+                f"**{each.load}**",
+                f"{each.single_words} → {engine_words(each.planned['engines'])}",
+                *pairs,
+            ]
 
 
 def plan_accuracy(to_results: str) -> str:
@@ -514,12 +611,26 @@ def prediction_runs() -> list[tuple[str, list[str], dict[str, re.Match[str]]]]:
     """Return each run: its command, its lines from the head of the table on, and the rows by their first word."""
     result = TextResult.read("predictions.txt")
     runs = []
-    for start in (number for number, line in enumerate(result.lines) if line.startswith("$ ")):
+    for start in (
+        number for number, line in enumerate(result.lines) if line.startswith("$ ")
+    ):
         command = result.match(start, r"\$ (.+)", "a command")[1]
         after = range(start, len(result.lines))
-        head = next((number for number in after if result.lines[number].startswith("round 1: ")), len(result.lines)) + 1
+        head = (
+            next(
+                (
+                    number
+                    for number in after
+                    if result.lines[number].startswith("round 1: ")
+                ),
+                len(result.lines),
+            )
+            + 1
+        )
         result.match(
-            head, r" +requests +TTFT: seen +error p50 +p95 +bias +TPOT: seen +error p50 +p95 +bias", "the head"
+            head,
+            r" +requests +TTFT: seen +error p50 +p95 +bias +TPOT: seen +error p50 +p95 +bias",
+            "the head",
         )
         rows = result.rows(head + 1)
         found = {}
@@ -532,7 +643,10 @@ def prediction_runs() -> list[tuple[str, list[str], dict[str, re.Match[str]]]]:
 
 def predictions(_: str) -> str:
     """Return the errors of predictions as they were printed, all rows of all runs."""
-    blocks = [f"```text\n$ {command}\n" + "\n".join(lines) + "\n```\n" for command, lines, _ in prediction_runs()]
+    blocks = [
+        f"```text\n$ {command}\n" + "\n".join(lines) + "\n```\n"
+        for command, lines, _ in prediction_runs()
+    ]
     words = (
         "The load: a few requests, none, more, a burst of 12, none, as many as the machine carries, none, some, of every "
         "class and length. Without `--auto` every tier is asked for a third; with it the router chooses."
@@ -547,7 +661,11 @@ def prediction_errors(_: str) -> str:
         row = rows["all"]
         half = f"half were off by {row['ttft_p50']} % (TTFT) and {row['tpot_p50']} % (TPOT) or less"
         rest = f"one in twenty by over {row['ttft_p95']} and {row['tpot_p95']} %"
-        chosen = "where the router chose the tier" if "--auto" in command else "where each tier was asked for a third"
+        chosen = (
+            "where the router chose the tier"
+            if "--auto" in command
+            else "where each tier was asked for a third"
+        )
         parts.append(f"{half}, {rest}, {chosen}")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}: on the [hardest load tried](routing.md#predictions)."
@@ -571,20 +689,33 @@ def classifier_quality(to_results: str) -> str:
         rows: dict[str, tuple[str, str]] = {}
         *inner, last = result.rows(number + 1)
         for line in inner:
-            row = result.match(line, r"  (\S.*?) +(nan|\d\.\d{3}) +(nan|\d\.\d{3})", "a figure and its two values")
+            row = result.match(
+                line,
+                r"  (\S.*?) +(nan|\d\.\d{3}) +(nan|\d\.\d{3})",
+                "a figure and its two values",
+            )
             rows[row[1]] = row[2], row[3]
         looked = result.match(
             last,
             r"  looked at again: ([\d.]+)%, ([\d.]+) ms each \(median\), ([\d.]+) ms a prompt",
             "'looked at again: ...'",
         )
-        again.append(f"of `{head[1]}` {looked[1]} %, at {looked[2]} ms each (median), {looked[3]} ms a prompt")
+        again.append(
+            f"of `{head[1]}` {looked[1]} %, at {looked[2]} ms each (median), {looked[3]} ms a prompt"
+        )
         columns.append((f"`{head[1]}`, {head[2]} prompts", rows))
         number = last + 2
     cells = [
-        [name, *(cell.replace("nan", "-") for _, rows in columns for cell in rows[name])] for name in columns[0][1]
+        [
+            name,
+            *(cell.replace("nan", "-") for _, rows in columns for cell in rows[name]),
+        ]
+        for name in columns[0][1]
     ]
-    head_cells = ["", *(cell for name, _ in columns for cell in (name, "with second look"))]
+    head_cells = [
+        "",
+        *(cell for name, _ in columns for cell in (name, "with second look")),
+    ]
     words = f"`{command}` ([as printed]({to_results}/classifier_quality.txt)). The second look reads {listed(again)}."
     return table(head_cells, cells) + "\n" + paragraph(words)
 
@@ -593,16 +724,32 @@ def classifier_cost(to_results: str) -> str:
     """Return what classifying costs, with all columns that were printed."""
     result = TextResult.read("classifier_cost.txt")
     unit = result.match(
-        1, r"counting with (\w+); microseconds a prompt: median / 95th percentile", "what is counted with, and the unit"
+        1,
+        r"counting with (\w+); microseconds a prompt: median / 95th percentile",
+        "what is counted with, and the unit",
     )
-    result.match(2, r" *chars +classify, with count +count alone +tokenizers alone +ratio", "the table's head")
+    result.match(
+        2,
+        r" *chars +classify, with count +count alone +tokenizers alone +ratio",
+        "the table's head",
+    )
     rows = []
     numbers = result.rows(3)
     for number in numbers[:-1]:
-        row = result.match(number, r" *(\d+) +(\d+ / \d+) +(\d+ / \d+) +(\d+ / \d+) +([\d.]+)", "a row of the table")
+        row = result.match(
+            number,
+            r" *(\d+) +(\d+ / \d+) +(\d+ / \d+) +(\d+ / \d+) +([\d.]+)",
+            "a row of the table",
+        )
         rows.append([f"{int(row[1]):,}", row[2], row[3], row[4], row[5]])
     ratio = result.match(numbers[-1], r"ratio: (.+)", "what the ratio is")[1]
-    head = ["characters", "classifier and count", "the count alone", "tokenizers alone", "ratio"]
+    head = [
+        "characters",
+        "classifier and count",
+        "the count alone",
+        "tokenizers alone",
+        "ratio",
+    ]
     words = (
         f"Microseconds a prompt, median / 95th percentile, one thread, counted with {unit[1]}; `{result.command}` "
         f"([as printed]({to_results}/classifier_cost.txt)). Ratio: {ratio}."
@@ -616,12 +763,21 @@ def classifier_cost(to_results: str) -> str:
 def big_fleet(to_results: str) -> str:
     """Return what a hundred replicas cost beside three."""
     result = TextResult.read("big_fleet.txt")
-    columns = result.match(2, r"replicas +(\d+) +(\d+) +ratio", "the numbers of replicas")
+    columns = result.match(
+        2, r"replicas +(\d+) +(\d+) +ratio", "the numbers of replicas"
+    )
     rows = {}
     for number in result.rows(3):
-        row = result.match(number, r"([a-z/].*?)  +([\d.]+) +([\d.]+) +(x[\d.]+|-)", "a row of the table")
+        row = result.match(
+            number,
+            r"([a-z/].*?)  +([\d.]+) +([\d.]+) +(x[\d.]+|-)",
+            "a row of the table",
+        )
         rows[row[1]] = row
-    served, memory, idle = (rows[name] for name in ("/generate a second", "resident set, MB", "idle: share of a core"))
+    served, memory, idle = (
+        rows[name]
+        for name in ("/generate a second", "resident set, MB", "idle: share of a core")
+    )
     return (
         f"With {columns[2]} replicas instead of {columns[1]}, one router serves {float(served[3]):,.0f} instead of "
         f"{float(served[2]):,.0f} requests a second, needs {float(memory[3]):.0f} instead of {float(memory[2]):.0f} MB, and "
@@ -634,8 +790,15 @@ def big_fleet(to_results: str) -> str:
 def engine_checks(to_results: str) -> str:
     """Return how many broken engines the check refused, and which it let pass."""
     result = TextResult.read("engine_check.txt")
-    head = next(number for number, line in enumerate(result.lines) if line.startswith("tier "))
-    counts = {("sound", "passes"): 0, ("sound", "refused"): 0, ("broken", "passes"): 0, ("broken", "refused"): 0}
+    head = next(
+        number for number, line in enumerate(result.lines) if line.startswith("tier ")
+    )
+    counts = {
+        ("sound", "passes"): 0,
+        ("sound", "refused"): 0,
+        ("broken", "passes"): 0,
+        ("broken", "refused"): 0,
+    }
     passed: dict[str, list[str]] = {}
     for number in result.rows(head + 1):
         row = result.match(
@@ -648,7 +811,10 @@ def engine_checks(to_results: str) -> str:
             passed.setdefault(row[3], []).append(NAMES[PRECISIONS[TierName(row[1])]])
     sound = counts["sound", "passes"] + counts["sound", "refused"]
     broken = counts["broken", "passes"] + counts["broken", "refused"]
-    missed = "; ".join(f"{what} in {' or '.join(tiers)}" for what, tiers in passed.items()) or "none"
+    missed = (
+        "; ".join(f"{what} in {' or '.join(tiers)}" for what, tiers in passed.items())
+        or "none"
+    )
     return (
         f"It refused {counts['sound', 'refused']} of {sound} sound engines and {counts['broken', 'refused']} of {broken} "
         f"broken ones ([figures]({to_results}/engine_check.txt)); what it let pass was {missed}."
@@ -664,7 +830,9 @@ class WayOfChoosing:
     ttft_p95_ms: float
 
 
-def ways_of_choosing(result: TextResult, title: int) -> tuple[dict[str, WayOfChoosing], str]:
+def ways_of_choosing(
+    result: TextResult, title: int
+) -> tuple[dict[str, WayOfChoosing], str]:
     """Return the ways of a table, by name, and the line below it that says what the choice saves."""
     ways = {}
     for number in result.rows(title + 2):
@@ -676,17 +844,25 @@ def ways_of_choosing(result: TextResult, title: int) -> tuple[dict[str, WayOfCho
             r"(\S.*?)  +([\d.]+) \(.*?\) +[\d.]+ +([\d.]+) +([\d.]+) .*",
             "a row of the table, or what is saved",
         )
-        ways[row[1]] = WayOfChoosing(lost=float(row[2]), ttft_p50_ms=float(row[3]), ttft_p95_ms=float(row[4]))
-    raise FigureError(f"{result.path}: no line says what is saved; run its benchmark again")
+        ways[row[1]] = WayOfChoosing(
+            lost=float(row[2]), ttft_p50_ms=float(row[3]), ttft_p95_ms=float(row[4])
+        )
+    raise FigureError(
+        f"{result.path}: no line says what is saved; run its benchmark again"
+    )
 
 
 def choice_worth(to_results: str) -> str:
     """Return what the choice of a tier is worth at the first load of the simulated fleets, and the budget at the second."""
     result = TextResult.read("choices.txt")
-    titles = [number for number, line in enumerate(result.lines) if "of saturation" in line]
+    titles = [
+        number for number, line in enumerate(result.lines) if "of saturation" in line
+    ]
     first, second = (
         result.match(
-            number, r"(?P<gpu>\S+), one for each tier, (?P<load>[\d.]+) of saturation \(.*\)", "a fleet's title"
+            number,
+            r"(?P<gpu>\S+), one for each tier, (?P<load>[\d.]+) of saturation \(.*\)",
+            "a fleet's title",
         )
         for number in titles[:2]
     )
@@ -696,7 +872,9 @@ def choice_worth(to_results: str) -> str:
         saving,
     )
     if saved is None:
-        raise FigureError(f"{result.path}: '{saving}' does not say what is saved at the first load")
+        raise FigureError(
+            f"{result.path}: '{saving}' does not say what is saved at the first load"
+        )
     before_ms = ways["QARR before: least engine time"].ttft_p95_ms
     now_ms = ways["QARR"].ttft_p95_ms
     loaded, _ = ways_of_choosing(result, titles[1])
@@ -718,7 +896,11 @@ def choice_worth(to_results: str) -> str:
 def new_clients(to_results: str) -> str:
     """Return how soon new clients of a busy router have their first answers."""
     result = TextResult.read("new_connections.txt")
-    head = next(number for number, line in enumerate(result.lines) if line.startswith("ms to the first answer"))
+    head = next(
+        number
+        for number, line in enumerate(result.lines)
+        if line.startswith("ms to the first answer")
+    )
     p99_ms = {}
     for number in result.rows(head + 1):
         row = result.match(
@@ -768,16 +950,22 @@ def render(text: str, to_results: str) -> str:
     def write(found: re.Match[str]) -> str:
         lead, name = found["lead"], found["name"]
         if name not in FIGURES:
-            raise FigureError(f"there is no figure {name!r}; there are: {', '.join(FIGURES)}")
+            raise FigureError(
+                f"there is no figure {name!r}; there are: {', '.join(FIGURES)}"
+            )
         figure = FIGURES[name](to_results)
         opening = f"{lead}<!-- figures: {name} -->\n"
         if not lead:
             block = figure if figure.endswith("\n") else paragraph(figure)
             return f"{opening}\n{block}\n{END}"
-        indent = "  " if lead.startswith(("- ", "  ")) else ""  # of an item's further lines
+        # of an item's further lines
+        indent = "  " if lead.startswith(("- ", "  ")) else ""
         return opening + fill(figure + END.replace(" ", UNBROKEN), indent)
 
-    starts, blocks = len(re.findall(r"<!-- figures: [a-z-]+ -->", text)), len(BLOCK.findall(text))
+    starts, blocks = (
+        len(re.findall(r"<!-- figures: [a-z-]+ -->", text)),
+        len(BLOCK.findall(text)),
+    )
     if starts != blocks or starts != text.count(END):
         raise FigureError(
             f"{starts} markers '<!-- figures: NAME -->' and {text.count(END)} '{END}' make {blocks} figures"
@@ -788,7 +976,9 @@ def render(text: str, to_results: str) -> str:
 def document(name: str) -> str:
     """Return a document as it should be."""
     path = ROOT / name
-    to_results = "../benchmarks/results" if path.parent.name == "docs" else "benchmarks/results"
+    to_results = (
+        "../benchmarks/results" if path.parent.name == "docs" else "benchmarks/results"
+    )
     try:
         return render(path.read_text("utf-8"), to_results)
     except FigureError as error:

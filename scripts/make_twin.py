@@ -36,16 +36,22 @@ BITS = np.dtype("<u2")
 Bits = npt.NDArray[np.uint16]
 
 
-def make_twin(model: Path, twin: Path, seed: int, *, keep_manifest: bool = False) -> int:
+def make_twin(
+    model: Path, twin: Path, seed: int, *, keep_manifest: bool = False
+) -> int:
     """Write the twin of a model; return how many weights were moved."""
     moved = 0
     with making(twin) as work:
         shutil.copytree(model, work, dirs_exist_ok=True)
         for path in sorted(work.glob("*.safetensors")):
             for name, weights in bf16_tensors(path):
-                moved += move_weights(weights, np.random.default_rng([seed, zlib.crc32(name.encode())]))
+                moved += move_weights(
+                    weights, np.random.default_rng([seed, zlib.crc32(name.encode())])
+                )
         if moved == 0:
-            raise SystemExit(f"error: {model} has no BF16 weights in *.safetensors files")
+            raise SystemExit(
+                f"error: {model} has no BF16 weights in *.safetensors files"
+            )
         update_manifest(work, keep=keep_manifest)
     return moved
 
@@ -62,7 +68,10 @@ def bf16_tensors(path: Path) -> Iterator[tuple[str, Bits]]:
         if end > begin:
             offset = 8 + header_length + begin
             count = (end - begin) // BITS.itemsize
-            yield name, np.memmap(path, dtype=BITS, mode="r+", offset=offset, shape=(count,))
+            yield (
+                name,
+                np.memmap(path, dtype=BITS, mode="r+", offset=offset, shape=(count,)),
+            )
 
 
 def move_weights(weights: Bits, chance: np.random.Generator) -> int:
@@ -92,11 +101,17 @@ def update_manifest(folder: Path, *, keep: bool) -> None:
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="folder of a model or checkpoint")
     parser.add_argument("twin", type=Path, help="new folder")
     parser.add_argument("--seed", type=int, default=1, help="which twin (1)")
-    parser.add_argument("--keep-manifest", action="store_true", help="copy the manifest of a checkpoint too")
+    parser.add_argument(
+        "--keep-manifest",
+        action="store_true",
+        help="copy the manifest of a checkpoint too",
+    )
     args = parser.parse_args()
     if not (args.model / "config.json").is_file():
         parser.error(f"{args.model} has no config.json: not a model folder")
@@ -104,8 +119,12 @@ def main() -> None:
         parser.error(f"{args.twin} exists already")
     if args.seed < 0:
         parser.error("--seed is negative")
-    moved = make_twin(args.model, args.twin, args.seed, keep_manifest=args.keep_manifest)
-    print(f"{args.twin}: twin {args.seed} of {args.model}, {moved:,} weights moved by one unit in the last place")
+    moved = make_twin(
+        args.model, args.twin, args.seed, keep_manifest=args.keep_manifest
+    )
+    print(
+        f"{args.twin}: twin {args.seed} of {args.model}, {moved:,} weights moved by one unit in the last place"
+    )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,9 @@ FAULTS = """() => [
 OF_DEMO = ("page-light", "page-dark", "prompt", "phone")
 OF_FAKES = ("trace", "loss")
 MADE_UP = {
-    "server": {"notice": "Fake engines, made-up load: the picture shows what the page does."},
+    "server": {
+        "notice": "Fake engines, made-up load: the picture shows what the page does."
+    },
     "tiers": {tier: {"precision": precision} for tier, precision in PRECISIONS.items()},
 }
 WIDE, PHONE = ViewportSize(width=1440, height=900), ViewportSize(width=390, height=844)
@@ -116,19 +118,27 @@ async def load(stack: Stack, enough: asyncio.Event) -> None:
     async with asyncio.TaskGroup() as group:
         while not enough.is_set():
             for tier, behaviour in stack.engines.items():
-                behaviour.first_delay_s = SPEEDS.get(tier, SPEEDS[FAST])[0] * chance.lognormvariate(0, 0.35)
-                behaviour.kv_cache_usage = min(0.97, 0.04 + 0.035 * behaviour.running + 0.01 * chance.random())
+                behaviour.first_delay_s = SPEEDS.get(tier, SPEEDS[FAST])[
+                    0
+                ] * chance.lognormvariate(0, 0.35)
+                behaviour.kv_cache_usage = min(
+                    0.97, 0.04 + 0.035 * behaviour.running + 0.01 * chance.random()
+                )
                 behaviour.prompt_tokens = int(chance.lognormvariate(4.6, 0.8))
             group.create_task(answered(stack, some_request(chance)))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(enough.wait(), chance.expovariate(REQUESTS_PER_S))
+                await asyncio.wait_for(
+                    enough.wait(), chance.expovariate(REQUESTS_PER_S)
+                )
 
 
 async def fail_once(stack: Stack) -> str:
     """Let an engine fail midway through an answer, which goes on elsewhere; return the request's id."""
     engine = stack.engines[FAST]
     engine.break_after = 14
-    answer = await stack.generate(prompt=PROMPTS[0], max_tokens=48, tier="fast", sla={"ttft_ms": 1500})
+    answer = await stack.generate(
+        prompt=PROMPTS[0], max_tokens=48, tier="fast", sla={"ttft_ms": 1500}
+    )
     engine.break_after = None
     return str(answer.headers["x-request-id"])
 
@@ -140,11 +150,15 @@ async def demo() -> AsyncIterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "QARR_CACHE_DIR": folder, "XDG_RUNTIME_DIR": folder}
         argv = [QARR, "demo", "--port", str(port)]
-        process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE, env=env)
+        process = await asyncio.create_subprocess_exec(
+            *argv, stderr=asyncio.subprocess.PIPE, env=env
+        )
         try:
             assert process.stderr is not None
             async with asyncio.timeout(DEMO_START_S):
-                while b"all tiers ready" not in (line := await process.stderr.readline()):
+                while b"all tiers ready" not in (
+                    line := await process.stderr.readline()
+                ):
                     assert line, "qarr demo ended: run it to see why"
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -168,7 +182,8 @@ async def opened(browser: Browser, url: str, name: str) -> AsyncIterator[Page]:
 async def keep(shown: Page | Locator, name: str) -> None:
     """Write a picture."""
     path = IMAGES / f"{name}.png"
-    await shown.screenshot(path=path, animations="disabled")  # bars have their final lengths
+    # bars have their final lengths
+    await shown.screenshot(path=path, animations="disabled")
     print(f"docs/images/{name}.png: {path.stat().st_size // 1024} kB")
 
 
@@ -180,7 +195,10 @@ def panel(page: Page, part: str) -> Locator:
 async def demo_shots(browser: Browser, names: list[str]) -> None:
     """Take the pictures of ``qarr demo``: the pages are open from its start, so that their plots are full."""
     async with demo() as url, contextlib.AsyncExitStack() as stack:
-        pages = {name: await stack.enter_async_context(opened(browser, url, name)) for name in names}
+        pages = {
+            name: await stack.enter_async_context(opened(browser, url, name))
+            for name in names
+        }
         await asyncio.sleep(DEMO_BUSY_S)
         for name, page in pages.items():
             if name not in {"prompt", "phone"}:
@@ -190,7 +208,9 @@ async def demo_shots(browser: Browser, names: list[str]) -> None:
             await page.locator("#decision .verdicts").wait_for()
             await page.get_by_role("button", name="Send").click()
             await page.get_by_text("first token here").wait_for()
-            await page.locator("#ask").evaluate("node => node.closest('section').scrollIntoView({block: 'start'})")
+            await page.locator("#ask").evaluate(
+                "node => node.closest('section').scrollIntoView({block: 'start'})"
+            )
             await keep(page if name == "phone" else panel(page, "#ask"), name)
 
 
@@ -203,14 +223,20 @@ async def fake_shots(browser: Browser, stack: Stack, names: list[str]) -> None:
                 await keep(panel(page, "#quality"), name)
                 continue
             failed = await fail_once(stack)
-            await page.locator(f'tr[data-request="{failed}"]').get_by_role("button").press("Enter")
+            await (
+                page.locator(f'tr[data-request="{failed}"]')
+                .get_by_role("button")
+                .press("Enter")
+            )
             await page.locator(".waterfall li").first.wait_for()
             await keep(page, name)
 
 
 async def first_start(browser: Browser, folder: Path) -> None:
     """Take the picture of a router whose last checkpoint is being made."""
-    context = await browser.new_context(viewport=ViewportSize(width=1440, height=560), color_scheme="light")
+    context = await browser.new_context(
+        viewport=ViewportSize(width=1440, height=560), color_scheme="light"
+    )
     async with first_up(folder) as up:
         up.tell("bf16", "done")
         up.tell("fp8", "done")
@@ -223,7 +249,9 @@ async def first_start(browser: Browser, folder: Path) -> None:
             await asyncio.sleep(2)
         await page.get_by_text("(12 of 31)").wait_for()
         await page.screenshot(path=IMAGES / "first-start.png")
-        print(f"docs/images/first-start.png: {(IMAGES / 'first-start.png').stat().st_size // 1024} kB")
+        print(
+            f"docs/images/first-start.png: {(IMAGES / 'first-start.png').stat().st_size // 1024} kB"
+        )
     await context.close()
 
 
@@ -232,11 +260,17 @@ async def busy_routers(routers: Routers, folder: Path) -> float:
     await routers.everything()
     key, _ = add_key(folder / "keys.json", "ben")
     enough = asyncio.Event()
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as client, asyncio.TaskGroup() as group:
+    async with (
+        httpx.AsyncClient(timeout=60, trust_env=False) as client,
+        asyncio.TaskGroup() as group,
+    ):
         client.headers["authorization"] = f"Bearer {key}"
         for stack in routers.stacks:
             for tier, behaviour in stack.engines.items():
-                behaviour.answer, behaviour.delay_s = ANSWER, SPEEDS.get(tier, SPEEDS[FAST])[1]
+                behaviour.answer, behaviour.delay_s = (
+                    ANSWER,
+                    SPEEDS.get(tier, SPEEDS[FAST])[1],
+                )
             group.create_task(load(stack, enough))
             group.create_task(load(replace(stack, client=client), enough))
         await asyncio.sleep(SOUND_S)
@@ -261,10 +295,14 @@ async def answered_panel(prometheus: Monitoring, panel: Panel, window: Window) -
         if query.instant:
             found = await prometheus.query(query.expr, at=window.end)
         else:
-            found = await prometheus.query_range(query.expr, start=window.start, end=window.end, step=window.step)
+            found = await prometheus.query_range(
+                query.expr, start=window.start, end=window.end, step=window.step
+            )
         series += series_of(query, found)
         if query.exemplars:
-            exemplars += await prometheus.exemplars(query.expr, start=window.start, end=window.end)
+            exemplars += await prometheus.exemplars(
+                query.expr, start=window.start, end=window.end
+            )
     points = tuple((each["timestamp"], float(each["value"])) for each in exemplars)
     return Drawn(panel, series, points)
 
@@ -275,18 +313,34 @@ async def dashboard_shots(browser: Browser) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ.update(XDG_CONFIG_HOME=name)
-        async with two_routers(folder) as routers, monitoring(folder, routers) as prometheus:
-            await routers.ordinary()  # every series is there once before it grows: a rate needs two points
+        async with (
+            two_routers(folder) as routers,
+            monitoring(folder, routers) as prometheus,
+        ):
+            # every series is there once before it grows: a rate needs two points
+            await routers.ordinary()
             await until(lambda: prometheus.query("job:qarr_requests:sum > 0"))
             end = await busy_routers(routers, folder)
             window = Window(start=end - SHOWN_S, end=end, step=SCRAPE_S)
             for uid, dashboard in DASHBOARDS.items():
-                panels = panels_of(dashboard, rate_interval=RATE_INTERVAL, shown=f"{SHOWN_S:.0f}s")
-                drawn = [await answered_panel(prometheus, panel, window) for panel in panels]
+                panels = panels_of(
+                    dashboard, rate_interval=RATE_INTERVAL, shown=f"{SHOWN_S:.0f}s"
+                )
+                drawn = [
+                    await answered_panel(prometheus, panel, window) for panel in panels
+                ]
                 page = await browser.new_page(viewport=WIDE)
-                await page.set_content(draw_dashboard(dashboard["title"], drawn, window))
-                await page.screenshot(path=DASHBOARD_IMAGES / f"{uid}.png", full_page=True)
-                print(f"build/dashboards/{uid}.png", *await page.evaluate(FAULTS), sep="\n  ")
+                await page.set_content(
+                    draw_dashboard(dashboard["title"], drawn, window)
+                )
+                await page.screenshot(
+                    path=DASHBOARD_IMAGES / f"{uid}.png", full_page=True
+                )
+                print(
+                    f"build/dashboards/{uid}.png",
+                    *await page.evaluate(FAULTS),
+                    sep="\n  ",
+                )
                 await page.close()
 
 
@@ -295,7 +349,9 @@ async def main(wanted: list[str]) -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     every = (*OF_DEMO, *OF_FAKES, "first-start")
     if strange := [name for name in wanted if name not in {*every, "dashboards"}]:
-        raise SystemExit(f"{', '.join(strange)}: there are {', '.join(every)}, dashboards")
+        raise SystemExit(
+            f"{', '.join(strange)}: there are {', '.join(every)}, dashboards"
+        )
     names = wanted or list(every)
     with tempfile.TemporaryDirectory() as folder:
         async with async_playwright() as tool:
@@ -313,10 +369,15 @@ async def main(wanted: list[str]) -> None:
 
 async def busy_fakes(browser: Browser, names: list[str]) -> None:
     """Run a router under load in front of fake engines, and take its pictures."""
-    behaviours = {t: Behaviour(answer=ANSWER, delay_s=SPEEDS[t][1], first_delay_s=SPEEDS[t][0]) for t in STANDARD_TIERS}
+    behaviours = {
+        t: Behaviour(answer=ANSWER, delay_s=SPEEDS[t][1], first_delay_s=SPEEDS[t][0])
+        for t in STANDARD_TIERS
+    }
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(XDG_CONFIG_HOME=folder, QARR_POLICY__PROFILES=folder)
-        async with router_stack(Path(folder), MADE_UP, model="no model", **behaviours) as stack:
+        async with router_stack(
+            Path(folder), MADE_UP, model="no model", **behaviours
+        ) as stack:
             await measured(stack, Path(folder))
             enough = asyncio.Event()
             loading = asyncio.create_task(load(stack, enough))

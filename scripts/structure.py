@@ -32,11 +32,15 @@ def package_graph(known: dict[str, Path]) -> dict[str, set[str]]:
 def main() -> None:
     """Print the graph and its figures."""
     known = modules()
-    circles, floors = circles_and_floors({module: imports(module, known) for module in known})
+    circles, floors = circles_and_floors(
+        {module: imports(module, known) for module in known}
+    )
     packages = package_graph(known)
     for package in sorted(packages):
         print(f"{package:28}{', '.join(sorted(packages[package]))}")
-    print(f"\nmodules: {len(known)}, circles: {len(circles)}, longest chain of imports: {max(floors.values())}")
+    print(
+        f"\nmodules: {len(known)}, circles: {len(circles)}, longest chain of imports: {max(floors.values())}"
+    )
     for circle in circles:
         print("circle: " + ", ".join(circle))
 

@@ -61,19 +61,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 Prompt = dict[str, Any]
-CAP, FOREIGN_CAP = 150, 20  # prompts of a source that nobody wrote, and of one in one language other than English
+# prompts of a source that nobody wrote, and of one in one language other than English
+CAP, FOREIGN_CAP = 150, 20
 REPEATS = 5  # of a written prompt, and of one that says nothing
 ALIKE_TIMES = 2  # as often again: a prompt without code that looks like one with it
 # As often again: small talk, and written prompts beside it that are none. They are few, and their words are everywhere.
 SMALL_TALK_TIMES = 2
 SMALL_TALK_DOMAIN = "smalltalk"
 NONSENSE = 1500  # made-up texts that say nothing
-COMPARED = 2000  # prompts, on which a model in eight bits is compared with the one before
-MOST_TURNED = 0.01  # of them, for which a yes or no about code may turn around: 0.2 to 0.5 % are usual
+# prompts, on which a model in eight bits is compared with the one before
+COMPARED = 2000
+# of them, for which a yes or no about code may turn around: 0.2 to 0.5 % are usual
+MOST_TURNED = 0.01
 FOLDS = 5  # of batches, domains and languages
-FAST = {"loss": "ova", "dim": 16, "epoch": 6, "lr": 0.15, "wordNgrams": 2, "minn": 3, "maxn": 4, "bucket": 300_000}
+FAST = {
+    "loss": "ova",
+    "dim": 16,
+    "epoch": 6,
+    "lr": 0.15,
+    "wordNgrams": 2,
+    "minn": 3,
+    "maxn": 4,
+    "bucket": 300_000,
+}
 SMALLEST = 1e-9  # step of a fit
-CODEBOOK_ROWS = 65_536  # of which fastText learns the 256 norms that eight bits can tell apart
+# of which fastText learns the 256 norms that eight bits can tell apart
+CODEBOOK_ROWS = 65_536
 LEAST_OF_LANGUAGE = 20  # prompts, for which a programming language is known
 ALIASES = {
     "excel": "spreadsheet", "google-sheets": "spreadsheet", "hcl": "terraform", "cs": "csharp", "structured text": "plc",
@@ -90,11 +103,27 @@ NAMES = {number: label for label, number in LABELS.items()}
 def main() -> None:
     """Read, train, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, action="append", required=True, help="folder or file of JSON lines")
-    parser.add_argument("--output", type=Path, default=WEIGHTS_FILE, help="weights file (default: the package's)")
-    parser.add_argument("--left-out", choices=("batch", "domain", "language"), help="report instead")
     parser.add_argument(
-        "--worst", type=int, default=0, help="with it: print so many of the worst errors about code too"
+        "--data",
+        type=Path,
+        action="append",
+        required=True,
+        help="folder or file of JSON lines",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=WEIGHTS_FILE,
+        help="weights file (default: the package's)",
+    )
+    parser.add_argument(
+        "--left-out", choices=("batch", "domain", "language"), help="report instead"
+    )
+    parser.add_argument(
+        "--worst",
+        type=int,
+        default=0,
+        help="with it: print so many of the worst errors about code too",
     )
     options = parser.parse_args()
     prompts, data = read_prompts(options.data)
@@ -106,7 +135,11 @@ def main() -> None:
     if options.left_out:
         figures = []
         for test in tests:  # calibrated on the other parts
-            known = calibrate(labels, scores, [row for other in tests if other is not test for row in other])
+            known = calibrate(
+                labels,
+                scores,
+                [row for other in tests if other is not test for row in other],
+            )
             figures.append(measure(prompts, labels, calibrated(scores, *known), test))
         for name in figures[0]:
             values = [each[name] for each in figures if not math.isnan(each[name])]
@@ -122,14 +155,20 @@ def main() -> None:
         "slope": slope,
         "shift": shift,
         "data_sha256": data,
-        "prompts": dict(Counter("written" if written(prompt) else "other" for prompt in prompts)),
+        "prompts": dict(
+            Counter("written" if written(prompt) else "other" for prompt in prompts)
+        ),
         "fasttext": FAST,
         "left_out": {
             name: round(value, 3)
-            for name, value in measure(prompts, labels, calibrated(scores, slope, shift), rows).items()
+            for name, value in measure(
+                prompts, labels, calibrated(scores, slope, shift), rows
+            ).items()
         },
     }
-    options.output.with_name(ABOUT_FILE).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+    options.output.with_name(ABOUT_FILE).write_text(
+        json.dumps(about, indent=1) + "\n", "utf-8"
+    )
     print(
         json.dumps(about["left_out"], indent=1),
         f"\n{len(prompts)} prompts, {len(model.labels)} labels; {options.output}",
@@ -146,11 +185,21 @@ def read_prompts(places: Iterable[Path]) -> tuple[list[Prompt], str]:
     content = hashlib.sha256()
     prompts = []
     for place in places:
-        files = [place] if place.is_file() else sorted([*place.glob("train.jsonl*"), *place.glob("written*.jsonl")])
+        files = (
+            [place]
+            if place.is_file()
+            else sorted([*place.glob("train.jsonl*"), *place.glob("written*.jsonl")])
+        )
         for file in files:
-            text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+            text = (
+                gzip.decompress(file.read_bytes())
+                if file.suffix == ".gz"
+                else file.read_bytes()
+            )
             content.update(text)
-            prompts += [json.loads(line) for line in text.decode("utf-8").split("\n") if line]
+            prompts += [
+                json.loads(line) for line in text.decode("utf-8").split("\n") if line
+            ]
     return prompts, content.hexdigest()
 
 
@@ -158,11 +207,15 @@ def choose(prompts: Iterable[Prompt], rng: random.Random) -> list[Prompt]:
     """Return the written prompts, some of each other source, and nonsense."""
     groups: dict[tuple[str, str], list[Prompt]] = defaultdict(list)
     for prompt in prompts:
-        groups[prompt["source"], "en" if written(prompt) else prompt.get("nl") or "en"].append(prompt)
+        groups[
+            prompt["source"], "en" if written(prompt) else prompt.get("nl") or "en"
+        ].append(prompt)
     chosen = []
     for (_, spoken), group in groups.items():
         cap = CAP if spoken == "en" else FOREIGN_CAP
-        chosen += group if written(group[0]) or len(group) <= cap else rng.sample(group, cap)
+        chosen += (
+            group if written(group[0]) or len(group) <= cap else rng.sample(group, cap)
+        )
     return chosen + [nonsense(rng) for _ in range(NONSENSE)]
 
 
@@ -174,23 +227,44 @@ def nonsense(rng: random.Random) -> Prompt:
     elif kind == 1:
         text = rng.choice("asdfghjklqwertzuiopyxcvbnm") * rng.randrange(1, 40)
     else:
-        letters = rng.choice(("bcdfghjklmnpqrstvwxz", "asdfjkl", "abcdefghijklmnopqrstuvwxyz"))
-        text = " ".join(
-            "".join(rng.choice(letters) for _ in range(rng.randrange(4, 10))) for _ in range(rng.randrange(1, 6))
+        letters = rng.choice(
+            ("bcdfghjklmnpqrstvwxz", "asdfjkl", "abcdefghijklmnopqrstuvwxyz")
         )
-    labels = {"contains_code": False, "asks_for_code": False, "language": None, "class": "unknown"}
+        text = " ".join(
+            "".join(rng.choice(letters) for _ in range(rng.randrange(4, 10)))
+            for _ in range(rng.randrange(1, 6))
+        )
+    labels = {
+        "contains_code": False,
+        "asks_for_code": False,
+        "language": None,
+        "class": "unknown",
+    }
     return {"text": text, **labels, "source": f"nonsense {kind}"}
 
 
 def label(prompts: Sequence[Prompt]) -> list[list[str]]:
     """Return fastText's labels of each prompt; a complexity that is not known is filled in by those that are."""
-    names = [ALIASES.get(name := (prompt["language"] or "").split("#")[0], name) for prompt in prompts]
+    names = [
+        ALIASES.get(name := (prompt["language"] or "").split("#")[0], name)
+        for prompt in prompts
+    ]
     often = Counter(names)
-    small_talk = {words_of(prompt["text"]) for prompt in prompts if prompt.get("small_talk")} - {""}
+    small_talk = {
+        words_of(prompt["text"]) for prompt in prompts if prompt.get("small_talk")
+    } - {""}
     labels = []
     for prompt, name in zip(prompts, names, strict=True):
         contains, asks = bool(prompt["contains_code"]), bool(prompt["asks_for_code"])
-        outputs = [output for output, holds in ((HAS, contains or asks), (ASKS, asks), (CONTAINS, contains)) if holds]
+        outputs = [
+            output
+            for output, holds in (
+                (HAS, contains or asks),
+                (ASKS, asks),
+                (CONTAINS, contains),
+            )
+            if holds
+        ]
         if not outputs and prompt["class"] in JUDGED:
             outputs.append(CLASSES + JUDGED.index(PromptClass(prompt["class"])))
         if is_small_talk(prompt, small_talk):
@@ -198,12 +272,18 @@ def label(prompts: Sequence[Prompt]) -> list[list[str]]:
         mine = [NAMES[output] for output in outputs]
         if outputs[:1] == [HAS] and name and often[name] >= LEAST_OF_LANGUAGE:
             mine.append(LANGUAGE + name.replace(" ", "-"))
-        labels.append(mine + degrees(prompt.get("complexity")) if knows_complexity(prompt) else mine)
+        labels.append(
+            mine + degrees(prompt.get("complexity"))
+            if knows_complexity(prompt)
+            else mine
+        )
     known = [row for row, prompt in enumerate(prompts) if knows_complexity(prompt)]
     model = fit([prompts[row] for row in known], [labels[row] for row in known])
     for row in set(range(len(prompts))) - set(known):
         odds = uncalibrated(model).read(line_of(prompts[row]["text"]))[0]
-        labels[row] += [NAMES[output] for output in (BEYOND_TRIVIAL, COMPLEX) if odds[output] >= 0]
+        labels[row] += [
+            NAMES[output] for output in (BEYOND_TRIVIAL, COMPLEX) if odds[output] >= 0
+        ]
     return labels
 
 
@@ -225,7 +305,11 @@ def degrees(complexity: str | None) -> list[str]:
     return [NAMES[BEYOND_TRIVIAL]] * (degree > 0) + [NAMES[COMPLEX]] * (degree > 1)
 
 
-def fit(prompts: Sequence[Prompt], labels: Sequence[Sequence[str]], output: Path | None = None) -> Any:
+def fit(
+    prompts: Sequence[Prompt],
+    labels: Sequence[Sequence[str]],
+    output: Path | None = None,
+) -> Any:
     """Train, on one thread so that it comes out the same each time; with a file, write it in eight bits."""
     lines = []
     for prompt, mine in zip(prompts, labels, strict=True):
@@ -237,9 +321,17 @@ def fit(prompts: Sequence[Prompt], labels: Sequence[Sequence[str]], output: Path
     with TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.txt"
         file.write_text("\n".join(lines) + "\n", "utf-8")
-        model = fasttext.train_supervised(str(file), thread=1, seed=0, verbose=0, **FAST)
+        model = fasttext.train_supervised(
+            str(file), thread=1, seed=0, verbose=0, **FAST
+        )
     if output is not None:
-        compress(model, [line_of(prompt["text"]) for prompt in prompts[:: len(prompts) // COMPARED + 1]])
+        compress(
+            model,
+            [
+                line_of(prompt["text"])
+                for prompt in prompts[:: len(prompts) // COMPARED + 1]
+            ],
+        )
         model.save_model(str(output))
     return model
 
@@ -252,14 +344,21 @@ def unlabelled_line(lines: Sequence[str]) -> str:
     Rows are ordered by how often their word occurs, and which of them are learned from is the same in every training. So the
     line repeats the words that are a little rarer than a line's end, until enough of them are more frequent.
     """
-    counts = Counter(word for line in lines for word in line.split() if not word.startswith("__label__"))
+    counts = Counter(
+        word
+        for line in lines
+        for word in line.split()
+        if not word.startswith("__label__")
+    )
     ends = len(lines) + 1  # with this line's own
     rows = len(counts) + 1 + FAST["bucket"]
     rank = sum(count > ends for count in counts.values())
     wanted = rank
     while place_after_shuffle(wanted, rows=rows) >= CODEBOOK_ROWS:
         wanted += 1
-    rarer = [(word, count) for word, count in counts.most_common(wanted) if count <= ends]
+    rarer = [
+        (word, count) for word, count in counts.most_common(wanted) if count <= ends
+    ]
     return " ".join(word for word, count in rarer for _ in range(ends + 1 - count))
 
 
@@ -293,7 +392,10 @@ def compress(model: Any, lines: Sequence[str]) -> None:
     model.quantize(qnorm=True, thread=1, verbose=0)
     after = [uncalibrated(model).read(line)[0] for line in lines]
     for output in (HAS, ASKS, CONTAINS):
-        turned = fmean((new[output] >= 0) is not (old[output] >= 0) for old, new in zip(before, after, strict=True))
+        turned = fmean(
+            (new[output] >= 0) is not (old[output] >= 0)
+            for old, new in zip(before, after, strict=True)
+        )
         if turned > MOST_TURNED:
             sys.exit(
                 f"eight bits turn {OUTPUTS[output]!r} around for {turned:.1%} of prompts, more than {MOST_TURNED:.0%}: "
@@ -306,7 +408,9 @@ def times_of(prompt: Prompt) -> int:
     times = REPEATS if written(prompt) or prompt["class"] == PromptClass.UNKNOWN else 1
     if prompt.get("pair") and not has_code(prompt):
         times *= ALIKE_TIMES
-    if prompt.get("small_talk") or (prompt.get("domain") == SMALL_TALK_DOMAIN and written(prompt)):
+    if prompt.get("small_talk") or (
+        prompt.get("domain") == SMALL_TALK_DOMAIN and written(prompt)
+    ):
         times *= SMALL_TALK_TIMES
     return times
 
@@ -344,13 +448,23 @@ def leave_out(
         loads[part] += size
     scores, tests = {}, []
     for part in range(FOLDS):
-        test = [row for row, group in enumerate(groups) if group is not None and part_of[group] == part]
+        test = [
+            row
+            for row, group in enumerate(groups)
+            if group is not None and part_of[group] == part
+        ]
         out = set(test)
         kept = [row for row in range(len(prompts)) if row not in out]
-        model = uncalibrated(fit([prompts[row] for row in kept], [labels[row] for row in kept]))
+        model = uncalibrated(
+            fit([prompts[row] for row in kept], [labels[row] for row in kept])
+        )
         scores |= {row: model.read(line_of(prompts[row]["text"]))[0] for row in test}
         tests.append(test)
-        print(f"part {part + 1} of {FOLDS}: {len(test)} prompts left out", file=sys.stderr, flush=True)
+        print(
+            f"part {part + 1} of {FOLDS}: {len(test)} prompts left out",
+            file=sys.stderr,
+            flush=True,
+        )
     return scores, tests
 
 
@@ -360,13 +474,21 @@ def calibrate(
     """Return slope and shift of each output that make its scores calibrated log-odds; classes have one slope, no shift."""
     slope, shift = [1.0] * len(OUTPUTS), [0.0] * len(OUTPUTS)
     for output in range(CLASSES):
-        slope[output], shift[output] = platt([(scores[row][output], NAMES[output] in labels[row]) for row in rows])
+        slope[output], shift[output] = platt(
+            [(scores[row][output], NAMES[output] in labels[row]) for row in rows]
+        )
     pairs = [
-        (scores[row][CLASSES:], k) for row in rows for k in range(len(JUDGED)) if NAMES[CLASSES + k] in labels[row]
+        (scores[row][CLASSES:], k)
+        for row in rows
+        for k in range(len(JUDGED))
+        if NAMES[CLASSES + k] in labels[row]
     ]
-    slope[CLASSES:] = [min((0.1 * step for step in range(1, 31)), key=lambda factor: class_loss(pairs, factor))] * len(
-        JUDGED
-    )
+    slope[CLASSES:] = [
+        min(
+            (0.1 * step for step in range(1, 31)),
+            key=lambda factor: class_loss(pairs, factor),
+        )
+    ] * len(JUDGED)
     return slope, shift
 
 
@@ -374,20 +496,34 @@ def platt(pairs: Sequence[tuple[float, bool]]) -> tuple[float, float]:
     """Return slope and shift that make scores into calibrated log-odds: Newton's method, its steps halved where needed."""
 
     def loss(slope: float, shift: float) -> float:
-        odds = [(slope * score + shift) * (-1 if truth else 1) for score, truth in pairs]
+        odds = [
+            (slope * score + shift) * (-1 if truth else 1) for score, truth in pairs
+        ]
         return fmean(max(each, 0.0) + math.log1p(math.exp(-abs(each))) for each in odds)
 
     slope, shift = 1.0, 0.0
     for _ in range(30):
         g0 = g1 = h00 = h01 = h11 = 0.0
         for score, truth in pairs:
-            probability = 1 / (1 + math.exp(-max(-30.0, min(slope * score + shift, 30.0))))
+            probability = 1 / (
+                1 + math.exp(-max(-30.0, min(slope * score + shift, 30.0)))
+            )
             error, weight = probability - truth, probability * (1 - probability)
             g0, g1 = g0 + error * score, g1 + error
-            h00, h01, h11 = h00 + weight * score * score, h01 + weight * score, h11 + weight
+            h00, h01, h11 = (
+                h00 + weight * score * score,
+                h01 + weight * score,
+                h11 + weight,
+            )
         determinant = max(h00 * h11 - h01 * h01, SMALLEST)
-        step, now = ((h11 * g0 - h01 * g1) / determinant, (h00 * g1 - h01 * g0) / determinant), loss(slope, shift)
-        while loss(slope - step[0], shift - step[1]) > now and max(map(abs, step)) > SMALLEST:
+        step, now = (
+            ((h11 * g0 - h01 * g1) / determinant, (h00 * g1 - h01 * g0) / determinant),
+            loss(slope, shift),
+        )
+        while (
+            loss(slope - step[0], shift - step[1]) > now
+            and max(map(abs, step)) > SMALLEST
+        ):
             step = step[0] / 2, step[1] / 2
         slope, shift = slope - step[0], shift - step[1]
     return slope, shift
@@ -395,22 +531,35 @@ def platt(pairs: Sequence[tuple[float, bool]]) -> tuple[float, float]:
 
 def class_loss(pairs: Sequence[tuple[Sequence[float], int]], factor: float) -> float:
     """Return the mean surprise at the right class where scores are multiplied by a factor before the softmax."""
-    return fmean(math.log(sum(math.exp(factor * (each - odds[right])) for each in odds)) for odds, right in pairs)
+    return fmean(
+        math.log(sum(math.exp(factor * (each - odds[right])) for each in odds))
+        for odds, right in pairs
+    )
 
 
 def calibrated(
     scores: dict[int, list[float]], slope: Sequence[float], shift: Sequence[float]
 ) -> dict[int, list[float]]:
     """Return calibrated log-odds."""
-    return {row: [a * x + b for x, a, b in zip(odds, slope, shift, strict=True)] for row, odds in scores.items()}
+    return {
+        row: [a * x + b for x, a, b in zip(odds, slope, shift, strict=True)]
+        for row, odds in scores.items()
+    }
 
 
 def measure(
-    prompts: Sequence[Prompt], labels: Sequence[list[str]], scores: dict[int, list[float]], rows: Sequence[int]
+    prompts: Sequence[Prompt],
+    labels: Sequence[list[str]],
+    scores: dict[int, list[float]],
+    rows: Sequence[int],
 ) -> dict[str, float]:
     """Return how good the log-odds of some rows are."""
 
-    def f1(found: Callable[[int], bool], right: Callable[[int], bool], among: Sequence[int] = rows) -> float:
+    def f1(
+        found: Callable[[int], bool],
+        right: Callable[[int], bool],
+        among: Sequence[int] = rows,
+    ) -> float:
         both = sum(found(row) and right(row) for row in among)
         either = sum(found(row) + right(row) for row in among)
         return 2 * both / either if either else math.nan
@@ -423,7 +572,10 @@ def measure(
 
     def share(output: int, wanted: bool, among: Sequence[int]) -> float:  # noqa: FBT001
         return (
-            fmean((scores[row][output] >= THRESHOLDS.get(output, 0.0)) is wanted for row in among)
+            fmean(
+                (scores[row][output] >= THRESHOLDS.get(output, 0.0)) is wanted
+                for row in among
+            )
             if among
             else math.nan
         )
@@ -432,31 +584,67 @@ def measure(
     alike = [row for row in prose if prompts[row].get("pair")]
     foreign = [row for row in rows if (prompts[row].get("nl") or "en") != "en"]
     talk = [row for row in prose if holds(SMALL_TALK)(row)]
-    called_talk = [row for row in rows if found(SMALL_TALK)(row) and not found(HAS)(row)]
-    judged = [row for row in prose if any(holds(CLASSES + k)(row) for k in range(len(JUDGED)))]
-    likeliest = {row: CLASSES + max(range(len(JUDGED)), key=lambda k: scores[row][CLASSES + k]) for row in judged}
-    there = [output for output in range(CLASSES, len(OUTPUTS)) if any(map(holds(output), judged))]
-    of_classes = [f1(lambda row, c=c: likeliest[row] == c, holds(c), judged) for c in there]
+    called_talk = [
+        row for row in rows if found(SMALL_TALK)(row) and not found(HAS)(row)
+    ]
+    judged = [
+        row for row in prose if any(holds(CLASSES + k)(row) for k in range(len(JUDGED)))
+    ]
+    likeliest = {
+        row: CLASSES + max(range(len(JUDGED)), key=lambda k: scores[row][CLASSES + k])
+        for row in judged
+    }
+    there = [
+        output
+        for output in range(CLASSES, len(OUTPUTS))
+        if any(map(holds(output), judged))
+    ]
+    of_classes = [
+        f1(lambda row, c=c: likeliest[row] == c, holds(c), judged) for c in there
+    ]
     return {
-        **{f"F1 {OUTPUTS[output]}": f1(found(output), holds(output)) for output in (HAS, ASKS, CONTAINS)},
+        **{
+            f"F1 {OUTPUTS[output]}": f1(found(output), holds(output))
+            for output in (HAS, ASKS, CONTAINS)
+        },
         "F1 has code, other languages": f1(found(HAS), holds(HAS), foreign),
         "prose called code": 1 - share(HAS, False, prose),
         "look-alikes called code": 1 - share(HAS, False, alike),
-        "trivial prose found": share(BEYOND_TRIVIAL, False, [row for row in prose if not holds(BEYOND_TRIVIAL)(row)]),
-        "complex found": share(COMPLEX, True, [row for row in rows if holds(COMPLEX)(row)]),
-        "small talk, precision": fmean(map(holds(SMALL_TALK), called_talk)) if called_talk else math.nan,
-        "small talk, recall": len(set(called_talk).intersection(talk)) / len(talk) if talk else math.nan,
+        "trivial prose found": share(
+            BEYOND_TRIVIAL,
+            False,
+            [row for row in prose if not holds(BEYOND_TRIVIAL)(row)],
+        ),
+        "complex found": share(
+            COMPLEX, True, [row for row in rows if holds(COMPLEX)(row)]
+        ),
+        "small talk, precision": fmean(map(holds(SMALL_TALK), called_talk))
+        if called_talk
+        else math.nan,
+        "small talk, recall": len(set(called_talk).intersection(talk)) / len(talk)
+        if talk
+        else math.nan,
         "F1 of classes, mean": fmean(of_classes) if of_classes else math.nan,
-        "calibration error of has code": calibration_error([(scores[row][HAS], holds(HAS)(row)) for row in rows]),
+        "calibration error of has code": calibration_error(
+            [(scores[row][HAS], holds(HAS)(row)) for row in rows]
+        ),
     }
 
 
 def print_worst(
-    prompts: Sequence[Prompt], labels: Sequence[list[str]], scores: dict[int, list[float]], most: int
+    prompts: Sequence[Prompt],
+    labels: Sequence[list[str]],
+    scores: dict[int, list[float]],
+    most: int,
 ) -> None:
     """Print prompts that were falsely called code, and prompts with code that were missed, the surest first."""
     for name, there in (("false", False), ("missed", True)):
-        mine = [row for row in scores if (NAMES[HAS] in labels[row]) is there and (scores[row][HAS] >= 0) is not there]
+        mine = [
+            row
+            for row in scores
+            if (NAMES[HAS] in labels[row]) is there
+            and (scores[row][HAS] >= 0) is not there
+        ]
         for row in sorted(mine, key=lambda row: -abs(scores[row][HAS]))[: most // 2]:
             print(f"{name:8}{' '.join(prompts[row]['text'].split())[:100]}")
 

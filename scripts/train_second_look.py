@@ -28,7 +28,14 @@ from transformers import AutoModel, AutoTokenizer
 
 from classifier.kinds import JUDGED, Complexity, PromptClass
 from classifier.model import ASKS, BEYOND_TRIVIAL, COMPLEX, CONTAINS, HAS
-from classifier.second_look import FOLDER, KNOWN_OUTPUTS, MAX_TOKENS, MODEL, TOKENIZER, excerpt
+from classifier.second_look import (
+    FOLDER,
+    KNOWN_OUTPUTS,
+    MAX_TOKENS,
+    MODEL,
+    TOKENIZER,
+    excerpt,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +58,9 @@ class Net(torch.nn.Module):
 
     def forward(self, input_ids: Any, attention_mask: Any) -> Any:
         """Return log-odds of the outputs, one row a prompt."""
-        found = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        found = self.encoder(
+            input_ids=input_ids, attention_mask=attention_mask
+        ).last_hidden_state
         mask = attention_mask.unsqueeze(-1).float()
         return self.head((found * mask).sum(1) / mask.sum(1))
 
@@ -61,19 +70,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", required=True, help="folder or name of the encoder")
     parser.add_argument("--data", type=Path, default=Path("classifier/data"))
-    parser.add_argument("--output", type=Path, default=FOLDER, help="folder (default: the package's)")
+    parser.add_argument(
+        "--output", type=Path, default=FOLDER, help="folder (default: the package's)"
+    )
     parser.add_argument("--without", nargs="*", default=[], metavar="SOURCE")
     options = parser.parse_args()
     torch.manual_seed(0)
     random.seed(0)
     files = sorted(options.data.glob("written*.jsonl"))
-    prompts = [json.loads(line) for file in files for line in file.read_text("utf-8").split("\n") if line]
+    prompts = [
+        json.loads(line)
+        for file in files
+        for line in file.read_text("utf-8").split("\n")
+        if line
+    ]
     left_out = [prompt for prompt in prompts if prompt["source"] in options.without]
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     encoder = AutoModel.from_pretrained(options.base, attn_implementation="eager")
     encoder.pooler = None  # unused
     net = Net(encoder)
-    train(net, tokenizer, [prompt for prompt in prompts if prompt["source"] not in options.without])
+    train(
+        net,
+        tokenizer,
+        [prompt for prompt in prompts if prompt["source"] not in options.without],
+    )
     if left_out:
         report(net, tokenizer, left_out)
     write(net, tokenizer, options.output)
@@ -99,7 +119,9 @@ def batches(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
     """Return shuffled batches of prompts of like length."""
     order, made = random.sample(list(prompts), len(prompts)), []
     for begin in range(0, len(order), BATCH * 40):
-        part = sorted(order[begin : begin + BATCH * 40], key=lambda prompt: len(prompt["text"]))
+        part = sorted(
+            order[begin : begin + BATCH * 40], key=lambda prompt: len(prompt["text"])
+        )
         made += [part[at : at + BATCH] for at in range(0, len(part), BATCH)]
     return random.sample(made, len(made))
 
@@ -107,7 +129,9 @@ def batches(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
 def encode(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[Any, Any]:
     """Return token ids and mask as the second look makes them."""
     texts = [excerpt(prompt["text"]) for prompt in prompts]
-    found = tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+    found = tokenizer(
+        texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+    )
     return found["input_ids"], found["attention_mask"]
 
 
@@ -121,9 +145,18 @@ def train(net: Net, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
     net.train()
     for step, batch in enumerate(plan):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * min(1, (step + 1) / WARM_STEPS) * (1 - step / len(plan))
-        truth, known = (torch.tensor(column) for column in zip(*map(targets, batch), strict=True))
-        loss = cross_entropy(net(*encode(tokenizer, batch)), truth, weight=known, reduction="sum") / known.sum()
+            group["lr"] = (
+                rate * min(1, (step + 1) / WARM_STEPS) * (1 - step / len(plan))
+            )
+        truth, known = (
+            torch.tensor(column) for column in zip(*map(targets, batch), strict=True)
+        )
+        loss = (
+            cross_entropy(
+                net(*encode(tokenizer, batch)), truth, weight=known, reduction="sum"
+            )
+            / known.sum()
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -131,7 +164,10 @@ def train(net: Net, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
         losses.append(loss.item())
         if step % REPORT_STEPS == 0:
             mean, spent = np.mean(losses[-REPORT_STEPS:]), time.monotonic() - began
-            print(f"step {step} of {len(plan)}, loss {mean:.4f}, {spent:.0f} s", flush=True)
+            print(
+                f"step {step} of {len(plan)}, loss {mean:.4f}, {spent:.0f} s",
+                flush=True,
+            )
 
 
 def report(net: Net, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
@@ -139,9 +175,14 @@ def report(net: Net, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
     net.eval()
     with torch.no_grad():
         odds = np.concatenate(
-            [net(*encode(tokenizer, prompts[at : at + 64])).numpy() for at in range(0, len(prompts), 64)]
+            [
+                net(*encode(tokenizer, prompts[at : at + 64])).numpy()
+                for at in range(0, len(prompts), 64)
+            ]
         )
-    truth, known = (np.array(column) > 0 for column in zip(*map(targets, prompts), strict=True))
+    truth, known = (
+        np.array(column) > 0 for column in zip(*map(targets, prompts), strict=True)
+    )
     for output in range(CLASSES):
         rows = known[:, output]
         found, right = odds[rows, output] >= 0, truth[rows, output]
@@ -169,7 +210,9 @@ def write(net: Net, tokenizer: Any, folder: Path) -> None:
             opset_version=17,
             dynamo=False,
         )
-        quantize_dynamic(whole, folder / MODEL, weight_type=QuantType.QInt8, per_channel=True)
+        quantize_dynamic(
+            whole, folder / MODEL, weight_type=QuantType.QInt8, per_channel=True
+        )
     print(f"wrote {folder / MODEL}, {(folder / MODEL).stat().st_size / 1e6:.1f} MB")
 
 

@@ -30,10 +30,14 @@ from tests.waiting import wait_until
 # Which twin of the model real engines serve (tests/engine/twins.py). It is taken out: qarr refuses settings it does not know.
 CHOSEN_TWIN = os.environ.pop("QARR_TEST_TWIN", "")
 
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 # All clients without TLS settings trust the same certificates: these are read once.
-pytest.MonkeyPatch().setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
+pytest.MonkeyPatch().setattr(
+    "httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context)
+)
 
 
 @pytest.fixture
@@ -48,11 +52,15 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, hub: Path) -> None:
+def _clean_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, hub: Path
+) -> None:
     clean_environment(monkeypatch, tmp_path_factory, hub)
 
 
-def clean_environment(patch: pytest.MonkeyPatch, folders: pytest.TempPathFactory, hub: Path) -> None:
+def clean_environment(
+    patch: pytest.MonkeyPatch, folders: pytest.TempPathFactory, hub: Path
+) -> None:
     """Keep the developer's own settings and exporters out of the tests.
 
     A fixture of a module or of the session begins before the fixtures of a test: it calls this itself.
@@ -82,9 +90,21 @@ class RedisServer:
 
     def __init__(self, *options: str) -> None:
         program = shutil.which("redis-server")
-        assert program, "redis-server is not installed: scripts/setup services, or apt-get install redis-server"
+        assert program, (
+            "redis-server is not installed: scripts/setup services, or apt-get install redis-server"
+        )
         (self.port,) = reserved_ports()
-        self._argv = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._argv = [
+            program,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         # As a replica it writes no file either, which later ones would read.
         self._argv += ("--repl-diskless-load", "swapdb", *options)
         self.url = f"redis://127.0.0.1:{self.port}/0"

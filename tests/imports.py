@@ -42,7 +42,9 @@ def rank(name: str) -> int | None:
 
 def modules() -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for path in sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
+    for path in sorted(
+        p for package in PACKAGES for p in (ROOT / package).rglob("*.py")
+    ):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if not APART & set(parts):
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -61,7 +63,9 @@ def imports(name: str, known: dict[str, Path]) -> set[str]:
     return found & known.keys() - {name}
 
 
-def circles_and_floors(graph: dict[str, set[str]]) -> tuple[list[list[str]], dict[str, int]]:
+def circles_and_floors(
+    graph: dict[str, set[str]],
+) -> tuple[list[list[str]], dict[str, int]]:
     """Return the circles of an import graph, and each module's floor; the modules of a circle share one (Tarjan, 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -83,7 +87,11 @@ def circles_and_floors(graph: dict[str, set[str]]) -> tuple[list[list[str]], dic
             group = stack[start:]
             del stack[start:]
             below = {other for member in group for other in graph[member]} - set(group)
-            floors.update(dict.fromkeys(group, 1 + max((floors[other] for other in below), default=0)))
+            floors.update(
+                dict.fromkeys(
+                    group, 1 + max((floors[other] for other in below), default=0)
+                )
+            )
             if len(group) > 1:
                 circles.append(sorted(group))
 

@@ -27,7 +27,9 @@ class Relay:
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._open: set[asyncio.Task[None]] = set()
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
@@ -36,7 +38,10 @@ class Relay:
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
             await asyncio.gather(_pipe(reader, far_writer), _pipe(far_reader, writer))
-        except (OSError, asyncio.CancelledError):  # the server of streams reports a task that was cancelled
+        except (
+            OSError,
+            asyncio.CancelledError,
+        ):  # the server of streams reports a task that was cancelled
             pass
         finally:
             writer.close()
@@ -87,12 +92,23 @@ def redis_cluster(folder: Path, nodes: int = 3) -> Iterator[list[RedisServer]]:
             bus = str(reserved_ports()[0])
             place = folder / str(number)
             place.mkdir()
-            options = ("--cluster-enabled", "yes", "--cluster-port", bus, "--dir", str(place))
+            options = (
+                "--cluster-enabled",
+                "yes",
+                "--cluster-port",
+                bus,
+                "--dir",
+                str(place),
+            )
             servers.append(RedisServer(*options, "--cluster-node-timeout", "2000"))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
         command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
-        subprocess.run(command, check=True, capture_output=True, timeout=CLUSTER_TIMEOUT_S)
-        wait_until(lambda: all(map(_knows_all_slots, servers)), "all nodes to know all slots")
+        subprocess.run(
+            command, check=True, capture_output=True, timeout=CLUSTER_TIMEOUT_S
+        )
+        wait_until(
+            lambda: all(map(_knows_all_slots, servers)), "all nodes to know all slots"
+        )
         yield servers
     finally:
         for server in servers:

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 from pytest_timeout import is_debugging, timeout_timer
 
-FOLDER = "stacks_folder"  # of the workers' files, in what the controller tells each worker
+# of the workers' files, in what the controller tells each worker
+FOLDER = "stacks_folder"
 _FOLDER = pytest.StashKey[TemporaryDirectory[str]]()
 _TIMER = pytest.StashKey[threading.Timer]()
 
@@ -93,20 +94,28 @@ def stacks() -> str:
     """Return the stacks of all tasks that have not ended, and of all threads but this one, the innermost call last."""
     parts = []
     for task in _tasks():
-        frames = [frame for frame in _awaited_frames(task.get_coro()) if frame is not None]
-        lines = [line for frame in frames for line in traceback.format_stack(frame, limit=1)]
+        frames = [
+            frame for frame in _awaited_frames(task.get_coro()) if frame is not None
+        ]
+        lines = [
+            line for frame in frames for line in traceback.format_stack(frame, limit=1)
+        ]
         parts.append(f"--- task {task.get_name()}\n{''.join(lines)}")
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
-            parts.append(f"--- thread {threads.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}")
+            parts.append(
+                f"--- thread {threads.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+            )
     return "\n".join(parts)
 
 
 def _tasks() -> list[asyncio.Task[Any]]:
     """Return the tasks of all event loops: ``asyncio.all_tasks`` knows those of one."""
     tasks = [found for found in gc.get_objects() if isinstance(found, asyncio.Task)]
-    return sorted((task for task in tasks if not task.done()), key=lambda task: task.get_name())
+    return sorted(
+        (task for task in tasks if not task.done()), key=lambda task: task.get_name()
+    )
 
 
 def _awaited_frames(awaited: Any) -> Iterator[FrameType | None]:

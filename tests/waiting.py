@@ -12,12 +12,19 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-WAIT_S = 60.0  # not an expectation of speed: half of a test's timeout, after which nothing could be said any more
+# not an expectation of speed: half of a test's timeout, after which nothing could be said any more
+WAIT_S = 60.0
 POLL_S = 0.02
 LONGEST_VALUE = 2_000  # characters of what was seen last
 
 
-async def until(look: Callable[[], Any], what: str = "", *, within_s: float = WAIT_S, poll_s: float = POLL_S) -> Any:
+async def until(
+    look: Callable[[], Any],
+    what: str = "",
+    *,
+    within_s: float = WAIT_S,
+    poll_s: float = POLL_S,
+) -> Any:
     """Return the first true value that ``look`` returns, or that an awaitable which it returns has.
 
     Args:
@@ -41,7 +48,9 @@ async def until(look: Callable[[], Any], what: str = "", *, within_s: float = WA
     raise AssertionError(_too_long(what or source_of(look), within_s, seen))
 
 
-async def until_still(look: Callable[[], T], what: str, *, still_s: float, within_s: float = WAIT_S) -> T:
+async def until_still(
+    look: Callable[[], T], what: str, *, still_s: float, within_s: float = WAIT_S
+) -> T:
     """Return what ``look`` returns once that has stayed the same for so many seconds."""
     last: list[T] = []
 
@@ -55,7 +64,13 @@ async def until_still(look: Callable[[], T], what: str, *, still_s: float, withi
     return last[0]
 
 
-def wait_until(look: Callable[[], T], what: str = "", *, within_s: float = WAIT_S, poll_s: float = POLL_S) -> T:
+def wait_until(
+    look: Callable[[], T],
+    what: str = "",
+    *,
+    within_s: float = WAIT_S,
+    poll_s: float = POLL_S,
+) -> T:
     """Return the first true value that ``look`` returns, in a test without an event loop; see ``until``."""
     deadline = time.monotonic() + within_s
     while True:

@@ -17,12 +17,16 @@ def wrong_with(url: str) -> str | None:
         port = parts.port
     except (httpx.InvalidURL, ValueError):
         return "not an address"
-    if not url.isprintable() or " " in url or parts.scheme not in {"http", "https"} or not parts.hostname or port == 0:
+    if (
+        not url.isprintable()
+        or " " in url
+        or parts.scheme not in {"http", "https"}
+        or not parts.hostname
+        or port == 0
+    ):
         return "not an address with http:// or https:// and a host"
     if parts.username is not None or parts.password is not None:
-        return (
-            "user and password do not belong here, where GET /tiers shows them: engine.api_key holds the engines' key"
-        )
+        return "user and password do not belong here, where GET /tiers shows them: engine.api_key holds the engines' key"
     if "?" in url or "#" in url:
         return "it may not have a query or a fragment"
     if parts.path.rstrip("/").endswith("/v1"):
@@ -33,7 +37,10 @@ def wrong_with(url: str) -> str | None:
 def normalised(url: str) -> str:
     """Return a text that is equal for equal addresses, also where a host has several or the port is not written."""
     parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    host, port = (
+        parts.hostname or "",
+        parts.port or (443 if parts.scheme == "https" else 80),
+    )
     with suppress(ValueError):
         host = str(ip_address(host))
     return f"{parts.scheme}://{'127.0.0.1' if host == 'localhost' else host}:{port}{parts.path.rstrip('/')}"

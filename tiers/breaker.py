@@ -65,10 +65,12 @@ class Breaker:
     opened: int = 0
     on_open: Callable[[], None] = field(default=lambda: None, repr=False)
     open_until: float | None = None
-    _held_until: float | None = None  # a probe without a result holds other requests back until then
+    # a probe without a result holds other requests back until then
+    _held_until: float | None = None
     _probe: int = 0  # number of the last probe
     _own_until: float = 0.0  # end of the pause for failures seen by this router
-    _pauses: int = 0  # since it was closed, hung probes included; the next pause is doubled as often
+    # since it was closed, hung probes included; the next pause is doubled as often
+    _pauses: int = 0
     _failures: int = 0  # consecutive ones
     # Whether each of the last attempts succeeded.
     _successes: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -83,7 +85,9 @@ class Breaker:
         """Tell whether a request may be sent: any while closed, one at a time while half-open."""
         if self.open_until is None:
             return True
-        return now >= self.open_until and (self._held_until is None or now >= self._held_until)
+        return now >= self.open_until and (
+            self._held_until is None or now >= self._held_until
+        )
 
     def wait_s(self, now: float) -> float:
         """Return the rest of the pause."""
@@ -146,7 +150,10 @@ class Breaker:
         if self._failures >= self.options.failures:
             return True
         attempts = len(self._successes)
-        return attempts >= ENOUGH and self._successes.count(False) / attempts >= self.options.failure_share
+        return (
+            attempts >= ENOUGH
+            and self._successes.count(False) / attempts >= self.options.failure_share
+        )
 
     def given_up(self, *, probe: int) -> None:
         """Note that a request ended without showing whether the replica works, for example because its client left."""

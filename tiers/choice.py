@@ -86,7 +86,9 @@ class Candidate(Struct, frozen=True):
 NONE_READY = Candidate(free=False, replica=None, times=None, cached=None)
 
 
-def candidate(tier: TierSnapshot, request: Request, fleet: FleetLoad | None) -> Candidate:
+def candidate(
+    tier: TierSnapshot, request: Request, fleet: FleetLoad | None
+) -> Candidate:
     """Return what a tier has for a request."""
     chosen = choose(tier, request, fleet)
     if chosen >= 0:
@@ -98,7 +100,12 @@ def candidate(tier: TierSnapshot, request: Request, fleet: FleetLoad | None) -> 
 
 
 def expected(
-    tier: TierSnapshot, position: int, request: Request, fleet: FleetLoad | None, *, free: bool = True
+    tier: TierSnapshot,
+    position: int,
+    request: Request,
+    fleet: FleetLoad | None,
+    *,
+    free: bool = True,
 ) -> Candidate:
     """Return one replica as a candidate; where its speed is known, its times are corrected by recent errors."""
     replica = tier.replicas[position]
@@ -115,7 +122,9 @@ def expected(
             uncached_tokens=uncached_tokens,
             max_num_seqs=tier.spec.max_num_seqs,
         )
-        corrected = _correct(uncorrected, replica.speed, replica.trends, now=_time_of(fleet))
+        corrected = _correct(
+            uncorrected, replica.speed, replica.trends, now=_time_of(fleet)
+        )
     return Candidate(
         free=free,
         replica=replica,
@@ -134,7 +143,12 @@ def _time_of(fleet: FleetLoad | None) -> float:
 
 
 def _predict_times(
-    speed: SpeedModel, load: Load, request: Request, *, uncached_tokens: int, max_num_seqs: int
+    speed: SpeedModel,
+    load: Load,
+    request: Request,
+    *,
+    uncached_tokens: int,
+    max_num_seqs: int,
 ) -> Times:
     """Predict a request's times by the speed model alone."""
     return speed.times(
@@ -147,7 +161,9 @@ def _predict_times(
     )
 
 
-def _correct(times: Times, speed: SpeedModel, trends: Trends, now: float) -> Expectation:
+def _correct(
+    times: Times, speed: SpeedModel, trends: Trends, now: float
+) -> Expectation:
     """Correct predicted times by the recent errors of such predictions."""
     ttft_mean, ttft_variance = trends.ttft.at_time(now, speed.ttft_spread)
     tpot_mean, tpot_variance = trends.tpot.at_time(now, speed.tpot_spread)
@@ -177,7 +193,11 @@ def takes(replica: ReplicaState, request: Request, max_in_flight: int) -> bool:
     if limit <= 0 or replica.slots + min(request.sequences, limit) > limit:
         return False
     kv = replica.kv
-    if kv.size and kv.held and kv.held + request.prompt_tokens + request.output_tokens > kv.size:
+    if (
+        kv.size
+        and kv.held
+        and kv.held + request.prompt_tokens + request.output_tokens > kv.size
+    ):
         return False
     return not (request.long and kv.pressure)
 
@@ -192,7 +212,11 @@ def choose(tier: TierSnapshot, request: Request, fleet: FleetLoad | None) -> int
     if least_loaded < 0 or not _caches_matter(tier):
         return least_loaded
     max_in_flight = tier.spec.max_in_flight
-    able = [position for position, replica in enumerate(tier.replicas) if takes(replica, request, max_in_flight)]
+    able = [
+        position
+        for position, replica in enumerate(tier.replicas)
+        if takes(replica, request, max_in_flight)
+    ]
     return _cheapest(tier, able, request, fleet=fleet)
 
 
@@ -206,9 +230,13 @@ def _least_loaded(tier: TierSnapshot, request: Request) -> int:
     best_position = -1
     fewest_tokens = inf
     fewest_sequences = 0
-    for position, (replica, output_tokens) in enumerate(zip(tier.replicas, tier.output_tokens, strict=True)):
+    for position, (replica, output_tokens) in enumerate(
+        zip(tier.replicas, tier.output_tokens, strict=True)
+    ):
         tokens = replica.prompt_tokens + output_tokens
-        if tokens > fewest_tokens or (tokens == fewest_tokens and replica.load.sequences >= fewest_sequences):
+        if tokens > fewest_tokens or (
+            tokens == fewest_tokens and replica.load.sequences >= fewest_sequences
+        ):
             continue
         if takes(replica, request, max_in_flight):
             best_position = position
@@ -229,7 +257,9 @@ def tell_apart(cached: Sequence[int]) -> bool:
     return any(tokens != cached[0] for tokens in cached)
 
 
-def _cheapest(tier: TierSnapshot, able: Sequence[int], request: Request, fleet: FleetLoad | None) -> int:
+def _cheapest(
+    tier: TierSnapshot, able: Sequence[int], request: Request, fleet: FleetLoad | None
+) -> int:
     """Return the position of the replica that takes a request at the least cost; of equals, the least loaded.
 
     Args:
@@ -239,21 +269,27 @@ def _cheapest(tier: TierSnapshot, able: Sequence[int], request: Request, fleet: 
         fleet: How busy the fleet is at the same time.
     """
     cached = _supposed_cached(tier, able, request)
-    are_speeds_known = all(_is_known_under_load(tier.replicas[position].speed) for position in able)
+    are_speeds_known = all(
+        _is_known_under_load(tier.replicas[position].speed) for position in able
+    )
     ranked = []
     for position in able:
         replica = tier.replicas[position]
         tokens = replica.prompt_tokens + tier.output_tokens[position]
         uncached_tokens = request.prompt_tokens - cached[position]
         if are_speeds_known:
-            cost = _answer_ms(tier, position, max(uncached_tokens, 0), request=request, fleet=fleet)
+            cost = _answer_ms(
+                tier, position, max(uncached_tokens, 0), request=request, fleet=fleet
+            )
         else:
             cost = tokens + uncached_tokens
         ranked.append((cost, tokens, replica.load.sequences, position))
     return min(ranked)[-1]
 
 
-def _supposed_cached(tier: TierSnapshot, able: Sequence[int], request: Request) -> list[int]:
+def _supposed_cached(
+    tier: TierSnapshot, able: Sequence[int], request: Request
+) -> list[int]:
     """Return the cached tokens to count for each replica: those known, and on a session's own replica a share of the others.
 
     The session counts only where what is known does not tell the able replicas apart.
@@ -270,7 +306,11 @@ def _is_known_under_load(speed: SpeedModel | None) -> bool:
 
 
 def _answer_ms(
-    tier: TierSnapshot, position: int, uncached_tokens: int, request: Request, fleet: FleetLoad | None
+    tier: TierSnapshot,
+    position: int,
+    uncached_tokens: int,
+    request: Request,
+    fleet: FleetLoad | None,
 ) -> float:
     """Predict the time of the whole answer on one replica, corrected by recent errors."""
     replica = tier.replicas[position]

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec import Struct, structs
 
-from tiers.choice import NONE_READY, Candidate, Request, candidate, expected, takes, tell_apart
+from tiers.choice import (
+    NONE_READY,
+    Candidate,
+    Request,
+    candidate,
+    expected,
+    takes,
+    tell_apart,
+)
 from tiers.preparing import Preparations
 from tiers.ranking import rising
 from tiers.replica import FleetOptions, Replica, SentPrompt, Share, Totals, WorkMark
@@ -33,7 +41,8 @@ if TYPE_CHECKING:
 STATE = attrgetter("state")
 OUTPUT_TOKENS = attrgetter("output_tokens")
 FRESH_S = 0.01  # up to this age of a decision the rest of the fleet counts as unchanged
-OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
+# weight of the past in ``Fleet.output_share``: about the last twenty answers
+OUTPUT_MEMORY = 0.95
 
 
 class Demand(Struct, frozen=True):
@@ -69,10 +78,12 @@ class Lease(Struct, eq=False):
     _max_output_tokens: int
     _kv_tokens: int
     _slots_taken: int  # on the replica, by all routers, when the request was sent
-    _unqueued_ms: float | None  # predicted TTFT if the engine does not queue the request; None: the speed was unknown
+    # predicted TTFT if the engine does not queue the request; None: the speed was unknown
+    _unqueued_ms: float | None
     _probe: int  # the breaker's number of this request; 0: it is no probe
     _load: Load  # the replica's load without the request, when it was sent
-    _sample: AnswerSample | None = None  # made with the first token, if the speed is learned from answers
+    # made with the first token, if the speed is learned from answers
+    _sample: AnswerSample | None = None
     _begun: WorkMark | None = None  # the replica's work at the first token
     _judged: bool = False  # the breaker knows whether the replica works
     _released: bool = False
@@ -101,7 +112,9 @@ class Lease(Struct, eq=False):
             expected_ms = self._unqueued_ms * math.exp(max(trends.ttft.mean, 0.0))
             replica.limiter.sample(expected_ms, ttft_ms, in_flight=self._slots_taken)
         if self.predicted is not None and speed is not None:
-            ttft_trend = trends.ttft.after(self.predicted.ttft_ms, ttft_ms, now=now, spread=speed.ttft_spread)
+            ttft_trend = trends.ttft.after(
+                self.predicted.ttft_ms, ttft_ms, now=now, spread=speed.ttft_spread
+            )
             replica.update(trends=Trends(ttft_trend, trends.tpot))
 
     def _note_success(self) -> None:
@@ -135,11 +148,17 @@ class Lease(Struct, eq=False):
         work.silent_from = monotonic()
         work.generated += tokens
         self._generated += tokens
-        counted_tokens = min(tokens, self._output_tokens)  # an engine may send more than was asked for
+        # an engine may send more than was asked for
+        counted_tokens = min(tokens, self._output_tokens)
         replica.output_tokens -= counted_tokens
         self._output_tokens -= counted_tokens
 
-    def finished(self, tpot_ms: float | None, output_tokens: int = 0, cached_tokens: int | None = None) -> None:
+    def finished(
+        self,
+        tpot_ms: float | None,
+        output_tokens: int = 0,
+        cached_tokens: int | None = None,
+    ) -> None:
         """Note a complete answer.
 
         Args:
@@ -157,17 +176,28 @@ class Lease(Struct, eq=False):
         replica.work.generated += max(output_tokens - self._generated, 0)
         replica.progressed(now)
         self._note_success()
-        if tpot_ms is not None and self.sequences == 1 and self.predicted is not None and speed is not None:
-            tpot_trend = trends.tpot.after(self.predicted.tpot_ms, tpot_ms, now=now, spread=speed.tpot_spread)
+        if (
+            tpot_ms is not None
+            and self.sequences == 1
+            and self.predicted is not None
+            and speed is not None
+        ):
+            tpot_trend = trends.tpot.after(
+                self.predicted.tpot_ms, tpot_ms, now=now, spread=speed.tpot_spread
+            )
             trends = Trends(trends.ttft, tpot_trend)
-        replica.state = structs.replace(replica.state, served=state.served + 1, trends=trends)
+        replica.state = structs.replace(
+            replica.state, served=state.served + 1, trends=trends
+        )
         if cached_tokens is not None:
             self._correct_cached(cached_tokens)
         if replica.learns:
             self._end_sample(now, tpot_ms, output_tokens)
         if output_tokens and self._max_output_tokens:
             used_share = min(output_tokens / self._max_output_tokens, 1.0)
-            self._fleet.output_share += (1 - OUTPUT_MEMORY) * (used_share - self._fleet.output_share)
+            self._fleet.output_share += (1 - OUTPUT_MEMORY) * (
+                used_share - self._fleet.output_share
+            )
 
     def _correct_cached(self, cached_tokens: int) -> None:
         """Use the cached tokens that the engine reports instead of those expected, and forget blocks that it has evicted."""
@@ -176,28 +206,38 @@ class Lease(Struct, eq=False):
         if sample is not None:
             expected_cached = 0 if sent is None else sent.cached
             prompt_tokens = sample.prompt_tokens + expected_cached
-            self._sample = sample._replace(prompt_tokens=max(prompt_tokens - cached_tokens, 0))
+            self._sample = sample._replace(
+                prompt_tokens=max(prompt_tokens - cached_tokens, 0)
+            )
         if sent is not None:
             sent.correct(self.replica.prefixes, cached_tokens)
 
-    def _end_sample(self, now: float, tpot_ms: float | None, output_tokens: int) -> None:
+    def _end_sample(
+        self, now: float, tpot_ms: float | None, output_tokens: int
+    ) -> None:
         """Add the answer's times, and the replica's work meanwhile, to the answers that its speed is learned from."""
         replica = self.replica
         sample = self._sample
         begun = self._begun
-        if sample is None or begun is None:  # a request of several sequences has no sample
+        # a request of several sequences has no sample
+        if sample is None or begun is None:
             return
         if tpot_ms is not None and tpot_ms > 0 and now > begun.at:
             ended = replica.work_at(now)
             sample = sample._replace(
-                batch=max((ended.sequence_s - begun.sequence_s) / (now - begun.at), 1.0),
-                prefilled=(ended.prompt_tokens - begun.prompt_tokens) / max(output_tokens - 1, 1),
+                batch=max(
+                    (ended.sequence_s - begun.sequence_s) / (now - begun.at), 1.0
+                ),
+                prefilled=(ended.prompt_tokens - begun.prompt_tokens)
+                / max(output_tokens - 1, 1),
                 tpot_ms=tpot_ms,
             )
         replica.answers.last.append(sample)
         replica.answers.noted += 1
 
-    def may_be_silent_until(self, now: float, limit_s: float, *, is_expected: bool) -> float:
+    def may_be_silent_until(
+        self, now: float, limit_s: float, *, is_expected: bool
+    ) -> float:
         """Return until when a silent answer is waited for; see ``Replica.may_be_silent_until``."""
         return self.replica.may_be_silent_until(now, limit_s, is_expected=is_expected)
 
@@ -276,7 +316,8 @@ class Fleet:
     measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
     preempt: Callable[[], None] | None = None
     preparations: Preparations = field(default_factory=Preparations)
-    _members: dict[TierName, list[Replica]] = field(default_factory=dict)  # the replicas, by tier
+    # the replicas, by tier
+    _members: dict[TierName, list[Replica]] = field(default_factory=dict)
     _totals: Totals = field(default_factory=Totals)
 
     def __post_init__(self) -> None:
@@ -335,12 +376,17 @@ class Fleet:
     def _show_precision(self, tier: TierName) -> int:
         """Let a tier show what its replicas serve; return the number of their precisions."""
         # A replica without a model was never asked what it serves.
-        known = [replica.spec.precision for replica in self._members[tier] if replica.model]
+        known = [
+            replica.spec.precision for replica in self._members[tier] if replica.model
+        ]
         precisions = dict.fromkeys(known)
         specs = list(self.specs)
         if precisions:
             shown = ", ".join(precisions)
-            specs = [replace(spec, precision=shown) if spec.name is tier else spec for spec in specs]
+            specs = [
+                replace(spec, precision=shown) if spec.name is tier else spec
+                for spec in specs
+            ]
         self.specs = rising(specs, self.losses)
         return len(precisions)
 
@@ -349,7 +395,9 @@ class Fleet:
         replica.spec = replace(replica.spec, max_model_len=max_model_len)
         replica.update()
         tier = self.spec(replica.spec.name)
-        self.configure(replace(tier, max_model_len=min(tier.max_model_len, max_model_len)))
+        self.configure(
+            replace(tier, max_model_len=min(tier.max_model_len, max_model_len))
+        )
 
     def note_adapters(self, replica: Replica, adapters: Sequence[str]) -> bool:
         """Note the adapters that a replica offers; its tier offers those that all its ready replicas have.
@@ -421,7 +469,9 @@ class Fleet:
         demand = Demand(prompt_tokens, max_tokens, sequences)
         members = self._members_except(tier, exclude)
         if found is None or over_limit or not _is_current(found, members, now):
-            found = self._find_candidate(members, demand, prefix, now=now, over_limit=over_limit)
+            found = self._find_candidate(
+                members, demand, prefix, now=now, over_limit=over_limit
+            )
         if not found.free or found.position is None:
             return None
         replica = members[found.position]
@@ -457,7 +507,9 @@ class Fleet:
             _load=found.load,
         )
 
-    def _members_except(self, tier: TierName, exclude: Collection[str]) -> Sequence[Replica]:
+    def _members_except(
+        self, tier: TierName, exclude: Collection[str]
+    ) -> Sequence[Replica]:
         """Return a tier's replicas without those whose ids are excluded."""
         members = self._members.get(tier, [])
         if not exclude:
@@ -465,7 +517,13 @@ class Fleet:
         return [replica for replica in members if replica.id not in exclude]
 
     def _find_candidate(
-        self, members: Sequence[Replica], demand: Demand, prefix: Prefix | None, *, now: float, over_limit: bool
+        self,
+        members: Sequence[Replica],
+        demand: Demand,
+        prefix: Prefix | None,
+        *,
+        now: float,
+        over_limit: bool,
     ) -> Candidate:
         """Return what some replicas of a tier have for a request; ``over_limit``: whatever their limits."""
         if not members:
@@ -496,18 +554,27 @@ class Fleet:
     def _kv_tokens(self, demand: Demand) -> int:
         return demand.prompt_tokens + self._expected_output_tokens(demand)
 
-    def _predict_unqueued_ms(self, replica: Replica, chosen: Candidate, uncached_tokens: int) -> float | None:
+    def _predict_unqueued_ms(
+        self, replica: Replica, chosen: Candidate, uncached_tokens: int
+    ) -> float | None:
         """Predict the TTFT of a request that the engine does not queue; None: the replica's speed is not known."""
         speed = replica.state.speed
         max_num_seqs = replica.spec.max_num_seqs
         if speed is not None and chosen.load.sequences >= max_num_seqs:
             load_with_room = structs.replace(chosen.load, sequences=max_num_seqs - 1)
-            return speed.times(uncached_tokens, load_with_room, max_num_seqs, output_share=self.output_share).ttft_ms
+            return speed.times(
+                uncached_tokens,
+                load_with_room,
+                max_num_seqs,
+                output_share=self.output_share,
+            ).ttft_ms
         if chosen.uncorrected is None:
             return None
         return chosen.uncorrected.ttft_ms
 
-    def _tier_snapshot(self, spec: TierSpec, members: Sequence[Replica], prefix: Prefix | None) -> TierSnapshot:
+    def _tier_snapshot(
+        self, spec: TierSpec, members: Sequence[Replica], prefix: Prefix | None
+    ) -> TierSnapshot:
         """Return some replicas of a tier as they are, and what they hold of a prompt."""
         states = tuple(map(STATE, members))
         output_tokens = tuple(map(OUTPUT_TOKENS, members))
@@ -520,7 +587,9 @@ class Fleet:
         home = -1
         if len(members) > 1 and prefix.session and not tell_apart(cached):
             home = _home_of(prefix, members)
-        return TierSnapshot(spec, states, output_tokens, preparing=preparing, cached=cached, home=home)
+        return TierSnapshot(
+            spec, states, output_tokens, preparing=preparing, cached=cached, home=home
+        )
 
     def refresh(self, now: float) -> None:
         """Replace those states of replicas that time has changed."""
@@ -528,7 +597,9 @@ class Fleet:
         for replica in self.replicas:
             if replica.state_expires_at <= now:
                 replica.update()
-            self._totals.state_expires_at = min(self._totals.state_expires_at, replica.state_expires_at)
+            self._totals.state_expires_at = min(
+                self._totals.state_expires_at, replica.state_expires_at
+            )
 
     def _load(self, now: float) -> FleetLoad:
         """Return how busy the fleet is, with all states up to date."""
@@ -556,10 +627,14 @@ class Fleet:
             state = replica.state
             if state.load.sequences and state.speed is not None:
                 replica_load = load_of(state, replica.output_tokens, load)
-                left_ms[replica.id] = state.speed.left_ms(replica_load, replica.spec.max_num_seqs, self.output_share)
+                left_ms[replica.id] = state.speed.left_ms(
+                    replica_load, replica.spec.max_num_seqs, self.output_share
+                )
         return left_ms
 
-    def has_capacity(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
+    def has_capacity(
+        self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()
+    ) -> bool:
         """Tell whether a request could be leased on one of several tiers, apart from the excluded replicas."""
         self.refresh(monotonic())
         request = self._request(demand)
@@ -574,7 +649,9 @@ class Fleet:
         members = self._members.get(tier, ())
         return any(replica.state.status is ReplicaStatus.READY for replica in members)
 
-    def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
+    def nearest(
+        self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()
+    ) -> str | None:
         """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""
         self.refresh(monotonic())
         kv_tokens = self._kv_tokens(demand)
@@ -587,8 +664,14 @@ class Fleet:
         nearly_able = []
         for replica in self.replicas:
             state = replica.state
-            is_candidate = replica.spec.name in tiers and state.open and replica.id not in exclude
-            if is_candidate and state.slots < state.limit and not (is_long and state.kv.pressure):
+            is_candidate = (
+                replica.spec.name in tiers and state.open and replica.id not in exclude
+            )
+            if (
+                is_candidate
+                and state.slots < state.limit
+                and not (is_long and state.kv.pressure)
+            ):
                 nearly_able.append(state)
         if not nearly_able:
             return None
@@ -599,13 +682,21 @@ class Fleet:
         now = monotonic()
         load = self._load(now)
         members = self._members.get(tier, ())
-        return sum(replica.freed_per_s(load, self.output_share) for replica in members if replica.state.open)
+        return sum(
+            replica.freed_per_s(load, self.output_share)
+            for replica in members
+            if replica.state.open
+        )
 
     def note_template(self, template: TemplateTokens) -> None:
         """Note what an engine's chat template adds to prompts; the larger of each figure counts."""
-        self.template = TemplateTokens(*map(max, astuple(self.template), astuple(template)))
+        self.template = TemplateTokens(
+            *map(max, astuple(self.template), astuple(template))
+        )
 
-    def snapshot(self, reserved: Collection[str] = (), prefix: Prefix | None = None) -> FleetSnapshot:
+    def snapshot(
+        self, reserved: Collection[str] = (), prefix: Prefix | None = None
+    ) -> FleetSnapshot:
         """Return the fleet as it is, frozen.
 
         Args:
@@ -639,10 +730,14 @@ def _is_current(chosen: Candidate, members: Sequence[Replica], now: float) -> bo
 
 def _home_of(prefix: Prefix, members: Sequence[Replica]) -> int:
     """Return the position of a session's own replica among those that get requests; -1: none does."""
-    open_positions = [position for position, replica in enumerate(members) if replica.state.open]
+    open_positions = [
+        position for position, replica in enumerate(members) if replica.state.open
+    ]
     if not open_positions:
         return -1
-    return open_positions[prefix.home([members[position].id for position in open_positions])]
+    return open_positions[
+        prefix.home([members[position].id for position in open_positions])
+    ]
 
 
 def _without_free_slots(tier: TierSnapshot, reserved: Collection[str]) -> TierSnapshot:
@@ -662,7 +757,13 @@ def _least_loaded_open(members: Sequence[Replica]) -> int | None:
     for position, replica in enumerate(members):
         state = replica.state
         if state.open:
-            loads.append((state.prompt_tokens + replica.output_tokens, state.load.sequences, position))
+            loads.append(
+                (
+                    state.prompt_tokens + replica.output_tokens,
+                    state.load.sequences,
+                    position,
+                )
+            )
     if not loads:
         return None
     return min(loads)[-1]

@@ -14,7 +14,8 @@ from tiers.spec import Precision
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # torch asks for all four
+# torch asks for all four
+AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 WEIGHT_BITS = 4
 FLOAT32_OF_FP8 = 4  # times the bytes
 # What vLLM's 4-bit kernel for AMX adds to a group of weights, in bytes: the sum of its codes (4), a scale of 32 bits instead
@@ -79,7 +80,11 @@ def choose_kernel(precision: str, instructions: InstructionSet | None) -> Kernel
         instructions: Of the processor.
     """
     if precision == Precision.BF16:
-        return Kernel.QARR_BF16 if instructions is InstructionSet.AVX2 else Kernel.VLLM_BF16
+        return (
+            Kernel.QARR_BF16
+            if instructions is InstructionSet.AVX2
+            else Kernel.VLLM_BF16
+        )
     if precision == Precision.FP8:
         return Kernel.QARR_FP8
     if precision.rpartition("-")[-1] != "int4":
@@ -91,7 +96,11 @@ def describe_kernel(precision: str, instructions: InstructionSet | None) -> str:
     """Return in words what will compute a checkpoint's layers, as in "4 bits by QARR's kernel (no AMX)"."""
     kernel = choose_kernel(precision, instructions)
     if kernel is Kernel.QARR_INT4:
-        reason = "vLLM has none for AVX2" if instructions is InstructionSet.AVX2 else "no AMX"
+        reason = (
+            "vLLM has none for AVX2"
+            if instructions is InstructionSet.AVX2
+            else "no AMX"
+        )
         return f"4 bits by QARR's kernel ({reason})"
     if kernel is Kernel.VLLM_INT4:
         return "4 bits by vLLM's kernel (AMX)"
@@ -101,11 +110,17 @@ def describe_kernel(precision: str, instructions: InstructionSet | None) -> str:
         return "BF16 by QARR's kernel, in float32 (oneDNN has none for AVX2)"
     if kernel is Kernel.VLLM_BF16:
         has_amx = instructions is InstructionSet.AMX
-        return "BF16 by vLLM's (oneDNN, small layers by AMX)" if has_amx else "BF16 by vLLM's (oneDNN)"
+        return (
+            "BF16 by vLLM's (oneDNN, small layers by AMX)"
+            if has_amx
+            else "BF16 by vLLM's (oneDNN)"
+        )
     return f"vLLM chooses (format {precision})"
 
 
-def added_bytes(kernel: Kernel, quantized: int, group_size: int, instructions: InstructionSet | None) -> int:
+def added_bytes(
+    kernel: Kernel, quantized: int, group_size: int, instructions: InstructionSet | None
+) -> int:
     """Return how many bytes more a kernel holds of a checkpoint's quantized weights than the checkpoint has.
 
     QARR's kernels hold them twice: FP8 as BF16, 4 bits in two layouts, one for few rows and one for many. With AVX2 alone

@@ -8,7 +8,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def least_squares(rows: Sequence[tuple[float, ...]], targets: Sequence[float]) -> list[float]:
+def least_squares(
+    rows: Sequence[tuple[float, ...]], targets: Sequence[float]
+) -> list[float]:
     """Return the non-negative coefficients that minimise the sum of squared relative errors.
 
     Args:
@@ -21,12 +23,19 @@ def least_squares(rows: Sequence[tuple[float, ...]], targets: Sequence[float]) -
     count = len(rows[0])
     active = [i for i in range(count) if any(row[i] for row in rows)]
     while active:
-        scaled = [[row[i] / y for i in active] for row, y in zip(rows, targets, strict=True)]
-        normal = [[sum(r[i] * r[j] for r in scaled) for j in range(len(active))] for i in range(len(active))]
+        scaled = [
+            [row[i] / y for i in active] for row, y in zip(rows, targets, strict=True)
+        ]
+        normal = [
+            [sum(r[i] * r[j] for r in scaled) for j in range(len(active))]
+            for i in range(len(active))
+        ]
         found = solve(normal, [sum(r[i] for r in scaled) for i in range(len(active))])
         lowest = min(range(len(active)), key=found.__getitem__)
         if found[lowest] >= 0:
-            return [found[active.index(i)] if i in active else 0.0 for i in range(count)]
+            return [
+                found[active.index(i)] if i in active else 0.0 for i in range(count)
+            ]
         del active[lowest]
     return [0.0] * count
 
@@ -45,5 +54,8 @@ def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
         for other in range(size):
             if other != column:
                 factor = rows[other][column] / rows[column][column]
-                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[column], strict=True)]
+                rows[other] = [
+                    a - factor * b
+                    for a, b in zip(rows[other], rows[column], strict=True)
+                ]
     return [rows[i][size] / rows[i][i] for i in range(size)]

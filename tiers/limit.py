@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-TOLERANCE = 2.0  # seen over expected TTFT that does not yet mean a queue: predictions scatter by a third
+# seen over expected TTFT that does not yet mean a queue: predictions scatter by a third
+TOLERANCE = 2.0
 SMOOTHING = 0.2  # weight of one sample, as in Gradient2Limit
 FASTEST_FALL = 0.5  # lowest gradient of one sample
 

@@ -34,7 +34,8 @@ LEARN_POLL_S = 2.0
 # Between two replicas it rests for this multiple of the time that learning took: in a large fleet many are due at once.
 REST = 9.0
 ENOUGH = 32  # answers before anything is learned
-AGAIN = 1.5  # learn again at this multiple of the answers of the last time; trends follow later changes
+# learn again at this multiple of the answers of the last time; trends follow later changes
+AGAIN = 1.5
 CONTENTIONS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 PAYS = 0.9  # more contention must lower the error to this share to be accepted
 FAR = 3.0  # an outlier deviates by more than this multiple of the median deviation
@@ -42,12 +43,15 @@ CLOSE = 0.1  # smaller deviations of log(seen / predicted) are never outliers
 ROUNDS = 3
 LEAST_SPREAD = 0.05
 MOST_SPREAD = 1.0
-IDLE_PROMPT_TOKENS = (16, 256)  # prompts for which an idle replica's TTFT is added to the answers
+# prompts for which an idle replica's TTFT is added to the answers
+IDLE_PROMPT_TOKENS = (16, 256)
 
 Row = tuple[float, ...]
 
 
-def learn(seen: Sequence[AnswerSample], max_num_seqs: int, idle: SpeedModel | None = None) -> SpeedModel | None:
+def learn(
+    seen: Sequence[AnswerSample], max_num_seqs: int, idle: SpeedModel | None = None
+) -> SpeedModel | None:
     """Fit a replica's speed to its answers; return None if they are too few.
 
     Args:
@@ -56,12 +60,19 @@ def learn(seen: Sequence[AnswerSample], max_num_seqs: int, idle: SpeedModel | No
         idle: The replica's speed measured while nothing else computed.
     """
     # An engine that answers from a cache of its own may take no time that the clock shows; relative errors need one.
-    begun = [answer for answer in seen if answer.sequences < max_num_seqs and answer.ttft_ms > 0]
+    begun = [
+        answer
+        for answer in seen
+        if answer.sequences < max_num_seqs and answer.ttft_ms > 0
+    ]
     decoded = [answer for answer in seen if answer.tpot_ms]
     if len(begun) < ENOUGH or len(decoded) < ENOUGH:
         return None
     if idle is not None:
-        beginnings = [_idle_beginning(idle, prompt_tokens, max_num_seqs) for prompt_tokens in IDLE_PROMPT_TOKENS]
+        beginnings = [
+            _idle_beginning(idle, prompt_tokens, max_num_seqs)
+            for prompt_tokens in IDLE_PROMPT_TOKENS
+        ]
         begun += [answer for answer in beginnings if answer.ttft_ms > 0]
         if idle.step_ms(1) > 0:
             decoded.append(_idle_decoding(idle))
@@ -74,10 +85,14 @@ def learn(seen: Sequence[AnswerSample], max_num_seqs: int, idle: SpeedModel | No
     return best
 
 
-def _idle_beginning(idle: SpeedModel, prompt_tokens: int, max_num_seqs: int) -> AnswerSample:
+def _idle_beginning(
+    idle: SpeedModel, prompt_tokens: int, max_num_seqs: int
+) -> AnswerSample:
     """Return the first token's time of a prompt on the idle replica, as if it had been seen."""
     ttft_ms = idle.times(prompt_tokens, IDLE, max_num_seqs, output_share=1.0).ttft_ms
-    return AnswerSample(prompt_tokens, sequences=0, waiting_tokens=0, neighbours=0.0, ttft_ms=ttft_ms)
+    return AnswerSample(
+        prompt_tokens, sequences=0, waiting_tokens=0, neighbours=0.0, ttft_ms=ttft_ms
+    )
 
 
 def _idle_decoding(idle: SpeedModel) -> AnswerSample:
@@ -93,7 +108,9 @@ def _idle_decoding(idle: SpeedModel) -> AnswerSample:
     )
 
 
-def _fit(begun: Sequence[AnswerSample], decoded: Sequence[AnswerSample], contention: float) -> tuple[SpeedModel, float]:
+def _fit(
+    begun: Sequence[AnswerSample], decoded: Sequence[AnswerSample], contention: float
+) -> tuple[SpeedModel, float]:
     """Fit all parameters but the contention; return the model and its median deviation.
 
     Args:
@@ -106,7 +123,9 @@ def _fit(begun: Sequence[AnswerSample], decoded: Sequence[AnswerSample], content
         [_alone_ms(answer.tpot_ms or 0.0, answer, contention) for answer in decoded],
     )
     step_base_ms, step_ms_per_sequence, _ = tpot.coefficients
-    steps = SpeedModel(0.0, 0.0, step_base_ms, step_ms_per_sequence=step_ms_per_sequence)
+    steps = SpeedModel(
+        0.0, 0.0, step_base_ms, step_ms_per_sequence=step_ms_per_sequence
+    )
     ttft = _robust(
         [_ttft_row(answer, steps) for answer in begun],
         [_alone_ms(answer.ttft_ms, answer, contention) for answer in begun],
@@ -158,7 +177,10 @@ def _robust(rows: Sequence[Row], times: Sequence[float]) -> _RobustFit:
     deviations = [0.0] * len(rows)
     for _ in range(ROUNDS):
         coefficients = least_squares([rows[n] for n in kept], [times[n] for n in kept])
-        deviations = [_deviation(row, time_ms, coefficients) for row, time_ms in zip(rows, times, strict=True)]
+        deviations = [
+            _deviation(row, time_ms, coefficients)
+            for row, time_ms in zip(rows, times, strict=True)
+        ]
         bound = max(FAR * median(map(abs, deviations)), CLOSE)
         kept = [n for n, deviation in enumerate(deviations) if abs(deviation) <= bound]
     kept_deviations = [deviations[n] for n in kept]
@@ -172,7 +194,9 @@ def _robust(rows: Sequence[Row], times: Sequence[float]) -> _RobustFit:
 
 def _deviation(row: Row, seen_ms: float, coefficients: Sequence[float]) -> float:
     """Return log(seen / predicted) of one row."""
-    predicted_ms = sum(coefficient * x for coefficient, x in zip(coefficients, row, strict=True))
+    predicted_ms = sum(
+        coefficient * x for coefficient, x in zip(coefficients, row, strict=True)
+    )
     return math.log(seen_ms / max(predicted_ms, 1e-3))
 
 
@@ -182,7 +206,8 @@ class LiveSpeed:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._idle: dict[str, SpeedModel] = {}
-        self._answers: dict[str, int] = {}  # by replica: number of answers when its speed was last learned
+        # by replica: number of answers when its speed was last learned
+        self._answers: dict[str, int] = {}
 
     async def run(self) -> None:
         """Learn periodically, until cancelled."""
@@ -218,8 +243,14 @@ class LiveSpeed:
         self._answers[replica.id] = replica.answers.noted
         idle = self._idle.get(replica.id)
         answers = tuple(replica.answers.last)
-        learned = await asyncio.to_thread(learn, answers, replica.spec.max_num_seqs, idle)
+        learned = await asyncio.to_thread(
+            learn, answers, replica.spec.max_num_seqs, idle
+        )
         # The engine may have stopped, or have been measured, while the thread was computing.
-        if learned is not None and replica.state.status is ReplicaStatus.READY and replica.learns:
+        if (
+            learned is not None
+            and replica.state.status is ReplicaStatus.READY
+            and replica.learns
+        ):
             replica.measured(learned)
         return True

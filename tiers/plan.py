@@ -19,9 +19,23 @@ import psutil
 from tiers.checkpoints.checkpoint import quantized_bytes
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.errors import CheckpointError, NoRoomError, PlanError
-from tiers.kernels import InstructionSet, Kernel, added_bytes, choose_kernel, instruction_set
+from tiers.kernels import (
+    InstructionSet,
+    Kernel,
+    added_bytes,
+    choose_kernel,
+    instruction_set,
+)
 from tiers.sizing.architecture import kv_bytes_per_token
-from tiers.spec import NGRAM, PRECISIONS, STANDARD_TIERS, Placement, Precision, TierName, TierSpec
+from tiers.spec import (
+    NGRAM,
+    PRECISIONS,
+    STANDARD_TIERS,
+    Placement,
+    Precision,
+    TierName,
+    TierSpec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -103,7 +117,11 @@ class Plan:
 
     def placement(self, tier: TierName, number: int = 0) -> Placement:
         """Return the share of the machine of one of a tier's engines."""
-        return next(share.placement for share in self.shares if (share.tier, share.number) == (tier, number))
+        return next(
+            share.placement
+            for share in self.shares
+            if (share.tier, share.number) == (tier, number)
+        )
 
 
 def read_machine() -> Machine:
@@ -117,7 +135,9 @@ def read_machine() -> Machine:
     )
 
 
-def group_room(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def group_room(
+    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> int:
     """Return the bytes that this process' control group, or one above it, leaves; files in memory give way, as elsewhere."""
     if not own.exists():
         return sys.maxsize
@@ -145,7 +165,9 @@ class _GroupFiles(NamedTuple):
     reclaimable: str
 
 
-_GROUP_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_GROUP_V1 = _GroupFiles(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+)
 _GROUP_V2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
 
 
@@ -158,7 +180,9 @@ def _room_of_group(folder: Path, names: _GroupFiles) -> int:
     """
     limit = int((folder / names.limit).read_text())
     used = int((folder / names.used).read_text())
-    statistics = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+    statistics = dict(
+        entry.split() for entry in (folder / "memory.stat").read_text().splitlines()
+    )
     return limit - used + int(statistics[names.reclaimable])
 
 
@@ -215,7 +239,9 @@ def held_bytes(checkpoint: Path, instructions: InstructionSet | None) -> int:
         group_size = _group_size(checkpoint)
     if kernel is Kernel.QARR_BF16:  # it holds float32
         return 2 * weight_bytes(checkpoint)
-    return weight_bytes(checkpoint) + added_bytes(kernel, quantized, group_size, instructions=instructions)
+    return weight_bytes(checkpoint) + added_bytes(
+        kernel, quantized, group_size, instructions=instructions
+    )
 
 
 def _group_size(checkpoint: Path) -> int:
@@ -231,7 +257,9 @@ def _group_size(checkpoint: Path) -> int:
     return min(sizes, default=SMALLEST_GROUP)
 
 
-def expected_bytes(base: Path, precision: Precision, instructions: InstructionSet | None) -> tuple[int, int]:
+def expected_bytes(
+    base: Path, precision: Precision, instructions: InstructionSet | None
+) -> tuple[int, int]:
     """Estimate the size, in bytes, of weights to be made from a BF16 checkpoint: on disk and in an engine's memory.
 
     Embeddings and output head, whose size follows from the vocabulary's, stay in BF16.
@@ -243,7 +271,9 @@ def expected_bytes(base: Path, precision: Precision, instructions: InstructionSe
     kernel = choose_kernel(precision, instructions)
     if precision is not Precision.BF16:
         quantized = int(weight_count * WEIGHT_BYTES[precision])
-        return on_disk, on_disk + added_bytes(kernel, quantized, SMALLEST_GROUP, instructions=instructions)
+        return on_disk, on_disk + added_bytes(
+            kernel, quantized, SMALLEST_GROUP, instructions=instructions
+        )
     if kernel is Kernel.QARR_BF16:  # it holds float32
         return on_disk, 2 * on_disk
     return on_disk, on_disk
@@ -274,7 +304,15 @@ def model_config(checkpoint: Path) -> dict[str, object]:
 # The tiers to leave out where memory does not suffice; the first set that helps is taken. The base model comes late,
 # because it serves every request, and loss is measured against it. Beside it the lowest precision stays longest: it differs
 # most from the base model, so it leaves most to choose, and it takes the least memory.
-LEFT_OUT = ((), (BALANCED,), (FAST,), (BALANCED, FAST), (PRECISE,), (BALANCED, PRECISE), (FAST, PRECISE))
+LEFT_OUT = (
+    (),
+    (BALANCED,),
+    (FAST,),
+    (BALANCED, FAST),
+    (PRECISE,),
+    (BALANCED, PRECISE),
+    (FAST, PRECISE),
+)
 
 
 def make_plan(
@@ -316,11 +354,15 @@ def make_plan(
     raise errors[-1]
 
 
-def _share_machine(machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None) -> Plan:
+def _share_machine(
+    machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None
+) -> Plan:
     """Share the machine between all engines of some tiers."""
     engine_needs = []
     for need in needs:
-        engine_needs += [need._replace(number=number) for number in range(need.tier.replicas)]
+        engine_needs += [
+            need._replace(number=number) for number in range(need.tier.replicas)
+        ]
     if machine.gpus:
         return _gpu_plan(machine.gpus, engine_needs)
     return _cpu_plan(machine, engine_needs, kv_cache_gib)
@@ -354,7 +396,9 @@ class _Need(NamedTuple):
         return self.tier.max_model_len * self.tier.max_num_seqs
 
 
-def _need(tier: TierSpec, base: Path | None, instructions: InstructionSet | None) -> _Need:
+def _need(
+    tier: TierSpec, base: Path | None, instructions: InstructionSet | None
+) -> _Need:
     """Return what one engine of a tier needs; a draft model adds its weights and a KV cache of its own."""
     if tier.checkpoint is not None:
         on_disk, held = _checkpoint_bytes(tier.checkpoint, instructions)
@@ -367,11 +411,15 @@ def _need(tier: TierSpec, base: Path | None, instructions: InstructionSet | None
     if tier.draft is None or tier.draft.source == NGRAM:
         return need
     if tier.draft.checkpoint is not None:
-        draft_on_disk, draft_held = _checkpoint_bytes(tier.draft.checkpoint, instructions)
+        draft_on_disk, draft_held = _checkpoint_bytes(
+            tier.draft.checkpoint, instructions
+        )
         draft_per_token = _kv_per_token(tier, tier.draft.checkpoint)
     else:
         assert base is not None
-        draft_on_disk, draft_held = expected_bytes(base, PRECISIONS[TierName(tier.draft.source)], instructions)
+        draft_on_disk, draft_held = expected_bytes(
+            base, PRECISIONS[TierName(tier.draft.source)], instructions
+        )
         draft_per_token = per_token
     return need._replace(
         on_disk=on_disk + draft_on_disk,
@@ -380,7 +428,9 @@ def _need(tier: TierSpec, base: Path | None, instructions: InstructionSet | None
     )
 
 
-def _checkpoint_bytes(checkpoint: Path, instructions: InstructionSet | None) -> tuple[int, int]:
+def _checkpoint_bytes(
+    checkpoint: Path, instructions: InstructionSet | None
+) -> tuple[int, int]:
     """Return the size, in bytes, of a checkpoint's weights: on disk and in a CPU engine's memory."""
     return weight_bytes(checkpoint), held_bytes(checkpoint, instructions)
 
@@ -426,13 +476,19 @@ def _places(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> list[tuple[Gpu, ...]
     """Choose each engine's GPUs: those of its tier's setting in turn, else those with most memory left; largest first."""
     left = {gpu.index: gpu.free for gpu in gpus}
     places: list[tuple[Gpu, ...]] = [()] * len(needs)
-    largest_first = sorted(range(len(needs)), key=lambda position: -needs[position].on_disk)
+    largest_first = sorted(
+        range(len(needs)), key=lambda position: -needs[position].on_disk
+    )
     for position in largest_first:
         need = needs[position]
         chosen = _choose_gpus(need, left)
         for index in chosen:
             left[index] -= need.weights_each + int(GPU_OVERHEAD_GIB * GIB)
-        places[position] = tuple(gpu for gpu in sorted(gpus, key=lambda gpu: gpu.index) if gpu.index in chosen)
+        places[position] = tuple(
+            gpu
+            for gpu in sorted(gpus, key=lambda gpu: gpu.index)
+            if gpu.index in chosen
+        )
     return places
 
 
@@ -445,12 +501,17 @@ def _choose_gpus(need: _Need, left: Mapping[int, int]) -> list[int]:
     tier = need.tier
     if tier.gpus:
         first = need.number * tier.world_size
-        chosen = [tier.gpus[(first + offset) % len(tier.gpus)] for offset in range(tier.world_size)]
+        chosen = [
+            tier.gpus[(first + offset) % len(tier.gpus)]
+            for offset in range(tier.world_size)
+        ]
     else:
         chosen = sorted(left, key=lambda index: -left[index])[: tier.world_size]
     for index in chosen:
         if index not in left:
-            raise PlanError(f"tiers.{tier.name}.gpus names GPU {index}: there are {', '.join(map(str, left))}")
+            raise PlanError(
+                f"tiers.{tier.name}.gpus names GPU {index}: there are {', '.join(map(str, left))}"
+            )
     if len(set(chosen)) < tier.world_size:
         raise PlanError(
             f"an engine of tier {tier.name} takes {tier.world_size} GPUs, {len(set(chosen))} can be used: lower "
@@ -459,17 +520,23 @@ def _choose_gpus(need: _Need, left: Mapping[int, int]) -> list[int]:
     return chosen
 
 
-def _gpu_share(position: int, needs: Sequence[_Need], places: Sequence[tuple[Gpu, ...]]) -> Share:
+def _gpu_share(
+    position: int, needs: Sequence[_Need], places: Sequence[tuple[Gpu, ...]]
+) -> Share:
     """Return the share of one engine, given the GPUs of all."""
     need = needs[position]
     tier = need.tier
     caches = []
     fractions = []
     for gpu in places[position]:
-        engines = [engine for engine, place in zip(needs, places, strict=True) if gpu in place]
+        engines = [
+            engine for engine, place in zip(needs, places, strict=True) if gpu in place
+        ]
         kv_cache = _kv_cache_on(gpu, need, engines)
         caches.append(kv_cache)
-        fractions.append((need.weights_each + int(GPU_OVERHEAD_GIB * GIB) + kv_cache) / gpu.total)
+        fractions.append(
+            (need.weights_each + int(GPU_OVERHEAD_GIB * GIB) + kv_cache) / gpu.total
+        )
     smallest_cache = min(caches)
     return Share(
         tier=tier.name,
@@ -500,7 +567,9 @@ def _kv_cache_on(gpu: Gpu, need: _Need, engines: Sequence[_Need]) -> int:
     weights = sum(engine.weights_each for engine in engines)
     overhead = int(GPU_OVERHEAD_GIB * GIB) * len(engines)
     left = gpu.free - int(GPU_RESERVE * gpu.total) - weights - overhead
-    kv_cache = left * need.largest_batch // sum(engine.largest_batch for engine in engines)
+    kv_cache = (
+        left * need.largest_batch // sum(engine.largest_batch for engine in engines)
+    )
     needed = need.kv_per_token * tier.max_model_len
     if kv_cache < needed:
         count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
@@ -524,7 +593,9 @@ def usual_kv_cache_gib(per_token: int, context: int, sequences: int) -> float:
     return math.ceil(4 * min(wanted_bytes, most_bytes) / GIB) / 4
 
 
-def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None) -> Plan:
+def _cpu_plan(
+    machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None
+) -> Plan:
     needed_bytes = 0
     shares = []
     for need, cores in zip(needs, _share_cores(machine.cores, len(needs)), strict=True):
@@ -532,7 +603,11 @@ def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | No
         shares.append(share)
         needed_bytes += _cpu_need(share.weights, share.on_disk, share.kv_cache)
     if needed_bytes > machine.memory_available:
-        engines = "1 CPU engine needs" if len(needs) == 1 else f"{len(needs)} CPU engines need"
+        engines = (
+            "1 CPU engine needs"
+            if len(needs) == 1
+            else f"{len(needs)} CPU engines need"
+        )
         raise NoRoomError(
             f"{engines} about {needed_bytes / GIB:.1f} GiB of memory, "
             f"{machine.memory_available / GIB:.1f} GiB are available: "
@@ -541,7 +616,9 @@ def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | No
     return Plan(f"CPU ({len(machine.cores)} cores)", tuple(shares))
 
 
-def _cpu_share(need: _Need, cores: tuple[int, ...], kv_cache_gib: float | None) -> Share:
+def _cpu_share(
+    need: _Need, cores: tuple[int, ...], kv_cache_gib: float | None
+) -> Share:
     """Return one engine's share of a machine without GPUs.
 
     Raises:
@@ -554,7 +631,9 @@ def _cpu_share(need: _Need, cores: tuple[int, ...], kv_cache_gib: float | None) 
             f"machine has none: leave out tiers.{tier.name}.gpus, tensor_parallel and pipeline_parallel, or run the "
             f"tier elsewhere with tiers.{tier.name}.urls"
         )
-    kv_gib = kv_cache_gib or usual_kv_cache_gib(need.kv_per_token, tier.max_model_len, tier.max_num_seqs)
+    kv_gib = kv_cache_gib or usual_kv_cache_gib(
+        need.kv_per_token, tier.max_model_len, tier.max_num_seqs
+    )
     kv_cache = int(kv_gib * GIB)
     longest_request = need.kv_per_token * tier.max_model_len
     if kv_cache < longest_request:
@@ -568,7 +647,9 @@ def _cpu_share(need: _Need, cores: tuple[int, ...], kv_cache_gib: float | None) 
         on_disk=need.on_disk,
         kv_cache=kv_cache,
         kv_tokens=kv_cache // need.kv_per_token,
-        placement=Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_gib),
+        placement=Placement(
+            cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_gib
+        ),
         number=need.number,
     )
 
@@ -578,7 +659,9 @@ def _cpu_need(held: int, on_disk: int, kv_cache: int) -> int:
     return held + on_disk + kv_cache + int(CPU_OVERHEAD_GIB * GIB)
 
 
-def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement) -> str | None:
+def lacking_for_one_more(
+    machine: Machine, tier: TierSpec, placement: Placement
+) -> str | None:
     """Return, in words, the memory that is missing for one more engine of a tier; None if there is enough.
 
     Args:
@@ -613,14 +696,23 @@ def _share_cores(cores: tuple[int, ...], engines: int) -> list[tuple[int, ...]]:
     cores_each = (len(cores) - 1) // engines
     if cores_each < 1:
         return [()] * engines
-    return [cores[first : first + cores_each] for first in range(1, 1 + engines * cores_each, cores_each)]
+    return [
+        cores[first : first + cores_each]
+        for first in range(1, 1 + engines * cores_each, cores_each)
+    ]
 
 
 def _gpus() -> list[Gpu]:
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,name,memory.total,memory.free",
+        "--format=csv,noheader,nounits",
+    ]
+    answer = subprocess.run(
+        query, capture_output=True, text=True, check=False, timeout=30
+    )
     if answer.returncode != 0:
         return []
     gpus = []

@@ -19,9 +19,11 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BLOCK_BYTES = 256  # about 64 tokens of English; vLLM's own blocks have 16 (GPU) or 128 (CPU) tokens
+# about 64 tokens of English; vLLM's own blocks have 16 (GPU) or 128 (CPU) tokens
+BLOCK_BYTES = 256
 BLOCK_TOKENS = 64
-UNKNOWN_BLOCKS = 1024  # remembered where an engine does not report the size of its KV cache: 65,536 tokens
+# remembered where an engine does not report the size of its KV cache: 65,536 tokens
+UNKNOWN_BLOCKS = 1024
 MOST_BLOCKS = 16_384  # about 2 MB for each replica, whatever its KV cache holds
 LONGEST_BLOCKS = 4096  # per prompt: 1 MB of text; what follows counts as not cached
 
@@ -53,7 +55,9 @@ class Prefix(Struct, frozen=True):
     session: str = ""
 
     @classmethod
-    def of(cls, parts: Sequence[Part], *, added: int = 0, salt: str = "", session: str = "") -> Prefix | None:
+    def of(
+        cls, parts: Sequence[Part], *, added: int = 0, salt: str = "", session: str = ""
+    ) -> Prefix | None:
         """Return the prefix of a prompt; None: it is shorter than a block.
 
         Args:
@@ -97,7 +101,10 @@ class Prefix(Struct, frozen=True):
         if not self.session or not replicas:
             return -1
         key = self.session.encode("utf-8", "surrogatepass")
-        ranks = [blake2b(b"%b\0%b" % (key, replica.encode()), digest_size=8).digest() for replica in replicas]
+        ranks = [
+            blake2b(b"%b\0%b" % (key, replica.encode()), digest_size=8).digest()
+            for replica in replicas
+        ]
         return ranks.index(max(ranks))
 
 
@@ -121,7 +128,8 @@ class PrefixMemory:
     __slots__ = ("_clock", "_used")
 
     def __init__(self) -> None:
-        self._used: OrderedDict[int, int] = OrderedDict()  # when each was last used, in calls of ``note``
+        # when each was last used, in calls of ``note``
+        self._used: OrderedDict[int, int] = OrderedDict()
         self._clock = 0
 
     def __len__(self) -> int:

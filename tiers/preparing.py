@@ -23,7 +23,11 @@ MAKING_ORDER = (TierName.PRECISE, TierName.BALANCED, TierName.FAST)
 ENGINE_START_S = 45.0
 WRITING_S = 5.0
 # Seconds to make a checkpoint: for the libraries' start, and per GiB of BF16 weights. Estimates for two idle cores.
-TYPICAL = {TierName.PRECISE: (10.0, 16.0), TierName.BALANCED: (12.0, 12.0), TierName.FAST: (20.0, 540.0)}
+TYPICAL = {
+    TierName.PRECISE: (10.0, 16.0),
+    TierName.BALANCED: (12.0, 12.0),
+    TierName.FAST: (20.0, 540.0),
+}
 GIB = 1 << 30
 IN_SECONDS = 120  # up to here times are shown in seconds
 
@@ -50,7 +54,11 @@ class Preparing:
     def text(self) -> str:
         """Return the step and the time left, for people."""
         parts = f" ({self.done} of {self.total})" if self.total else ""
-        left = f", ready in {about(self.remaining_s)}" if self.remaining_s is not None else ""
+        left = (
+            f", ready in {about(self.remaining_s)}"
+            if self.remaining_s is not None
+            else ""
+        )
         return f"{self.what}{parts}{left}"
 
 
@@ -77,7 +85,10 @@ class _Step:
         if self.done == self.first:
             return None
         pace_s = (self.done_at - self.first_at) / (self.done - self.first)
-        return max(pace_s * (self.total - self.done) - (now - self.done_at), 0.0) + WRITING_S
+        return (
+            max(pace_s * (self.total - self.done) - (now - self.done_at), 0.0)
+            + WRITING_S
+        )
 
 
 @dataclass(slots=True)
@@ -91,13 +102,16 @@ class Preparations:
 
     clock: Callable[[], float] = time.monotonic
     lacking: set[TierName] = field(init=False, default_factory=set)
-    _to_make: list[TierName] = field(default_factory=list)  # the first one is being made
+    # the first one is being made
+    _to_make: list[TierName] = field(default_factory=list)
     _weights: int | None = None
     _began: float = 0.0
     _message: str = ""
     _step: _Step | None = None
-    _made: list[TierName] = field(default_factory=list)  # whose engines are not started yet
-    _starting: dict[TierName, float | None] = field(default_factory=dict)  # when the tier's engine is ready, if known
+    # whose engines are not started yet
+    _made: list[TierName] = field(default_factory=list)
+    # when the tier's engine is ready, if known
+    _starting: dict[TierName, float | None] = field(default_factory=dict)
     _failed: dict[TierName, str] = field(default_factory=dict)
 
     @property
@@ -175,21 +189,32 @@ class Preparations:
         """Return what a tier still needs; None: nothing that is known here."""
         now = self.clock()
         if tier in self._failed:
-            return Preparing("its checkpoint could not be made", failed=self._failed[tier])
+            return Preparing(
+                "its checkpoint could not be made", failed=self._failed[tier]
+            )
         if tier in self._to_make:
             return self._of_making(tier, now)
         if tier in self._made:
-            return Preparing("waits for the other checkpoints", remaining_s=self._ready_in_s(self._to_make, now))
+            return Preparing(
+                "waits for the other checkpoints",
+                remaining_s=self._ready_in_s(self._to_make, now),
+            )
         if tier not in self._starting:
             return None
         ready_at = self._starting[tier]
-        return Preparing("its engine starts", remaining_s=None if ready_at is None else _left(ready_at - now))
+        return Preparing(
+            "its engine starts",
+            remaining_s=None if ready_at is None else _left(ready_at - now),
+        )
 
     def _of_making(self, tier: TierName, now: float) -> Preparing:
         position = self._to_make.index(tier)
         remaining = self._ready_in_s(self._to_make[: position + 1], now)
         if position:
-            return Preparing(f"waits for the checkpoint of {self._to_make[position - 1]}", remaining_s=remaining)
+            return Preparing(
+                f"waits for the checkpoint of {self._to_make[position - 1]}",
+                remaining_s=remaining,
+            )
         step, message = self._step, self._message or "making its checkpoint"
         if step is None or step.message != self._message:
             return Preparing(message, remaining_s=remaining)

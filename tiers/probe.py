@@ -39,11 +39,16 @@ _COUNTER = re.compile(
     r"|spec_decode_num_accepted_tokens_total)(?:\{[^}]*\})? (\S+)$",
     re.MULTILINE,
 )
-_KV_TOKENS = re.compile(r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\d+)"', re.MULTILINE)
-_KV_BLOCK = re.compile(r'^vllm:cache_config_info\{(?:[^}]*,)?block_size="(\d+)"', re.MULTILINE)
+_KV_TOKENS = re.compile(
+    r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\d+)"', re.MULTILINE
+)
+_KV_BLOCK = re.compile(
+    r'^vllm:cache_config_info\{(?:[^}]*,)?block_size="(\d+)"', re.MULTILINE
+)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-ANSWER_S = 30.0  # bounds a complete answer that is no generation: the client's own timeouts start over with every byte
+# bounds a complete answer that is no generation: the client's own timeouts start over with every byte
+ANSWER_S = 30.0
 LOAD_S = 300.0  # bounds the time in which an adapter is loaded or unloaded
 MOST_BYTES = 16 << 20  # longer answers are refused
 SHOWN_CHARS = 500  # so much of an engine's answer is shown in an error
@@ -113,7 +118,8 @@ class _Answer(BaseModel):
 
 
 class _Models(_Answer):
-    data: Annotated[tuple[Any, ...], Field(min_length=1)]  # adapters may follow the model, without a context length
+    # adapters may follow the model, without a context length
+    data: Annotated[tuple[Any, ...], Field(min_length=1)]
 
 
 class _Card(_Answer):
@@ -329,9 +335,13 @@ class EngineProbe:
         Raises:
             ProbeError: It does not answer, or refuses.
         """
-        await self._content("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=LOAD_S)
+        await self._content(
+            "POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=LOAD_S
+        )
 
-    async def chat_tokens(self, model: str, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def chat_tokens(
+        self, model: str, messages: Sequence[Mapping[str, str]]
+    ) -> list[int]:
         """Return the ids of messages rendered through the engine's chat template.
 
         Raises:
@@ -339,15 +349,21 @@ class EngineProbe:
         """
         return await self._tokenized({"model": model, "messages": list(messages)})
 
-    async def text_tokens(self, model: str, text: str, *, special: bool = False) -> list[int]:
+    async def text_tokens(
+        self, model: str, text: str, *, special: bool = False
+    ) -> list[int]:
         """Return the ids of plain text; ``special``: with the special tokens that a prompt begins with.
 
         Raises:
             ProbeError: The engine does not answer, or not with ids.
         """
-        return await self._tokenized({"model": model, "prompt": text, "add_special_tokens": special})
+        return await self._tokenized(
+            {"model": model, "prompt": text, "add_special_tokens": special}
+        )
 
-    async def prompt_logprobs(self, model: str, token_ids: Sequence[int], timeout_s: float) -> tuple[float, ...]:
+    async def prompt_logprobs(
+        self, model: str, token_ids: Sequence[int], timeout_s: float
+    ) -> tuple[float, ...]:
         """Return the log-probability of each token but the first, given those before it, in nats: one prefill.
 
         Raises:
@@ -362,12 +378,17 @@ class EngineProbe:
         }
         answer = await self._json("POST", COMPLETIONS, body, timeout_s=timeout_s)
         choice = self._only_choice(_ScoredPrompt, answer)
-        scores = choice.prompt_logprobs[1:]  # the first token follows nothing, and has no score
+        # the first token follows nothing, and has no score
+        scores = choice.prompt_logprobs[1:]
         try:
             scored_tokens = zip(scores, token_ids[1:], strict=True)
-            return tuple(score[str(token)].logprob for score, token in scored_tokens if score)
+            return tuple(
+                score[str(token)].logprob for score, token in scored_tokens if score
+            )
         except (KeyError, ValueError) as error:
-            raise ProbeError(f"{self.url}{COMPLETIONS} scores other tokens than those of the prompt") from error
+            raise ProbeError(
+                f"{self.url}{COMPLETIONS} scores other tokens than those of the prompt"
+            ) from error
 
     async def continuation(
         self, model: str, token_ids: Sequence[int], count: int, timeout_s: float
@@ -389,7 +410,9 @@ class EngineProbe:
         answer = await self._json("POST", COMPLETIONS, body, timeout_s=timeout_s)
         choice = self._only_choice(_ScoredCompletion, answer)
         if len(choice.token_ids) != len(choice.logprobs.token_logprobs):
-            raise ProbeError(f"{self.url}{COMPLETIONS} gives other numbers of tokens and of log-probabilities")
+            raise ProbeError(
+                f"{self.url}{COMPLETIONS} gives other numbers of tokens and of log-probabilities"
+            )
         return choice.token_ids, choice.logprobs.token_logprobs
 
     def _only_choice(self, kind: type[_Read], answer: object) -> _Read:
@@ -401,7 +424,9 @@ class EngineProbe:
         """
         choices = self._checked(_Choices, COMPLETIONS, answer).choices
         if len(choices) != 1:
-            raise ProbeError(f"{self.url}{COMPLETIONS} gives {len(choices)} answers to one prompt")
+            raise ProbeError(
+                f"{self.url}{COMPLETIONS} gives {len(choices)} answers to one prompt"
+            )
         try:
             return kind.model_validate(choices[0])
         except ValidationError as error:
@@ -412,36 +437,56 @@ class EngineProbe:
     async def takes_thinking(self, model: str, timeout_s: float) -> bool:
         """Tell whether the engine takes a bound on tokens of reasoning; vLLM refuses it for a model that shows none."""
         messages = [{"role": "user", "content": "1"}]
-        body = {"model": model, "messages": messages, "max_tokens": 1, "thinking_token_budget": 1}
+        body = {
+            "model": model,
+            "messages": messages,
+            "max_tokens": 1,
+            "thinking_token_budget": 1,
+        }
         try:
             await self._json("POST", CHAT, body, timeout_s=timeout_s)
         except ProbeError:
             return False
         return True
 
-    async def generate(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Generation:
+    async def generate(
+        self, path: str, body: Mapping[str, Any], timeout_s: float
+    ) -> Generation:
         """Stream one generation and time it.
 
         Raises:
             ProbeError: The engine refuses the request, takes longer than ``timeout_s``, or sends no complete stream.
         """
-        request = {**body, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+        request = {
+            **body,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+        }
         async with self._errors(path, timeout_s):
             return await self._stream(path, request)
 
     async def _stream(self, path: str, body: Mapping[str, Any]) -> Generation:
         received = _ReceivedStream()
         async with self.client.stream(
-            "POST", f"{self.url}{path}", json=body, headers=self._headers(), timeout=None
+            "POST",
+            f"{self.url}{path}",
+            json=body,
+            headers=self._headers(),
+            timeout=None,
         ) as response:
             if response.status_code != httpx.codes.OK:
-                raise self._refusal(path, response.status_code, await self._read(path, response))
+                raise self._refusal(
+                    path, response.status_code, await self._read(path, response)
+                )
             async with aclosing(self._events(path, response)) as events:
                 async for data in events:
                     received.add(self._checked(_Chunk, path, self._parsed(path, data)))
         return received.generation()
 
-    async def _events(self, path: str, response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, path: str, response: httpx.Response
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the data of a stream's events up to ``[DONE]``, and read to its end."""
         unfinished_line = b""
         size = 0
@@ -449,7 +494,9 @@ class EngineProbe:
         async for piece in response.aiter_bytes():
             size += len(piece)
             if size > MOST_BYTES:
-                raise ProbeError(f"{self.url}{path} answers more than {MOST_BYTES} bytes")
+                raise ProbeError(
+                    f"{self.url}{path} answers more than {MOST_BYTES} bytes"
+                )
             *lines, unfinished_line = (unfinished_line + piece).split(b"\n")
             for line in lines:
                 name, _, data = line.partition(b":")
@@ -467,12 +514,22 @@ class EngineProbe:
         return list(self._checked(_Tokens, path, answer).tokens)
 
     async def _json(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_s: float | None = None,
     ) -> object:
-        return self._parsed(path, await self._content(method, path, body, timeout_s=timeout_s))
+        return self._parsed(
+            path, await self._content(method, path, body, timeout_s=timeout_s)
+        )
 
     async def _content(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> bytes:
         """Return the body of an answer of status 200.
 
@@ -487,11 +544,16 @@ class EngineProbe:
         async with (
             self._errors(path, limit_s),
             self.client.stream(
-                method, f"{self.url}{path}", json=body, headers=self._headers(), timeout=timeout
+                method,
+                f"{self.url}{path}",
+                json=body,
+                headers=self._headers(),
+                timeout=timeout,
             ) as response,
         ):
             content = await self._read(path, response)
-        response.stream = httpx.ByteStream(b"")  # break the reference cycle between the answer and its stream
+        # break the reference cycle between the answer and its stream
+        response.stream = httpx.ByteStream(b"")
         if response.status_code != httpx.codes.OK:
             raise self._refusal(path, response.status_code, content)
         return content
@@ -503,40 +565,58 @@ class EngineProbe:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError as error:
-            raise ProbeError(f"{self.url}{path}: no complete answer within {limit_s:g} s") from error
+            raise ProbeError(
+                f"{self.url}{path}: no complete answer within {limit_s:g} s"
+            ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ProbeError(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
+            raise ProbeError(
+                f"{self.url}{path}: {type(error).__name__} {error}".rstrip()
+            ) from error
 
     async def _read(self, path: str, response: httpx.Response) -> bytes:
         content = bytearray()
         async for piece in response.aiter_bytes():
             content += piece
             if len(content) > MOST_BYTES:
-                raise ProbeError(f"{self.url}{path} answers more than {MOST_BYTES} bytes")
+                raise ProbeError(
+                    f"{self.url}{path} answers more than {MOST_BYTES} bytes"
+                )
         return bytes(content)
 
     def _refusal(self, path: str, status: int, content: bytes) -> ProbeError:
         kind = RefusedError if status == httpx.codes.BAD_REQUEST else ProbeError
-        return kind(f"{self.url}{path}: HTTP {status}: {content.decode(errors='replace')[:SHOWN_CHARS]}")
+        return kind(
+            f"{self.url}{path}: HTTP {status}: {content.decode(errors='replace')[:SHOWN_CHARS]}"
+        )
 
     def _parsed(self, path: str, content: bytes) -> object:
         try:
             return from_json(content, cache_strings="keys")
         except ValueError as error:
-            raise ProbeError(f"{self.url}{path} does not answer JSON ({error}): {content[:SHOWN_CHARS]!r}") from None
+            raise ProbeError(
+                f"{self.url}{path} does not answer JSON ({error}): {content[:SHOWN_CHARS]!r}"
+            ) from None
 
     def _checked(self, kind: type[_Read], path: str, answer: object) -> _Read:
         """Validate an answer, which may also report an error."""
         reported_error = answer.get("error") if isinstance(answer, dict) else None
         if reported_error:
-            message = reported_error.get("message") if isinstance(reported_error, dict) else reported_error
-            raise ProbeError(f"{self.url}{path} answers with an error: {str(message)[:SHOWN_CHARS]}")
+            message = (
+                reported_error.get("message")
+                if isinstance(reported_error, dict)
+                else reported_error
+            )
+            raise ProbeError(
+                f"{self.url}{path} answers with an error: {str(message)[:SHOWN_CHARS]}"
+            )
         try:
             return kind.model_validate(answer)
         except ValidationError as error:
             first_fault = error.errors(include_url=False, include_input=False)[0]
             field = ".".join(map(str, first_fault["loc"])) or "the answer"
-            raise ProbeError(f"{self.url}{path} does not answer as vLLM does: {field}: {first_fault['msg']}") from None
+            raise ProbeError(
+                f"{self.url}{path} does not answer as vLLM does: {field}: {first_fault['msg']}"
+            ) from None
 
     def _number(self, name: str, text: str) -> float:
         try:
@@ -544,7 +624,9 @@ class EngineProbe:
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and value >= 0):
-            raise ProbeError(f"{self.url}/metrics: vllm:{name} is {text[:50]}, which is no number from 0 up")
+            raise ProbeError(
+                f"{self.url}/metrics: vllm:{name} is {text[:50]}, which is no number from 0 up"
+            )
         return value
 
     def _headers(self) -> dict[str, str]:

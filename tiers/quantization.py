@@ -6,7 +6,9 @@ import re
 from functools import lru_cache
 from typing import Literal, get_args
 
-Quantization = Literal["int4", "int8", "fp4", "fp6", "fp8", "fp16", "bf16", "fp32", "unknown"]
+Quantization = Literal[
+    "int4", "int8", "fp4", "fp6", "fp8", "fp16", "bf16", "fp32", "unknown"
+]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 _NAME = re.compile(rf"({'|'.join(QUANTIZATIONS[:-1])})(?!\d)")
 
@@ -28,4 +30,7 @@ def shown_quantization(precision: str) -> Quantization:
 
 def _name_of(precision: str) -> Quantization:
     found = _NAME.search(precision.partition(" (")[0].lower())
-    return next((name for name in QUANTIZATIONS if found is not None and name == found[1]), "unknown")
+    return next(
+        (name for name in QUANTIZATIONS if found is not None and name == found[1]),
+        "unknown",
+    )

@@ -22,7 +22,9 @@ def bits_of(precision: str) -> int | None:
     return min(map(int, _BITS.findall(precision)), default=None)
 
 
-def rising(specs: Iterable[TierSpec], losses: Mapping[TierName, float]) -> tuple[TierSpec, ...]:
+def rising(
+    specs: Iterable[TierSpec], losses: Mapping[TierName, float]
+) -> tuple[TierSpec, ...]:
     """Return tiers by rising precision. ``precise`` comes last: loss is measured against it.
 
     Args:
@@ -30,7 +32,11 @@ def rising(specs: Iterable[TierSpec], losses: Mapping[TierName, float]) -> tuple
         losses: Mean loss of the measured tiers, 0..1. They count only if every tier that has engines is measured.
     """
     specs = tuple(specs)
-    has_losses = all(spec.name in losses for spec in specs if spec.name is not TierName.PRECISE and not spec.absent)
+    has_losses = all(
+        spec.name in losses
+        for spec in specs
+        if spec.name is not TierName.PRECISE and not spec.absent
+    )
 
     def order(spec: TierSpec) -> tuple[bool, float, float, bool]:
         is_precise = spec.name is TierName.PRECISE

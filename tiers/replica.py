@@ -15,20 +15,40 @@ from msgspec.structs import replace
 from tiers.breaker import Breaker, BreakerOptions
 from tiers.limit import ConcurrencyLimit
 from tiers.prefix_memory import PrefixMemory
-from tiers.snapshot import NO_PAUSE, FleetLoad, Gauges, KvCache, Pause, ReplicaState, Trends, load_of
+from tiers.snapshot import (
+    NO_PAUSE,
+    FleetLoad,
+    Gauges,
+    KvCache,
+    Pause,
+    ReplicaState,
+    Trends,
+    load_of,
+)
 from tiers.spec import ReplicaStatus, TierSpec
-from tiers.speed import BUSY_MEMORY_S, PREFILL_MEMORY_MS, AnswerSample, Load, SpeedModel, Trend
+from tiers.speed import (
+    BUSY_MEMORY_S,
+    PREFILL_MEMORY_MS,
+    AnswerSample,
+    Load,
+    SpeedModel,
+    Trend,
+)
 
 if TYPE_CHECKING:
     from tiers.prefix_memory import Prefix
 
 SHORTEST_HOLD_S = 1e-3  # a slot counts as held for at least this long
-UNKNOWN_RELIEF_S = 1.0  # assumed time until a slot becomes free, where a replica's speed is not known
-FOREIGN_POLLS = 8  # consecutive readings (4 s) that must show other clients' requests, because gauges lag by seconds
-KV_BLOCK_TOKENS = 16  # vLLM's default on GPUs, assumed where an engine does not report it
+# assumed time until a slot becomes free, where a replica's speed is not known
+UNKNOWN_RELIEF_S = 1.0
+# consecutive readings (4 s) that must show other clients' requests, because gauges lag by seconds
+FOREIGN_POLLS = 8
+# vLLM's default on GPUs, assumed where an engine does not report it
+KV_BLOCK_TOKENS = 16
 KEPT_ANSWERS = 256  # per replica, to learn its speed from
 HALF_LIFE_S = 60.0  # observed holds lose half of their weight in this time
-LEAST_MEMORY = 5.0  # ended holds in the mean; more on a replica with more slots, about one for each slot
+# ended holds in the mean; more on a replica with more slots, about one for each slot
+LEAST_MEMORY = 5.0
 
 
 class PeerLoad(NamedTuple):
@@ -160,7 +180,9 @@ class Turnover:
         observed = copy(self)
         observed.note(now, held)
         prediction_weight = 1 / (1 + observed.freed)
-        return (observed.held_s + prediction_weight * predicted_s) / (observed.freed + prediction_weight)
+        return (observed.held_s + prediction_weight * predicted_s) / (
+            observed.freed + prediction_weight
+        )
 
 
 @dataclass(slots=True)
@@ -236,7 +258,9 @@ class WorkMark(Struct, frozen=True):
 class Answers:
     """A replica's last answers, to learn its speed from; ``noted``: how many there ever were."""
 
-    last: deque[AnswerSample] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
+    last: deque[AnswerSample] = field(
+        default_factory=lambda: deque(maxlen=KEPT_ANSWERS)
+    )
     noted: int = 0
 
 
@@ -253,7 +277,8 @@ class Totals:
     busy: int = 0
     contended: int = 0
     state_expires_at: float = math.inf
-    _busy_lately: float = 0.0  # mean of ``busy``, exponentially weighted, at ``_busy_at``
+    # mean of ``busy``, exponentially weighted, at ``_busy_at``
+    _busy_lately: float = 0.0
     _busy_at: float = 0.0
 
     def count(self, replica: Replica, sign: int) -> None:
@@ -317,12 +342,16 @@ class Replica:
     totals: Totals = field(default_factory=Totals)
 
     def __post_init__(self, status: ReplicaStatus) -> None:
-        self.state = ReplicaState(id=self.id, url=self.url, precision=self.spec.precision, status=status)
+        self.state = ReplicaState(
+            id=self.id, url=self.url, precision=self.spec.precision, status=status
+        )
         self.adopt(self.options)
 
     def adopt(self, options: FleetOptions) -> None:
         """Take the fleet's options, with a new breaker and a new limit."""
-        self.limiter = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
+        self.limiter = ConcurrencyLimit.starting(
+            self.spec.max_num_seqs, self.spec.max_in_flight
+        )
         self.breaker = Breaker(options.breaker, on_open=self.update)
         self.use(options)
 
@@ -348,7 +377,9 @@ class Replica:
         )
         self.others.counted = peers
         # A pause changes at every moment, so a state with one has always expired.
-        self.state_expires_at = self.others.next_expiry(now) if self.breaker.open_until is None else now
+        self.state_expires_at = (
+            self.others.next_expiry(now) if self.breaker.open_until is None else now
+        )
         self._update_totals(before, now)
 
     def _limit_at(self, now: float) -> int:
@@ -371,7 +402,9 @@ class Replica:
     def _kv_with(self, peers: PeerLoad) -> KvCache:
         """Return the KV cache with other routers' present load instead of the one that was counted before."""
         kv = self.state.kv
-        return replace(kv, held=kv.held - self.others.counted.kv_tokens + peers.kv_tokens)
+        return replace(
+            kv, held=kv.held - self.others.counted.kv_tokens + peers.kv_tokens
+        )
 
     def _pause_at(self, now: float) -> Pause:
         breaker = self.breaker
@@ -452,7 +485,9 @@ class Replica:
             return self.work.silence_s
         return self.work.silence_s + (now - self.work.silent_from)
 
-    def may_be_silent_until(self, now: float, limit_s: float, *, is_expected: bool) -> float:
+    def may_be_silent_until(
+        self, now: float, limit_s: float, *, is_expected: bool
+    ) -> float:
         """Return until when an answer is waited for that is silent, while the engine is seen to compute.
 
         Args:
@@ -476,7 +511,14 @@ class Replica:
         self.work.silence_s = 0.0
         self.work.silent_from = now
 
-    def begin(self, prompt_tokens: int, output_tokens: int, kv_tokens: int, sequences: int, now: float) -> None:
+    def begin(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        kv_tokens: int,
+        sequences: int,
+        now: float,
+    ) -> None:
         """Count a request that is sent.
 
         Args:
@@ -495,7 +537,9 @@ class Replica:
         self.output_tokens += output_tokens
         if not load.sequences:
             self.totals.note_busy(1, now)
-        faded_prefill_rate = load.prefill_rate * math.exp((state.prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
+        faded_prefill_rate = load.prefill_rate * math.exp(
+            (state.prefill_at - now) * 1000 / PREFILL_MEMORY_MS
+        )
         self.state = replace(
             state,
             in_flight=state.in_flight + 1,
@@ -524,7 +568,14 @@ class Replica:
             prompts_at=now,
         )
 
-    def end(self, prompt_tokens: int, output_tokens: int, kv_tokens: int, sequences: int, now: float) -> None:
+    def end(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        kv_tokens: int,
+        sequences: int,
+        now: float,
+    ) -> None:
         """Count a request that has ended, with what is left of what ``begin`` counted."""
         state = self.state
         load = state.load
@@ -540,7 +591,11 @@ class Replica:
             in_flight=state.in_flight - 1,
             slots=state.slots - sequences,
             prompt_tokens=state.prompt_tokens - prompt_tokens,
-            load=replace(load, sequences=sequences_left, prompt_tokens=load.prompt_tokens - prompt_tokens),
+            load=replace(
+                load,
+                sequences=sequences_left,
+                prompt_tokens=load.prompt_tokens - prompt_tokens,
+            ),
             kv=replace(kv, held=kv.held - kv_tokens),
         )
 
@@ -563,7 +618,9 @@ class Replica:
     def work_at(self, now: float) -> WorkMark:
         """Return the work up to now."""
         work = self.work
-        sequence_s = work.sequence_s + self.state.load.sequences * (now - work.summed_at)
+        sequence_s = work.sequence_s + self.state.load.sequences * (
+            now - work.summed_at
+        )
         return WorkMark(now, sequence_s, work.prompt_tokens)
 
     def freed_per_s(self, fleet: FleetLoad, output_share: float) -> float:
@@ -572,7 +629,9 @@ class Replica:
         load = load_of(state, self.output_tokens, fleet)
         relief_s = 0.0
         if state.speed is not None:
-            relief_s = state.speed.relief_ms(load, self.spec.max_num_seqs, output_share) / 1000
+            relief_s = (
+                state.speed.relief_ms(load, self.spec.max_num_seqs, output_share) / 1000
+            )
         predicted_hold_s = max(load.sequences, 1) * (relief_s or UNKNOWN_RELIEF_S)
         hold_s = self.turnover.hold_s(fleet.now, state.slots, predicted_hold_s)
         return max(state.slots, 1) / max(hold_s, SHORTEST_HOLD_S)
@@ -580,13 +639,18 @@ class Replica:
     def note_gauges(self, gauges: Gauges) -> None:
         """Take in the engine's gauges. Counters that have gone back show that it was started anew."""
         state = self.state
-        if state.gauges is not None and gauges.cache_queries < state.gauges.cache_queries:
+        if (
+            state.gauges is not None
+            and gauges.cache_queries < state.gauges.cache_queries
+        ):
             self.prefixes.clear()
         # Two bounds, so that the pressure does not flap.
         bound = self.options.kv_close if state.kv.pressure else self.options.kv_open
         is_under_pressure = gauges.kv_cache_usage >= bound
         self._count_foreign(gauges)
-        kv = replace(state.kv, size=gauges.kv_cache_tokens or 0, pressure=is_under_pressure)
+        kv = replace(
+            state.kv, size=gauges.kv_cache_tokens or 0, pressure=is_under_pressure
+        )
         self.update(gauges=gauges, kv=kv)
 
     def _count_foreign(self, gauges: Gauges) -> None:

@@ -86,7 +86,10 @@ def replace_content(path: Path, content: bytes) -> None:
         if error.errno != errno.EBUSY:
             raise
         _overwrite(path, content)
-        log.warning("%s is mounted alone and was overwritten: mount its folder, so that it is replaced at once", path)
+        log.warning(
+            "%s is mounted alone and was overwritten: mount its folder, so that it is replaced at once",
+            path,
+        )
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -115,7 +118,8 @@ def _copy_ownership(path: Path, handle: int) -> None:
             os.fchown(handle, old.st_uid, old.st_gid)
         except PermissionError:
             raise OwnerError(
-                errno.EPERM, f"it belongs to {_user_name(old.st_uid)}, and would not any more: run this as that user"
+                errno.EPERM,
+                f"it belongs to {_user_name(old.st_uid)}, and would not any more: run this as that user",
             ) from None
     os.fchmod(handle, stat.S_IMODE(old.st_mode))
     with suppress(OSError):  # the file system may have no extended attributes

@@ -16,7 +16,15 @@ from msgspec import Struct
 from tiers.breaker import BreakerState
 from tiers.preparing import Preparing  # noqa: TC001  msgspec reads it for the decision log
 from tiers.spec import UNKNOWN, ReplicaStatus, TemplateTokens, TierName, TierSpec
-from tiers.speed import ALWAYS_MS, IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Trend
+from tiers.speed import (
+    ALWAYS_MS,
+    IDLE,
+    PREFILL_MEMORY_MS,
+    STEADY,
+    Load,
+    SpeedModel,
+    Trend,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,10 @@ class Trends(Struct, frozen=True):
         """Return the trends at a time; without a speed there are none."""
         if speed is None:
             return Trends()
-        return Trends(self.ttft.faded(now, speed.ttft_spread), self.tpot.faded(now, speed.tpot_spread))
+        return Trends(
+            self.ttft.faded(now, speed.ttft_spread),
+            self.tpot.faded(now, speed.tpot_spread),
+        )
 
 
 class Pause(Struct, frozen=True):
@@ -186,7 +197,9 @@ def load_of(replica: ReplicaState, output_tokens: int, fleet: FleetLoad | None) 
     speed = replica.speed
     prompt_tokens = load.prompt_tokens
     if prompt_tokens and speed is not None and speed.prefill_ms_per_token > 0:
-        computed_tokens = int((fleet.now - replica.prompts_at) * 1000 / speed.prefill_ms_per_token)
+        computed_tokens = int(
+            (fleet.now - replica.prompts_at) * 1000 / speed.prefill_ms_per_token
+        )
         prompt_tokens = max(prompt_tokens - computed_tokens, 0)
     prefill_rate = load.prefill_rate
     if prefill_rate:
@@ -230,13 +243,19 @@ class TierSnapshot(Struct, frozen=True):
     @property
     def ready(self) -> list[ReplicaState]:
         """Return the replicas that may get traffic."""
-        return [replica for replica in self.replicas if replica.status is ReplicaStatus.READY]
+        return [
+            replica
+            for replica in self.replicas
+            if replica.status is ReplicaStatus.READY
+        ]
 
     @property
     def status(self) -> ReplicaStatus:
         """Return the status of the tier's best replica; without replicas, say whether one is being prepared."""
         if self.replicas:
-            return min([replica.status for replica in self.replicas], key=_BEST_FIRST.index)
+            return min(
+                [replica.status for replica in self.replicas], key=_BEST_FIRST.index
+            )
         if self.preparing is not None:
             is_failed = self.preparing.failed is not None
             return ReplicaStatus.FAILED if is_failed else ReplicaStatus.PREPARING

@@ -53,10 +53,14 @@ class TierName(str):
         return TierName, (str.__str__(self),)
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: object, handler: object) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: object, handler: object
+    ) -> CoreSchema:
         """Return how pydantic validates it: a string that may be a tier's name."""
         del source, handler
-        return core_schema.no_info_after_validator_function(_tier_name, core_schema.str_schema())
+        return core_schema.no_info_after_validator_function(
+            _tier_name, core_schema.str_schema()
+        )
 
 
 def _tier_name(text: str) -> TierName:
@@ -68,11 +72,14 @@ def _tier_name(text: str) -> TierName:
 
 SHOWN_DIGITS = 16  # of a digest, shown to people
 RESERVED = {"auto", "qarr"}  # names of models that stand for any tier
-OVERFLOW = "overflow"  # stands for a tier in counts of what a server outside of the fleet has answered
+# stands for a tier in counts of what a server outside of the fleet has answered
+OVERFLOW = "overflow"
 TIER_NAMES = "1 to 32 lower-case letters, digits, - and _, beginning with a letter, and neither auto nor qarr,"
 _NAME = re.compile(r"^[a-z][a-z0-9_-]{0,31}$")
 _NAMES: WeakValueDictionary[str, TierName] = WeakValueDictionary()
-TierName.FAST, TierName.BALANCED, TierName.PRECISE = map(TierName, ("fast", "balanced", "precise"))
+TierName.FAST, TierName.BALANCED, TierName.PRECISE = map(
+    TierName, ("fast", "balanced", "precise")
+)
 # The tiers that are always there, from the lowest precision to the highest.
 STANDARD_TIERS = (TierName.FAST, TierName.BALANCED, TierName.PRECISE)
 
@@ -81,7 +88,11 @@ def in_order(tiers: Iterable[TierName]) -> list[TierName]:
     """Return tiers, each once, in the order in which they are shown where no fleet tells one: the highest comes last."""
     known = set(tiers)
     added = sorted(known - set(STANDARD_TIERS))
-    return [t for t in (TierName.FAST, TierName.BALANCED, *added, TierName.PRECISE) if t in known]
+    return [
+        t
+        for t in (TierName.FAST, TierName.BALANCED, *added, TierName.PRECISE)
+        if t in known
+    ]
 
 
 NGRAM = "ngram"
@@ -98,16 +109,19 @@ PRECISIONS: dict[TierName, Precision] = {
 class ReplicaStatus(Enum):
     """The state of a replica, or of a tier: that of its best replica. Only a ``READY`` one gets requests."""
 
-    PREPARING = "preparing"  # only of a tier: its checkpoint is being made, and there is no engine yet
+    # only of a tier: its checkpoint is being made, and there is no engine yet
+    PREPARING = "preparing"
     STARTING = "starting"  # process started, or URL not yet answering
     WARMING = "warming"  # /health answers; warm-up generations run
     READY = "ready"
     DRAINING = "draining"  # gets no new requests; open ones may finish
     UNREACHABLE = "unreachable"  # was alive; stopped answering probes
     FAILED = "failed"  # exited, or its warm-up failed
-    QUARANTINED = "quarantined"  # runs elsewhere; answers otherwise than before, hangs or is too slow; for an operator
+    # runs elsewhere; answers otherwise than before, hangs or is too slow; for an operator
+    QUARANTINED = "quarantined"
     STOPPED = "stopped"
-    WAITING = "waiting"  # only of a tier: its engines run elsewhere, and none is known yet
+    # only of a tier: its engines run elsewhere, and none is known yet
+    WAITING = "waiting"
     ABSENT = "absent"  # only of a tier: no engine of it is configured
 
 
@@ -213,7 +227,9 @@ class TierSpec:
     @property
     def startable(self) -> bool:
         """Tell whether all that its engines are started from is there."""
-        return self.checkpoint is not None and (self.draft is None or self.draft.startable)
+        return self.checkpoint is not None and (
+            self.draft is None or self.draft.startable
+        )
 
     @property
     def absent(self) -> bool:

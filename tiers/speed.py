@@ -23,13 +23,17 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 
 MEMORY = 0.8  # weight of the past in a trend: about the last five answers
-HALF_LIFE_S = 60.0  # a trend fades by half in this time: a tier that gets no requests returns to its measured speed
+# a trend fades by half in this time: a tier that gets no requests returns to its measured speed
+HALF_LIFE_S = 60.0
 PREFILL_MEMORY_MS = 20_000.0  # time constant of the rate of prompt tokens
 BUSY_MEMORY_S = 60.0  # time constant of the mean number of busy replicas
-MOST_BESIDE = 8  # replicas on one machine; in a larger fleet, the time that each has left is not predicted
-MOST_PREFILL = 0.8  # highest share of time spent on prompts; beyond it the engine cannot keep up anyway
+# replicas on one machine; in a larger fleet, the time that each has left is not predicted
+MOST_BESIDE = 8
+# highest share of time spent on prompts; beyond it the engine cannot keep up anyway
+MOST_PREFILL = 0.8
 ALWAYS_MS = 1e12
-UNMEASURED_SPREAD = 0.3  # spread of log(seen / predicted) before any answer: about a third either way
+# spread of log(seen / predicted) before any answer: about a third either way
+UNMEASURED_SPREAD = 0.3
 
 
 class Load(Struct, frozen=True):
@@ -120,7 +124,9 @@ class SpeedModel:
         return replace(
             self,
             ttft_base_ms=min(self.ttft_base_ms, other.ttft_base_ms),
-            prefill_ms_per_token=min(self.prefill_ms_per_token, other.prefill_ms_per_token),
+            prefill_ms_per_token=min(
+                self.prefill_ms_per_token, other.prefill_ms_per_token
+            ),
             step_base_ms=min(self.step_base_ms, other.step_base_ms),
         )
 
@@ -129,7 +135,9 @@ class SpeedModel:
         beyond_knee_ms = 0.0
         if sequences > self.step_knee:
             beyond_knee_ms = self.step_ms_beyond_knee * (sequences - self.step_knee)
-        return self.step_base_ms + self.step_ms_per_sequence * sequences + beyond_knee_ms
+        return (
+            self.step_base_ms + self.step_ms_per_sequence * sequences + beyond_knee_ms
+        )
 
     def prompt_ms(self, tokens: int, _sequences: int, /) -> float:
         """Return by how much a prompt delays the batch that is being decoded, which does not depend on the batch."""
@@ -157,19 +165,31 @@ class SpeedModel:
         """
         running = load.sequences
         step_ms = self.step_ms(min(max_num_seqs, running + sequences))
-        ttft_ms = self.ttft_base_ms + self.prefill_ms_per_token * (prompt_tokens + load.prompt_tokens)
+        ttft_ms = self.ttft_base_ms + self.prefill_ms_per_token * (
+            prompt_tokens + load.prompt_tokens
+        )
         if running > 0:
             ttft_ms += self.ttft_steps * self.step_ms(min(max_num_seqs, running))
             ahead = running + 1 - max_num_seqs
             if ahead > 0:
-                ttft_ms += ahead * step_ms * 2 * remaining_tokens(load, output_share) / (max_num_seqs + 1)
+                ttft_ms += (
+                    ahead
+                    * step_ms
+                    * 2
+                    * remaining_tokens(load, output_share)
+                    / (max_num_seqs + 1)
+                )
         slowdown = 1.0
         if self.contention:
             slowed_ttft_ms = ttft_ms * (1 + self.contention * load.neighbours)
             ttft_ms *= 1 + self.contention * load.neighbours_within(slowed_ttft_ms)
-            slowdown += self.contention * load.neighbours_within(ttft_ms + output_tokens * step_ms)
+            slowdown += self.contention * load.neighbours_within(
+                ttft_ms + output_tokens * step_ms
+            )
         prefill_share = self.prefill_ms_per_token * load.prefill_rate * slowdown
-        return Times(ttft_ms, step_ms * slowdown / (1 - min(MOST_PREFILL, prefill_share)))
+        return Times(
+            ttft_ms, step_ms * slowdown / (1 - min(MOST_PREFILL, prefill_share))
+        )
 
     def engine_ms(self, prompt_tokens: int, output_tokens: float, batch: int) -> float:
         """Return the engine time of a request: its prefill, and its share of the steps that decode it.
@@ -179,19 +199,26 @@ class SpeedModel:
             output_tokens: Expected output of all its sequences.
             batch: Sequences decoded together, its own included.
         """
-        return self.prefill_ms_per_token * prompt_tokens + output_tokens * self.step_ms(batch) / batch
+        return (
+            self.prefill_ms_per_token * prompt_tokens
+            + output_tokens * self.step_ms(batch) / batch
+        )
 
     def left_ms(self, load: Load, max_num_seqs: int, output_share: float) -> float:
         """Predict the time until the replica's requests have ended, without contention."""
         prefill_ms = self.prefill_ms_per_token * load.prompt_tokens
-        decode_ms = remaining_tokens(load, output_share) * self.step_ms(min(load.sequences, max_num_seqs))
+        decode_ms = remaining_tokens(load, output_share) * self.step_ms(
+            min(load.sequences, max_num_seqs)
+        )
         return prefill_ms + decode_ms
 
     def relief_ms(self, load: Load, max_num_seqs: int, output_share: float) -> float:
         """Predict the time until a request ends: of n, evenly spread over their progress, the next has 2 / (n + 1) left."""
         if load.sequences == 0:
             return 0.0
-        next_end_tokens = remaining_tokens(load, output_share) * 2 / (load.sequences + 1)
+        next_end_tokens = (
+            remaining_tokens(load, output_share) * 2 / (load.sequences + 1)
+        )
         prefill_ms = self.prefill_ms_per_token * load.prompt_tokens
         decode_ms = next_end_tokens * self.step_ms(min(load.sequences, max_num_seqs))
         slowdown = 1 + self.contention * load.neighbours
@@ -222,14 +249,18 @@ class Trend(Struct, frozen=True):
             return self.mean, self.variance
         remaining_share = 0.5 ** ((now - self.at) / HALF_LIFE_S)
         steady_variance = spread * spread
-        return self.mean * remaining_share, steady_variance + (self.variance - steady_variance) * remaining_share
+        return self.mean * remaining_share, steady_variance + (
+            self.variance - steady_variance
+        ) * remaining_share
 
     def faded(self, now: float, spread: float) -> Trend:
         """Return the trend at ``now``; see ``at_time``."""
         mean, variance = self.at_time(now, spread)
         return Trend(mean, variance, now)
 
-    def after(self, predicted_ms: float, seen_ms: float, now: float, spread: float) -> Trend:
+    def after(
+        self, predicted_ms: float, seen_ms: float, now: float, spread: float
+    ) -> Trend:
         """Return the trend after one more answer.
 
         Args:

@@ -53,7 +53,10 @@ class CpuReading:
 
 def read_cpu() -> CpuReading:
     """Read the kernel's counters; those that it does not have stay 0."""
-    hot = sum(_number(path) for path in CPUS.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
+    hot = sum(
+        _number(path)
+        for path in CPUS.glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
+    )
     held_back = 0
     for line in _text(CGROUP).splitlines():
         if not line.startswith("0::"):  # the first hierarchy's groups count otherwise
@@ -61,7 +64,9 @@ def read_cpu() -> CpuReading:
         group = line.removeprefix("0::")
         for stat in _text(CGROUPS / group.lstrip("/") / "cpu.stat").splitlines():
             name, _, value = stat.partition(" ")
-            held_back += int(value) if name == "throttled_usec" and value.isdigit() else 0
+            held_back += (
+                int(value) if name == "throttled_usec" and value.isdigit() else 0
+            )
     return CpuReading(hot, held_back / 1e6)
 
 
@@ -69,9 +74,15 @@ def read_gpus() -> dict[int, str]:
     """Return, in words, why GPUs are slowed down, by index; those that are not are left out."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    query = ["nvidia-smi", f"--query-gpu=index,{','.join(GPU_REASONS)}", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        f"--query-gpu=index,{','.join(GPU_REASONS)}",
+        "--format=csv,noheader",
+    ]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=GPU_TIMEOUT_S)
+        done = subprocess.run(
+            query, capture_output=True, text=True, check=False, timeout=GPU_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return {}
     return dict(gpu_reasons(done.stdout)) if done.returncode == 0 else {}
@@ -82,7 +93,11 @@ def gpu_reasons(listed: str) -> Mapping[int, str]:
     found = {}
     for line in listed.splitlines():
         index, *states = (part.strip() for part in line.split(","))
-        active = [why for why, state in zip(GPU_REASONS.values(), states, strict=False) if state == "Active"]
+        active = [
+            why
+            for why, state in zip(GPU_REASONS.values(), states, strict=False)
+            if state == "Active"
+        ]
         if active and index.isdigit():
             found[int(index)] = f"GPU {index} is throttled: {active[0]}"
     return found

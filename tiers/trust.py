@@ -37,7 +37,8 @@ def client_context(ca: Path | None = None) -> ssl.SSLContext:
         TrustError: A file cannot be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as curl: a file may name an intermediate authority alone
+    # as curl: a file may name an intermediate authority alone
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     file = os.environ.get(FILE)
     folder = os.environ.get(FOLDER)
     if file:
@@ -77,13 +78,17 @@ def _load(context: ssl.SSLContext, name: str, file: str) -> None:
         why = getattr(error, "strerror", None) or str(error)
     else:
         return
-    raise TrustError(f"{name}: {file} cannot be used ({why}); a PEM file of authorities is allowed")
+    raise TrustError(
+        f"{name}: {file} cannot be used ({why}); a PEM file of authorities is allowed"
+    )
 
 
 def _load_folder(context: ssl.SSLContext, folder: str) -> None:
     """Let OpenSSL look for authorities in a folder, or in several with colons between; it reads them when it needs one."""
     if not any(Path(part).is_dir() for part in folder.split(os.pathsep)):
-        raise TrustError(f"{FOLDER}: {folder} is not a folder; one that 'openssl rehash' has prepared is allowed")
+        raise TrustError(
+            f"{FOLDER}: {folder} is not a folder; one that 'openssl rehash' has prepared is allowed"
+        )
     context.load_verify_locations(capath=folder)
 
 
@@ -93,7 +98,13 @@ def _load_system(context: ssl.SSLContext) -> None:
     has_folder = any(folder.glob("*.0"))  # 'openssl rehash' names them so
     if has_folder:
         context.load_verify_locations(capath=folder)
-    candidates = (paths.openssl_cafile,) if has_folder else (paths.openssl_cafile, *SYSTEM_FILES, certifi.where())
-    file = next((candidate for candidate in candidates if Path(candidate).is_file()), None)
+    candidates = (
+        (paths.openssl_cafile,)
+        if has_folder
+        else (paths.openssl_cafile, *SYSTEM_FILES, certifi.where())
+    )
+    file = next(
+        (candidate for candidate in candidates if Path(candidate).is_file()), None
+    )
     if file is not None:
         _load(context, "the system's authorities", file)

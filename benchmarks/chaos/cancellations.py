@@ -50,15 +50,23 @@ async def cut_off(router: CutRouter, rounds: int, dice: random.Random) -> list[s
         else:  # it ended before: look no further than this
             complete += 1
             known[scenario.name] = max(at - 1, 1)
-        wrong += [f"{scenario.name}, cut off at await {at} ({way}): {what}" for what in found]
-    print(f"cut off at an await   {cut.total()} of {rounds} requests, {complete} ended before; {dict(cut)}")
+        wrong += [
+            f"{scenario.name}, cut off at await {at} ({way}): {what}" for what in found
+        ]
+    print(
+        f"cut off at an await   {cut.total()} of {rounds} requests, {complete} ended before; {dict(cut)}"
+    )
     return wrong
 
 
 async def client(router: CutRouter, dice: random.Random) -> str:
     """Send a request over a connection of its own, and perhaps leave; return how it ended."""
     path, body = dice.choice(list(REQUESTS.values()))
-    wishes = {"sla": {"ttft_ms": dice.choice((5, 50, 500, 5000))}} if dice.random() < 0.5 else {}
+    wishes = (
+        {"sla": {"ttft_ms": dice.choice((5, 50, 500, 5000))}}
+        if dice.random() < 0.5
+        else {}
+    )
     if path == "/generate":
         body = {**body, **wishes}
     elif path.startswith("/v1/chat"):
@@ -66,8 +74,13 @@ async def client(router: CutRouter, dice: random.Random) -> str:
     headers = {"authorization": f"Bearer {router.key}"}
     limit_s = dice.random() ** 2 / 2 if dice.random() < 0.6 else 60.0
     try:
-        async with asyncio.timeout(limit_s), httpx.AsyncClient(timeout=60, trust_env=False) as http:
-            answer = await http.post(router.stack.url + path, json=body, headers=headers)
+        async with (
+            asyncio.timeout(limit_s),
+            httpx.AsyncClient(timeout=60, trust_env=False) as http,
+        ):
+            answer = await http.post(
+                router.stack.url + path, json=body, headers=headers
+            )
     except TimeoutError:
         return "left" if limit_s < 1 else "NO END"
     except httpx.HTTPError as error:
@@ -88,10 +101,17 @@ async def crowd(router: CutRouter, clients: int, dice: random.Random) -> list[st
         await asyncio.sleep(dice.random() * 0.02)
     ended.update(await asyncio.gather(*asked))
     router.well()
-    print(f"clients over sockets  {clients}, {AT_ONCE} at once at most; {dict(ended.most_common())}")
+    print(
+        f"clients over sockets  {clients}, {AT_ONCE} at once at most; {dict(ended.most_common())}"
+    )
     held = await router.left()
-    wrong = [f"after all clients have left: {count} {what}" for what, count in held.items()]
-    return [*wrong, *(f"{ended[end]} requests: {end}" for end in ended if end in {"NO END", "500"})]
+    wrong = [
+        f"after all clients have left: {count} {what}" for what, count in held.items()
+    ]
+    return [
+        *wrong,
+        *(f"{ended[end]} requests: {end}" for end in ended if end in {"NO END", "500"}),
+    ]
 
 
 def _disturb(engine: Any, dice: random.Random) -> None:
@@ -111,7 +131,9 @@ async def run(folder: Path, options: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     """Run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
@@ -128,7 +150,9 @@ def main() -> None:
             f"--seed {options.seed}"
         )
         wrong = uvloop.run(run(Path(folder), options))
-    print(f"left over             {len(wrong) or 'nothing'}, after {time.monotonic() - began:.0f} s")
+    print(
+        f"left over             {len(wrong) or 'nothing'}, after {time.monotonic() - began:.0f} s"
+    )
     for what in wrong[:40]:
         print(f"FAULT {what}")
     sys.exit(1 if wrong else 0)

@@ -37,11 +37,32 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 # What answers are made of; the last has bytes that are no UTF-8.
-TEXTS = ("ab", "ab c", "a\u00e9b\u4f60\U0001f600 ", "ENDab", "\nUser: a", "\u00e9\u4f60", "a\ufffd b")
-ALPHABETS = (*([character.encode() for character in text] for text in TEXTS), [b"a", b" ", b"\xc3", b"\xa9", b"\xff"])
-PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions", "generate": "/generate"}
+TEXTS = (
+    "ab",
+    "ab c",
+    "a\u00e9b\u4f60\U0001f600 ",
+    "ENDab",
+    "\nUser: a",
+    "\u00e9\u4f60",
+    "a\ufffd b",
+)
+ALPHABETS = (
+    *([character.encode() for character in text] for text in TEXTS),
+    [b"a", b" ", b"\xc3", b"\xa9", b"\xff"],
+)
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "text": "/v1/completions",
+    "generate": "/generate",
+}
 ODD = ({}, {"prompt": 5}, [], {"prompt": ""})
-SETTINGS = {"upstream": {"breaker": BreakerOptions(10**6, 1.0), "retry_reserve": 10**6, "attempts": 5}}
+SETTINGS = {
+    "upstream": {
+        "breaker": BreakerOptions(10**6, 1.0),
+        "retry_reserve": 10**6,
+        "attempts": 5,
+    }
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +107,17 @@ class Report:
 
 def main() -> None:
     """Run it all and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", default="1-20")
     parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--detokenize", nargs="+", choices=("works", "fails", "odd"), default=["works", "fails", "odd"])
+    parser.add_argument(
+        "--detokenize",
+        nargs="+",
+        choices=("works", "fails", "odd"),
+        default=["works", "fails", "odd"],
+    )
     args = parser.parse_args()
     for name in [name for name in os.environ if name.startswith(("QARR_", "OTEL_"))]:
         del os.environ[name]
@@ -100,13 +128,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"XDG_CONFIG_HOME": folder, "QARR_CACHE_DIR": folder}
         reports = asyncio.run(
-            _all(Path(folder), range(int(first), int(last or first) + 1), args.rounds, args.detokenize)
+            _all(
+                Path(folder),
+                range(int(first), int(last or first) + 1),
+                args.rounds,
+                args.detokenize,
+            )
         )
     _show(reports, time.monotonic() - started, args)
     sys.exit(1 if any(report.faults for report in reports.values()) else 0)
 
 
-async def _all(folder: Path, seeds: Sequence[int], rounds: int, ways: Sequence[str]) -> dict[str, Report]:
+async def _all(
+    folder: Path, seeds: Sequence[int], rounds: int, ways: Sequence[str]
+) -> dict[str, Report]:
     reports = {way: Report() for way in ways}
     async with router_stack(folder, SETTINGS) as stack:
         for behaviour in stack.engines.values():
@@ -115,7 +150,14 @@ async def _all(folder: Path, seeds: Sequence[int], rounds: int, ways: Sequence[s
             for seed in seeds:
                 rng = random.Random(f"{seed} {way == 'odd'}")
                 for number in range(rounds):
-                    await _try(stack, make_round(rng), way, rng, report, f"seed {seed}, round {number}, {way}")
+                    await _try(
+                        stack,
+                        make_round(rng),
+                        way,
+                        rng,
+                        report,
+                        f"seed {seed}, round {number}, {way}",
+                    )
             if stack.leases():
                 report.faults.append(f"{stack.leases()} leases were kept")
     return reports
@@ -127,7 +169,10 @@ def make_round(rng: random.Random) -> Round:
     kind = rng.choice(("chat", "text", "chat", "text", "generate"))
     answer = b"".join(rng.choices(alphabet, k=rng.randint(1, 40)))
     tokens = _chopped(rng, answer, rng.choice((1, 2, 4, 7)))
-    body: dict[str, Any] = {"stream": True, "max_tokens": len(tokens) + rng.randint(1, 50)}
+    body: dict[str, Any] = {
+        "stream": True,
+        "max_tokens": len(tokens) + rng.randint(1, 50),
+    }
     if rng.random() < 0.4:
         body["max_tokens"] = rng.randint(1, len(tokens) + 1)
     if kind != "generate":
@@ -140,11 +185,22 @@ def make_round(rng: random.Random) -> Round:
             body["min_tokens"] = rng.randint(1, body["max_tokens"])
         if rng.random() < 0.6:
             body["stream_options"] = {"include_usage": True}
-    asked = {"messages": [{"role": "user", "content": "x"}]} if kind == "chat" else {"prompt": "x"}
+    asked = (
+        {"messages": [{"role": "user", "content": "x"}]}
+        if kind == "chat"
+        else {"prompt": "x"}
+    )
     group, engines = rng.choice((1, 1, 1, 2, 3)), rng.randint(1, 3)
-    special = tuple(n for n in range(len(tokens)) if rng.random() < 0.15) if rng.random() < 0.2 else ()
-    furthest = max(1, min(len(tokens), 12) // group) + 3  # past the end as well: the finish reason, the counts
-    breaks = tuple(rng.randint(1, furthest) if number < engines else None for number in range(3))
+    special = (
+        tuple(n for n in range(len(tokens)) if rng.random() < 0.15)
+        if rng.random() < 0.2
+        else ()
+    )
+    # past the end as well: the finish reason, the counts
+    furthest = max(1, min(len(tokens), 12) // group) + 3
+    breaks = tuple(
+        rng.randint(1, furthest) if number < engines else None for number in range(3)
+    )
     return Round(tokens, special, group, kind, {**body, **asked}, breaks)
 
 
@@ -159,21 +215,36 @@ def _chopped(rng: random.Random, answer: bytes, most: int) -> tuple[bytes, ...]:
 
 
 def _stop(rng: random.Random, alphabet: Sequence[bytes]) -> str:
-    return b"".join(rng.choices(alphabet, k=rng.randint(1, 6))).decode("utf-8", "replace")
+    return b"".join(rng.choices(alphabet, k=rng.randint(1, 6))).decode(
+        "utf-8", "replace"
+    )
 
 
-async def _try(stack: Stack, one: Round, way: str, rng: random.Random, report: Report, where: str) -> None:
+async def _try(
+    stack: Stack, one: Round, way: str, rng: random.Random, report: Report, where: str
+) -> None:
     """Ask without the breaks and with them, and compare."""
     engines = [stack.engines[tier] for tier in STANDARD_TIERS]
     for behaviour in engines:
-        behaviour.answer, behaviour.special, behaviour.group, behaviour.once = one.tokens, one.special, one.group, True
+        behaviour.answer, behaviour.special, behaviour.group, behaviour.once = (
+            one.tokens,
+            one.special,
+            one.group,
+            True,
+        )
         behaviour.detokenizes = way == "works" or (way == "odd" and rng.random() < 0.7)
-        behaviour.told = rng.choice(ODD) if way == "odd" and rng.random() < 0.3 else None
+        behaviour.told = (
+            rng.choice(ODD) if way == "odd" and rng.random() < 0.3 else None
+        )
     whole = await _ask(stack, one)
     for behaviour, events in zip(engines, one.breaks, strict=True):
         behaviour.break_at = events
     got = await _ask(stack, one)
-    broken = sum(b.break_at is None for b, events in zip(engines, one.breaks, strict=True) if events is not None)
+    broken = sum(
+        b.break_at is None
+        for b, events in zip(engines, one.breaks, strict=True)
+        if events is not None
+    )
     for behaviour in engines:
         behaviour.break_at = None
     report.rounds += 1
@@ -181,19 +252,34 @@ async def _try(stack: Stack, one: Round, way: str, rng: random.Random, report: R
     end = _judged(whole, got)
     report.ends[end if broken else "unbroken"] += 1
     if end.startswith("WRONG"):
-        report.faults.append(f"{where}: {end}\n    {one}\n    whole {whole}\n    got   {got}")
+        report.faults.append(
+            f"{where}: {end}\n    {one}\n    whole {whole}\n    got   {got}"
+        )
 
 
 def _judged(whole: Got, got: Got) -> str:
     """Return how an answer ended, in words."""
     if got == whole:
         return "whole"
-    if whole.stop and got.usage > whole.usage and replace(got, usage=whole.usage) == whole:
-        return "whole, some tokens after its stop string counted"  # that string was seen only with what came after it
+    if (
+        whole.stop
+        and got.usage > whole.usage
+        and replace(got, usage=whole.usage) == whole
+    ):
+        # that string was seen only with what came after it
+        return "whole, some tokens after its stop string counted"
     if got.status != 200:
-        return "refused before the first token" if got.status in {502, 503} else f"WRONG status {got.status}"
+        return (
+            "refused before the first token"
+            if got.status in {502, 503}
+            else f"WRONG status {got.status}"
+        )
     if got.errors == 1 and not got.ends:
-        return "error event" if whole.text.startswith(got.text) else "WRONG text before an error event"
+        return (
+            "error event"
+            if whole.text.startswith(got.text)
+            else "WRONG text before an error event"
+        )
     for name in ("text", "finish", "stop", "usage", "ends", "errors"):
         if getattr(got, name) != getattr(whole, name):
             return f"WRONG {name}"
@@ -204,13 +290,20 @@ async def _ask(stack: Stack, one: Round) -> Got:
     answer = await stack.client.post(stack.url + PATHS[one.kind], json=one.body)
     if answer.status_code != 200:
         return Got(answer.status_code)
-    return _read_generated(answer.text) if one.kind == "generate" else _read(answer.text, chat=one.kind == "chat")
+    return (
+        _read_generated(answer.text)
+        if one.kind == "generate"
+        else _read(answer.text, chat=one.kind == "chat")
+    )
 
 
 def _read(text: str, *, chat: bool) -> Got:
     said, finish, stop, usage, ends, errors = "", None, None, [], 0, 0
     for block in text.split("\n\n"):
-        event = "\n".join(line for line in block.split("\n") if not line.startswith(":"))  # without comments
+        # without comments
+        event = "\n".join(
+            line for line in block.split("\n") if not line.startswith(":")
+        )
         if not event.startswith("data:"):
             continue
         if event == "data: [DONE]":
@@ -236,7 +329,9 @@ def _read_generated(text: str) -> Got:
         errors += "event: error" in event
         said += data.get("text", "")
     usage = (_counts(last["usage"]),) if last else ()
-    return Got(200, said, last.get("finish_reason"), None, usage, int(bool(last)), errors)
+    return Got(
+        200, said, last.get("finish_reason"), None, usage, int(bool(last)), errors
+    )
 
 
 def _counts(usage: dict[str, int]) -> tuple[int, ...]:
@@ -249,12 +344,16 @@ def _show(reports: dict[str, Report], took_s: float, args: argparse.Namespace) -
         f"$ python benchmarks/chaos/continuations.py --seeds {args.seeds} --rounds {args.rounds} --detokenize {ways}\n"
     )
     for way, report in reports.items():
-        ends = ", ".join(f"{end}: {count}" for end, count in sorted(report.ends.items()))
+        ends = ", ".join(
+            f"{end}: {count}" for end, count in sorted(report.ends.items())
+        )
         print(
             f"/detokenize {way:6} {report.rounds} rounds, {report.broken} broken off; {ends}; faults: {len(report.faults)}"
         )
     print(f"\n{took_s:.0f} s")
-    for fault in [fault for report in reports.values() for fault in report.faults][:SHOWN]:
+    for fault in [fault for report in reports.values() for fault in report.faults][
+        :SHOWN
+    ]:
         print(f"FAULT {fault}")
 
 

@@ -30,7 +30,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "benchmarks"),
+    str(Path(__file__).resolve().parent),
+]
 
 from measure import free_port  # noqa: E402
 from running import PATIENCE_S, Running, process, running  # noqa: E402
@@ -57,8 +61,18 @@ time.time_ns = lambda: real_ns() + struct.unpack("q", off)[0] * 10**9
 KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/generate", {"prompt": "Hello, how are you?", "max_tokens": 7}),
     ("/generate", {"prompt": "Hello, how are you?", "max_tokens": 7, "stream": False}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7, "stream": True}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 7,
+            "stream": True,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7},
+    ),
     ("/tokenize", {"prompt": "Hello, how are you?"}),
 )
 ENDS = ("ok", "refused", "failed", "cut", "wedged")
@@ -85,15 +99,21 @@ class Scene:
         for tier in tiers or tuple(self.router.engines):
             await self.client.post(f"http://127.0.0.1:{ports[tier]}/fake", json=fields)
 
-    async def ask(self, path: str, body: dict[str, Any], key: str | None = None) -> httpx.Response:
+    async def ask(
+        self, path: str, body: dict[str, Any], key: str | None = None
+    ) -> httpx.Response:
         """Send a request to the router."""
         headers = {"authorization": f"Bearer {key or self.key}"}
-        return await self.client.post(f"http://127.0.0.1:{self.router.port}{path}", json=body, headers=headers)
+        return await self.client.post(
+            f"http://127.0.0.1:{self.router.port}{path}", json=body, headers=headers
+        )
 
     async def get(self, path: str) -> httpx.Response:
         """Read from the router."""
         headers = {"authorization": f"Bearer {self.key}"}
-        return await self.client.get(f"http://127.0.0.1:{self.router.port}{path}", headers=headers)
+        return await self.client.get(
+            f"http://127.0.0.1:{self.router.port}{path}", headers=headers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +131,18 @@ class Fault:
     allowed: frozenset[str] = frozenset()
 
 
-def behaving(*tiers: str, **fields: Any) -> Callable[[Scene], AbstractAsyncContextManager[None]]:
+def behaving(
+    *tiers: str, **fields: Any
+) -> Callable[[Scene], AbstractAsyncContextManager[None]]:
     """Return a fault in which engines behave otherwise; no tiers: all of them."""
-    well = {"hung": (), "instead": {}, "break_after": None, "stall_after": None, "alive": True, "status": 200}
+    well = {
+        "hung": (),
+        "instead": {},
+        "break_after": None,
+        "stall_after": None,
+        "alive": True,
+        "status": 200,
+    }
 
     @asynccontextmanager
     async def during(scene: Scene) -> AsyncIterator[None]:
@@ -141,7 +170,9 @@ def breaking(
 
 
 def pestered(
-    path: str, body: dict[str, Any], fault: Callable[[Scene], AbstractAsyncContextManager[None]]
+    path: str,
+    body: dict[str, Any],
+    fault: Callable[[Scene], AbstractAsyncContextManager[None]],
 ) -> Callable[[Scene], AbstractAsyncContextManager[None]]:
     """Return a fault in which many ask, all the time, for what is not answered; half of them leave soon."""
 
@@ -156,12 +187,20 @@ def pestered(
                     if patience_s >= PATIENCE_S:
                         scene.faults.append(f"{path}: no end")
                     continue
-                if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR and "retry-after" not in answer.headers:
-                    scene.faults.append(f"{path}: {answer.status_code} without Retry-After")
+                if (
+                    answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR
+                    and "retry-after" not in answer.headers
+                ):
+                    scene.faults.append(
+                        f"{path}: {answer.status_code} without Retry-After"
+                    )
                 await asyncio.sleep(PAUSE_S)
 
         async with fault(scene):
-            asking = [asyncio.create_task(pester(PATIENCE_S if n % 2 else 0.5)) for n in range(PESTERERS)]
+            asking = [
+                asyncio.create_task(pester(PATIENCE_S if n % 2 else 0.5))
+                for n in range(PESTERERS)
+            ]
             try:
                 yield
             finally:
@@ -177,15 +216,22 @@ def stepped(seconds: int) -> Callable[[Scene], AbstractAsyncContextManager[None]
 
     @asynccontextmanager
     async def during(scene: Scene) -> AsyncIterator[None]:
-        while (await scene.ask(*KINDS[1], scene.spent_key)).status_code == httpx.codes.OK:
+        while (
+            await scene.ask(*KINDS[1], scene.spent_key)
+        ).status_code == httpx.codes.OK:
             pass
         _set_clock(scene.clock, seconds)
         try:
             yield
             spent = await scene.ask(*KINDS[1], scene.spent_key)
             wait_s = int(spent.headers.get("retry-after", 0))
-            if spent.status_code != httpx.codes.TOO_MANY_REQUESTS or not 0 < wait_s <= QUOTA_WINDOW_S:
-                scene.faults.append(f"a key without quota left: {spent.status_code}, Retry-After {wait_s}")
+            if (
+                spent.status_code != httpx.codes.TOO_MANY_REQUESTS
+                or not 0 < wait_s <= QUOTA_WINDOW_S
+            ):
+                scene.faults.append(
+                    f"a key without quota left: {spent.status_code}, Retry-After {wait_s}"
+                )
         finally:
             _set_clock(scene.clock, 0)
 
@@ -203,18 +249,41 @@ FAULTS = (
     Fault("clock-back", stepped(-3600)),
     Fault(
         "hung-embeddings",
-        pestered("/v1/embeddings", {"model": "e", "input": "x"}, behaving("embeddings", hung=["/v1/embeddings"])),
+        pestered(
+            "/v1/embeddings",
+            {"model": "e", "input": "x"},
+            behaving("embeddings", hung=["/v1/embeddings"]),
+        ),
     ),
-    Fault("hung-tokenize", pestered("/tokenize", {"prompt": "x"}, behaving("fast", hung=["/tokenize"]))),
+    Fault(
+        "hung-tokenize",
+        pestered("/tokenize", {"prompt": "x"}, behaving("fast", hung=["/tokenize"])),
+    ),
     Fault("hung-detokenize", breaking(behaving(hung=["/detokenize"]))),
     # An answer that is not streamed and never comes is not asked for elsewhere: 504.
     Fault("hung-generation", behaving("fast", hung=GENERATIONS), frozenset({"failed"})),
-    Fault("hung-health", behaving(hung=["/health", "/metrics", "/v1/models"]), frozenset({"refused"})),
-    Fault("malformed-generation", behaving("fast", instead=dict.fromkeys(GENERATIONS, NONSENSE))),
-    Fault("malformed-tokenize", behaving("fast", instead=dict.fromkeys(("/tokenize", "/detokenize"), NONSENSE))),
+    Fault(
+        "hung-health",
+        behaving(hung=["/health", "/metrics", "/v1/models"]),
+        frozenset({"refused"}),
+    ),
+    Fault(
+        "malformed-generation",
+        behaving("fast", instead=dict.fromkeys(GENERATIONS, NONSENSE)),
+    ),
+    Fault(
+        "malformed-tokenize",
+        behaving("fast", instead=dict.fromkeys(("/tokenize", "/detokenize"), NONSENSE)),
+    ),
     Fault(
         "malformed-health",
-        behaving(instead={"/health": NONSENSE, "/metrics": "vllm:num_requests_running NaN\n{", "/v1/models": NONSENSE}),
+        behaving(
+            instead={
+                "/health": NONSENSE,
+                "/metrics": "vllm:num_requests_running NaN\n{",
+                "/v1/models": NONSENSE,
+            }
+        ),
         frozenset({"refused"}),
     ),
 )
@@ -231,7 +300,10 @@ async def ended(scene: Scene, path: str, body: dict[str, Any]) -> str:
         return "cut"
     text = answer.text
     if answer.status_code != httpx.codes.OK:
-        refused = answer.status_code in {httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.TOO_MANY_REQUESTS}
+        refused = answer.status_code in {
+            httpx.codes.SERVICE_UNAVAILABLE,
+            httpx.codes.TOO_MANY_REQUESTS,
+        }
         return "refused" if refused and "retry-after" in answer.headers else "failed"
     if not answer.headers["content-type"].startswith("text/event-stream"):
         return "ok" if _whole(text) else "failed"
@@ -246,7 +318,9 @@ def _whole(text: str) -> bool:
         answer = json.loads(text)
     except ValueError:
         return False
-    return isinstance(answer, dict) and any(answer.get(name) for name in ("text", "choices", "tokens"))
+    return isinstance(answer, dict) and any(
+        answer.get(name) for name in ("text", "choices", "tokens")
+    )
 
 
 async def worker(scene: Scene, number: int, over: asyncio.Event) -> None:
@@ -257,7 +331,9 @@ async def worker(scene: Scene, number: int, over: asyncio.Event) -> None:
         scene.ends[end] += 1
         if end != "ok":
             path, body = KINDS[number % len(KINDS)]
-            scene.ends[f"{end}: {path}{', streamed' if body.get('stream') else ''}"] += 1
+            scene.ends[
+                f"{end}: {path}{', streamed' if body.get('stream') else ''}"
+            ] += 1
         await asyncio.sleep(PAUSE_S)
 
 
@@ -287,7 +363,9 @@ async def comes_back(scene: Scene, before: dict[str, int]) -> dict[str, int]:
         }
         wrong["do not serve"] = 0
         for tier in scene.router.engines:
-            answer = await scene.ask("/generate", {**KINDS[1][1], "tier": tier, "tier_policy": "require"})
+            answer = await scene.ask(
+                "/generate", {**KINDS[1][1], "tier": tier, "tier_policy": "require"}
+            )
             wrong["do not serve"] += answer.status_code != httpx.codes.OK
         if not any(wrong.values()) or time.monotonic() > deadline:
             return {what: count for what, count in wrong.items() if count}
@@ -298,7 +376,9 @@ async def run(fault: Fault, scene: Scene, seconds: float) -> list[str]:
     """Run a fault and print its row; return what was wrong."""
     await comes_back(scene, await held(scene))  # warm
     before, over = await held(scene), asyncio.Event()
-    asking = [asyncio.create_task(worker(scene, number, over)) for number in range(WORKERS)]
+    asking = [
+        asyncio.create_task(worker(scene, number, over)) for number in range(WORKERS)
+    ]
     await asyncio.sleep(seconds / 4)
     async with fault.during(scene):
         await asyncio.sleep(seconds / 2)
@@ -307,12 +387,22 @@ async def run(fault: Fault, scene: Scene, seconds: float) -> list[str]:
     await asyncio.gather(*asking)
     left = await comes_back(scene, before)
     counts = [scene.ends[end] for end in ENDS]
-    print(f"{fault.name:22}{sum(counts):>9}" + "".join(f"{count:>9}" for count in counts) + f"  {left or 'nothing'}")
+    print(
+        f"{fault.name:22}{sum(counts):>9}"
+        + "".join(f"{count:>9}" for count in counts)
+        + f"  {left or 'nothing'}"
+    )
     sys.stdout.flush()
-    wrong = [f"{scene.ends[end]} {end}" for end in ENDS[1:] if scene.ends[end] and end not in fault.allowed]
+    wrong = [
+        f"{scene.ends[end]} {end}"
+        for end in ENDS[1:]
+        if scene.ends[end] and end not in fault.allowed
+    ]
     if wrong:
         wrong += [f"{count} {end}" for end, count in scene.ends.items() if ":" in end]
-    wrong += [f"left: {count} {what}" for what, count in left.items()] + sorted(set(scene.faults))
+    wrong += [f"left: {count} {what}" for what, count in left.items()] + sorted(
+        set(scene.faults)
+    )
     if not scene.ends["ok"]:
         wrong.append("no request ended well")
     return [f"{fault.name}: {what}" for what in wrong]
@@ -343,10 +433,18 @@ answer_timeout_s = 4
 """
 
 
-async def in_scene(fault: Fault, router: Running, keys: tuple[str, str], embeddings: int, seconds: float) -> list[str]:
+async def in_scene(
+    fault: Fault,
+    router: Running,
+    keys: tuple[str, str],
+    embeddings: int,
+    seconds: float,
+) -> list[str]:
     """Run a fault against a router that runs."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=2 * PATIENCE_S, trust_env=False, limits=limits) as client:
+    async with httpx.AsyncClient(
+        timeout=2 * PATIENCE_S, trust_env=False, limits=limits
+    ) as client:
         scene = Scene(router, client, *keys, embeddings, router.log.with_name("clock"))
         return await run(fault, scene, seconds)
 
@@ -362,29 +460,58 @@ def staged(fault: Fault, seconds: float) -> list[str]:
         )
         (folder / "site").mkdir()
         (folder / "site/sitecustomize.py").write_text(SITE)
-        clocked = {"CHAOS_CLOCK": str(folder / "clock"), "PYTHONPATH": f"{folder}/site{os.pathsep}{ROOT}"}
+        clocked = {
+            "CHAOS_CLOCK": str(folder / "clock"),
+            "PYTHONPATH": f"{folder}/site{os.pathsep}{ROOT}",
+        }
         engine = [sys.executable, "-m", "tests.fakes.engine", str(embeddings)]
         with (
-            process(engine, {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.DEVNULL),
-            running(folder, settings(folder, embeddings), SHAPES, clocked, TURNED) as router,
+            process(
+                engine, {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.DEVNULL
+            ),
+            running(
+                folder, settings(folder, embeddings), SHAPES, clocked, TURNED
+            ) as router,
         ):
             wrong = asyncio.run(in_scene(fault, router, keys, embeddings, seconds))
             log = router.log.read_text("utf-8", "replace")
     if "Traceback" in log:
-        wrong.append(f"{fault.name}: the router wrote a traceback:\n" + log[log.index("Traceback") :][:2000])
+        wrong.append(
+            f"{fault.name}: the router wrote a traceback:\n"
+            + log[log.index("Traceback") :][:2000]
+        )
     return wrong
 
 
 def main() -> None:
     """Run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [fault.name for fault in FAULTS]
-    parser.add_argument("--faults", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help=", ".join(names),
+    )
     parser.add_argument("--seconds", type=float, default=8)
     options = parser.parse_args()
     print(f"$ python benchmarks/chaos/faults.py --seconds {options.seconds:g}")
-    print(f"{'fault':22}{'requests':>9}" + "".join(f"{end:>9}" for end in ENDS) + "  held afterwards", flush=True)
-    wrong = [what for fault in FAULTS if fault.name in options.faults for what in staged(fault, options.seconds)]
+    print(
+        f"{'fault':22}{'requests':>9}"
+        + "".join(f"{end:>9}" for end in ENDS)
+        + "  held afterwards",
+        flush=True,
+    )
+    wrong = [
+        what
+        for fault in FAULTS
+        if fault.name in options.faults
+        for what in staged(fault, options.seconds)
+    ]
     for what in wrong:
         print(f"FAULT {what}")
     sys.exit(1 if wrong else 0)

@@ -59,22 +59,29 @@ class Held:
 
 def main() -> None:
     """Run it all and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=20)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the processes started here end with this one
+    # so that the processes started here end with this one
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as router:
         report, stages = asyncio.run(_all(router, args.requests, args.seed))
         log = router.log.read_text("utf-8", "replace")
     if "Traceback" in log:
-        report.faults.append("the router wrote a traceback:\n" + log[log.index("Traceback") :][:3000])
+        report.faults.append(
+            "the router wrote a traceback:\n" + log[log.index("Traceback") :][:3000]
+        )
     _show(report, stages, time.monotonic() - started, args)
     sys.exit(1 if report.faults else 0)
 
 
-async def _all(router: Running, requests: int, seed: int) -> tuple[Report, dict[str, Held]]:
+async def _all(
+    router: Running, requests: int, seed: int
+) -> tuple[Report, dict[str, Held]]:
     report = Report()
     operations = await _operations(router.port)
     await _still_serves(router, report, "before anything")
@@ -83,13 +90,17 @@ async def _all(router: Running, requests: int, seed: int) -> tuple[Report, dict[
     mutants = [mutant(rng, operations) for _ in range(requests)]
     for at in range(0, requests, BATCH):
         batch = mutants[at : at + BATCH]
-        await asyncio.gather(*(_client(router, batch[n::CLIENTS], report) for n in range(CLIENTS)))
+        await asyncio.gather(
+            *(_client(router, batch[n::CLIENTS], report) for n in range(CLIENTS))
+        )
         report.batches += 1
         await _still_serves(router, report, f"after request {at + len(batch)}")
     between = await _nothing_held(router, before, report, "after the requests")
     *attacks, crowd = every_attack()
     places = asyncio.Semaphore(AT_ONCE)
-    await asyncio.gather(*(_attack(router, attack, report, places) for attack in attacks))
+    await asyncio.gather(
+        *(_attack(router, attack, report, places) for attack in attacks)
+    )
     await _nothing_held(router, before, report, "after the attacks")
     await _attack(router, crowd, report, places)
     after = await _nothing_held(router, before, report, "after the crowd")
@@ -98,10 +109,22 @@ async def _all(router: Running, requests: int, seed: int) -> tuple[Report, dict[
 
 async def _operations(port: int) -> list[tuple[str, str]]:
     """Return every (method, path) of the router's own document; those with a body more often."""
-    document = json.loads((await fetch(port, b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")).body)
-    found = [(method, path) for path, methods in document["paths"].items() for method in methods]
+    document = json.loads(
+        (
+            await fetch(port, b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        ).body
+    )
+    found = [
+        (method, path)
+        for path, methods in document["paths"].items()
+        for method in methods
+    ]
     assert {path for _, path in found} >= set(BODIES)
-    return [operation for operation in found for _ in range(3 if operation[1] in BODIES else 1)]
+    return [
+        operation
+        for operation in found
+        for _ in range(3 if operation[1] in BODIES else 1)
+    ]
 
 
 async def _client(router: Running, mutants: list[Mutant], report: Report) -> None:
@@ -116,14 +139,18 @@ async def _client(router: Running, mutants: list[Mutant], report: Report) -> Non
             seen = await wire.answer(head_only=one.head_only)
             report.statuses[seen.status] += 1
             if seen.status >= 500:
-                report.faults.append(f"{seen.status} for {one.name}: {seen.body[:300]!r}")
+                report.faults.append(
+                    f"{seen.status} for {one.name}: {seen.body[:300]!r}"
+                )
         except TimeoutError:
             report.faults.append(f"hangs: {one.name}")
         finally:
             wire.drop()
 
 
-async def _attack(router: Running, attack: Attack, report: Report, places: asyncio.Semaphore) -> None:
+async def _attack(
+    router: Running, attack: Attack, report: Report, places: asyncio.Semaphore
+) -> None:
     report.attacks += 1
     try:
         async with places, asyncio.timeout(2 * PATIENCE_S):
@@ -135,7 +162,9 @@ async def _attack(router: Running, attack: Attack, report: Report, places: async
     else:
         report.statuses.update(seen)
         if not attack.allowed.issuperset(seen):
-            report.faults.append(f"{attack.name}: answered {sorted(set(seen))}, allowed {sorted(attack.allowed)}")
+            report.faults.append(
+                f"{attack.name}: answered {sorted(set(seen))}, allowed {sorted(attack.allowed)}"
+            )
     await _still_serves(router, report, f"after the attack '{attack.name}'")
 
 
@@ -144,21 +173,34 @@ async def _still_serves(router: Running, report: Report, when: str) -> None:
     try:
         seen = await fetch(router.port, generation(tier="fast"))
     except (TimeoutError, OSError) as error:
-        report.faults.append(f"{when}: a good request is not answered ({type(error).__name__})")
+        report.faults.append(
+            f"{when}: a good request is not answered ({type(error).__name__})"
+        )
         return
     if seen.status != 200 or b"event: done" not in seen.body:
-        report.faults.append(f"{when}: a good request is answered {seen.status} {seen.body[:300]!r}")
+        report.faults.append(
+            f"{when}: a good request is answered {seen.status} {seen.body[:300]!r}"
+        )
 
 
 async def held(router: Running) -> Held:
     """Return what the router holds now."""
-    fleet = json.loads((await fetch(router.port, b"GET /tiers HTTP/1.1\r\nhost: localhost\r\n\r\n")).body)
+    fleet = json.loads(
+        (
+            await fetch(router.port, b"GET /tiers HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        ).body
+    )
     replicas = [replica for tier in fleet["tiers"] for replica in tier["replicas"]]
     kinds = ("in_flight", "prompt_tokens_outstanding", "output_tokens_outstanding")
-    metrics = (await fetch(router.port, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")).body.decode()
+    metrics = (
+        await fetch(router.port, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    ).body.decode()
     tasks = float(metrics.partition("\nqarr_tasks ")[2].partition("\n")[0])
     connections = router.process.net_connections(kind="tcp")
-    clients = sum(c.laddr.port == router.port and c.status != psutil.CONN_LISTEN for c in connections)
+    clients = sum(
+        c.laddr.port == router.port and c.status != psutil.CONN_LISTEN
+        for c in connections
+    )
     return Held(
         leases=sum(replica[kind] for replica in replicas for kind in kinds),
         tasks=int(tasks),
@@ -168,7 +210,9 @@ async def held(router: Running) -> Held:
     )
 
 
-async def _nothing_held(router: Running, before: Held, report: Report, when: str) -> Held:
+async def _nothing_held(
+    router: Running, before: Held, report: Report, when: str
+) -> Held:
     """Wait until the router holds no more than at first; what it still holds after a while is leaked."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
@@ -182,17 +226,26 @@ async def _nothing_held(router: Running, before: Held, report: Report, when: str
         if not any(leaked.values()):
             return now
         if time.monotonic() > deadline:
-            report.faults.append(f"{when}: still held: { ({k: v for k, v in leaked.items() if v}) }")
+            report.faults.append(
+                f"{when}: still held: { ({k: v for k, v in leaked.items() if v}) }"
+            )
             return now
         await asyncio.sleep(0.2)
 
 
-def _show(report: Report, stages: dict[str, Held], took_s: float, args: argparse.Namespace) -> None:
-    print(f"$ python benchmarks/chaos/fuzz.py --requests {args.requests} --seed {args.seed}\n")
+def _show(
+    report: Report, stages: dict[str, Held], took_s: float, args: argparse.Namespace
+) -> None:
+    print(
+        f"$ python benchmarks/chaos/fuzz.py --requests {args.requests} --seed {args.seed}\n"
+    )
     print(
         f"requests       {args.requests}, {report.left} of them left unread; {report.attacks} attacks; {took_s:.0f} s"
     )
-    by_status = ", ".join(f"{status or 'closed'}: {count}" for status, count in sorted(report.statuses.items()))
+    by_status = ", ".join(
+        f"{status or 'closed'}: {count}"
+        for status, count in sorted(report.statuses.items())
+    )
     print(f"by status      {by_status}")
     print(f"good requests  {report.batches + report.attacks + 1} between them")
     print(f"faults         {len(report.faults)}")

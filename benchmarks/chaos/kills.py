@@ -92,7 +92,10 @@ def fleet(url: str | None) -> Iterator[str]:
         yield url
         return
     port = free_port()
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "qarr.log").open("w") as log:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        (Path(folder) / "qarr.log").open("w") as log,
+    ):
         env = {
             **os.environ,
             "QARR_SERVER__PORT": str(port),
@@ -112,7 +115,9 @@ def fleet(url: str | None) -> Iterator[str]:
             running.wait(60)
 
 
-async def stream(client: httpx.AsyncClient, url: str, prompt: str, tier: str, tokens: int) -> Stream:
+async def stream(
+    client: httpx.AsyncClient, url: str, prompt: str, tier: str, tokens: int
+) -> Stream:
     """Ask for an answer and read it to its end."""
     found = Stream(prompt, tier, time.monotonic())
     body = {"prompt": prompt, "tier": tier, "max_tokens": tokens, "temperature": 0}
@@ -142,7 +147,9 @@ async def stream(client: httpx.AsyncClient, url: str, prompt: str, tier: str, to
     return found
 
 
-async def killer(client: httpx.AsyncClient, url: str, kills: int, dice: random.Random) -> list[tuple[str, float]]:
+async def killer(
+    client: httpx.AsyncClient, url: str, kills: int, dice: random.Random
+) -> list[tuple[str, float]]:
     """Kill every engine in turn, each once all are ready again; return whom, and how long it took to come back."""
     done = []
     for number in range(kills):
@@ -151,8 +158,13 @@ async def killer(client: httpx.AsyncClient, url: str, kills: int, dice: random.R
         replica = (await replicas(client, url))[tier]
         os.kill(replica["pid"], signal.SIGKILL)
         at = time.monotonic()
-        print(f"  killed {replica['id']} with {replica['in_flight']} requests in flight", file=sys.stderr)
-        while (now := (await replicas(client, url))[tier])["state"] != "ready" or now["pid"] == replica["pid"]:  # noqa: ASYNC110
+        print(
+            f"  killed {replica['id']} with {replica['in_flight']} requests in flight",
+            file=sys.stderr,
+        )
+        while (now := (await replicas(client, url))[tier])["state"] != "ready" or now[  # noqa: ASYNC110
+            "pid"
+        ] == replica["pid"]:
             await asyncio.sleep(1)
         done.append((tier, time.monotonic() - at))
     return done
@@ -167,10 +179,15 @@ async def replicas(client: httpx.AsyncClient, url: str) -> dict[str, dict[str, A
 async def held(client: httpx.AsyncClient, url: str) -> Held:
     """Return what the router has once it has been left alone for a while."""
     await asyncio.sleep(5)
-    places = sum(r["in_flight"] + r["prompt_tokens_outstanding"] for r in (await replicas(client, url)).values())
+    places = sum(
+        r["in_flight"] + r["prompt_tokens_outstanding"]
+        for r in (await replicas(client, url)).values()
+    )
     page = (await client.get(f"{url}/metrics")).text
     names = ("qarr_tasks", "process_open_fds", "process_resident_memory_bytes")
-    tasks, files, resident = (float(re.findall(rf"^{name} (\S+)$", page, re.MULTILINE)[0]) for name in names)
+    tasks, files, resident = (
+        float(re.findall(rf"^{name} (\S+)$", page, re.MULTILINE)[0]) for name in names
+    )
     return Held(places, int(tasks), int(files), round(resident / 2**20, 1))
 
 
@@ -188,10 +205,18 @@ async def mixed(
     numbers = itertools.count()
 
     async def worker() -> None:
-        while (number := next(numbers)) < least or (meanwhile is not None and not meanwhile.done()):
+        while (number := next(numbers)) < least or (
+            meanwhile is not None and not meanwhile.done()
+        ):
             # FP8 takes a second a token on a processor: a tenth of the streams, so that it is killed at work as well.
-            tier = "balanced" if number % 10 == 0 else dice.choice(("fast", "precise", "auto"))
-            found.append(await stream(client, url, dice.choice(PROMPTS), tier, options.tokens))
+            tier = (
+                "balanced"
+                if number % 10 == 0
+                else dice.choice(("fast", "precise", "auto"))
+            )
+            found.append(
+                await stream(client, url, dice.choice(PROMPTS), tier, options.tokens)
+            )
             if len(found) % 50 == 0:
                 print(f"  {len(found)} streams", file=sys.stderr)
 
@@ -202,12 +227,22 @@ async def mixed(
 async def run(url: str, options: argparse.Namespace) -> bool:
     """Run the streams and the kills; tell whether all was as it should be."""
     dice = random.Random(options.seed)
-    async with httpx.AsyncClient(timeout=600, trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
-        alone = {p: {(await stream(client, url, p, tier, options.tokens)).text for tier in TIERS} for p in PROMPTS}
+    async with httpx.AsyncClient(
+        timeout=600, trust_env=False, limits=httpx.Limits(max_connections=None)
+    ) as client:
+        alone = {
+            p: {
+                (await stream(client, url, p, tier, options.tokens)).text
+                for tier in TIERS
+            }
+            for p in PROMPTS
+        }
         undisturbed = await mixed(client, url, dice, options, least=options.undisturbed)
         before = await held(client, url)
         killing = asyncio.create_task(killer(client, url, options.kills, dice))
-        found = await mixed(client, url, dice, options, least=options.streams, meanwhile=killing)
+        found = await mixed(
+            client, url, dice, options, least=options.streams, meanwhile=killing
+        )
         came_back = await killing
         after = await held(client, url)
     chosen = " ".join(
@@ -219,8 +254,12 @@ async def run(url: str, options: argparse.Namespace) -> bool:
         print(f"killed {tier}: ready again after {took:.0f} s")
     good = report(found, alone, options.tokens)
     report_times(undisturbed, found)
-    print(f"held by the router before the kills: {before}\n                         at the end: {after}")
-    for problem, count in Counter(s.problem for s in undisturbed if s.problem).most_common(5):
+    print(
+        f"held by the router before the kills: {before}\n                         at the end: {after}"
+    )
+    for problem, count in Counter(
+        s.problem for s in undisturbed if s.problem
+    ).most_common(5):
         print(f"before the kills: {count} x {problem}")
     return good and not after.places and not any(s.problem for s in undisturbed)
 
@@ -229,7 +268,12 @@ def report(found: list[Stream], known: dict[str, set[str]], tokens: int) -> bool
     """Print what became of the streams; tell whether all was as it should be."""
     failed = [s for s in found if s.problem is not None]
     whole = [s for s in found if s.problem is None]
-    cut = [s for s in whole if s.last["finish_reason"] == "length" and s.last["usage"]["completion_tokens"] != tokens]
+    cut = [
+        s
+        for s in whole
+        if s.last["finish_reason"] == "length"
+        and s.last["usage"]["completion_tokens"] != tokens
+    ]
     cut += [s for s in whole if s.last["finish_reason"] not in {"length", "stop"}]
     continued = [s for s in whole if s.last["continued_on"]]
     alone = [s for s in whole if not s.last["continued_on"]]
@@ -238,7 +282,9 @@ def report(found: list[Stream], known: dict[str, set[str]], tokens: int) -> bool
     print(
         f"streams {len(found)}, failed {len(failed)}, cut short without saying so {len(cut)}, continued {len(continued)}"
     )
-    print(f"continued on: {dict(Counter(tier for s in continued for tier in s.last['continued_on']))}")
+    print(
+        f"continued on: {dict(Counter(tier for s in continued for tier in s.last['continued_on']))}"
+    )
     print(
         f"not continued: {same} of {len(alone)} are an undisturbed answer of a tier (others: another batch, other rounding)"
     )
@@ -251,15 +297,24 @@ def report(found: list[Stream], known: dict[str, set[str]], tokens: int) -> bool
 def report_times(undisturbed: list[Stream], found: list[Stream]) -> None:
     """Print the times before the kills and with them, and what the kills add."""
     continued = [s for s in found if s.last.get("continued_on")]
-    print(f"{'seconds, median and p99':28}{'undisturbed':>16}{'with kills':>16}{'added at p99':>14}{'continued':>16}")
+    print(
+        f"{'seconds, median and p99':28}{'undisturbed':>16}{'with kills':>16}{'added at p99':>14}{'continued':>16}"
+    )
     for name, time_of in (
         ("first token", lambda s: (s.first or s.ended) - s.began),
         ("longest silence between", lambda s: s.silence),
         ("whole answer", lambda s: s.ended - s.began),
     ):
-        usual, seen, gone_on = (summary(list(map(time_of, streams))) for streams in (undisturbed, found, continued))
-        columns = "".join(f"{f'{each[0]:.2f} {each[1]:.2f}':>16}" for each in (usual, seen))
-        print(f"{name:28}{columns}{seen[1] - usual[1]:>+14.2f}{f'{gone_on[0]:.2f} {gone_on[1]:.2f}':>16}")
+        usual, seen, gone_on = (
+            summary(list(map(time_of, streams)))
+            for streams in (undisturbed, found, continued)
+        )
+        columns = "".join(
+            f"{f'{each[0]:.2f} {each[1]:.2f}':>16}" for each in (usual, seen)
+        )
+        print(
+            f"{name:28}{columns}{seen[1] - usual[1]:>+14.2f}{f'{gone_on[0]:.2f} {gone_on[1]:.2f}':>16}"
+        )
 
 
 def summary(times: list[float]) -> tuple[float, float]:
@@ -270,7 +325,9 @@ def summary(times: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     """Run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--undisturbed", type=int, default=150)
     parser.add_argument("--at-once", type=int, default=24)

@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-CHAT = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
+CHAT = {
+    "model": "auto",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 3,
+    "temperature": 0,
+}
 GENERATE = {
     "prompt": "What is the capital of France?",
     "system_prompt": "be brief",
@@ -24,12 +29,29 @@ GENERATE = {
     "sla": {"ttft_ms": 1e6, "tpot_ms": 1e6, "max_quality_loss": 0.9, "confidence": 0.9},
 }
 BODIES: dict[str, list[dict[str, Any]]] = {
-    "/generate": [GENERATE, {"prompt": "hi"}, {**GENERATE, "stream": False}, {**GENERATE, "resumable": True}],
+    "/generate": [
+        GENERATE,
+        {"prompt": "hi"},
+        {**GENERATE, "stream": False},
+        {**GENERATE, "resumable": True},
+    ],
     "/route": [GENERATE, {"prompt": "def f(): pass"}],
     "/v1/chat/completions": [
         CHAT,
-        {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 1, "qarr": {"report": True}},
-        {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "tool_choice": "auto"},
+        {
+            **CHAT,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "n": 1,
+            "qarr": {"report": True},
+        },
+        {
+            **CHAT,
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {}}}
+            ],
+            "tool_choice": "auto",
+        },
     ],
     "/v1/completions": [
         {"model": "auto", "prompt": "hi", "max_tokens": 4},
@@ -37,7 +59,10 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"prompt": [1, 2, 3]},
     ],
     "/v1/embeddings": [{"model": "auto", "input": ["a", "b"]}],
-    "/tokenize": [{"prompt": "one two"}, {"messages": [{"role": "user", "content": "hi"}]}],
+    "/tokenize": [
+        {"prompt": "one two"},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ],
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }
 RAW_VALUES = [
@@ -60,7 +85,17 @@ HEADER_NAMES = [
     b"x-forwarded-for", b"x-http-method-override", b"cookie", b"trailer", b"if-none-match", b"x" * 300, b"content-length",
     b"transfer-encoding",
 ]  # fmt: skip
-METHODS = [b"GET", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"HEAD", b"TRACE", b"PROPFIND"]
+METHODS = [
+    b"GET",
+    b"POST",
+    b"PUT",
+    b"PATCH",
+    b"DELETE",
+    b"OPTIONS",
+    b"HEAD",
+    b"TRACE",
+    b"PROPFIND",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +119,16 @@ def mutant(rng: random.Random, operations: list[tuple[str, str]]) -> Mutant:
     method, path = rng.choice(operations)
     bodies = BODIES.get(path)
     body = json.dumps(rng.choice(bodies)).encode() if bodies else b""
-    headers: list[tuple[bytes, bytes]] = [(b"host", b"x"), (b"content-type", b"application/json")]
+    headers: list[tuple[bytes, bytes]] = [
+        (b"host", b"x"),
+        (b"content-type", b"application/json"),
+    ]
     verb, target = method.upper().encode(), path.replace("{id}", "auto").encode()
     done = []
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
-        kind = rng.choice(("json", "json", "json", "bytes", "header", "target", "method"))
+        kind = rng.choice(
+            ("json", "json", "json", "bytes", "header", "target", "method")
+        )
         if kind in {"json", "bytes"} and not body:
             kind = "header"
         if kind == "json":
@@ -110,10 +150,18 @@ def mutant(rng: random.Random, operations: list[tuple[str, str]]) -> Mutant:
         body, framing = _framed(rng, body)
         headers.append(framing)
     rng.shuffle(headers)
-    lines = [verb + b" " + target + b" HTTP/1.1", *(name + b": " + value for name, value in headers)]
+    lines = [
+        verb + b" " + target + b" HTTP/1.1",
+        *(name + b": " + value for name, value in headers),
+    ]
     data = b"\r\n".join(lines) + b"\r\n\r\n" + body
     leaves = rng.random() < 0.03
-    return Mutant(f"{verb.decode()} {path}: {'; '.join(done) or 'as it is'}", data, leaves, verb == b"HEAD")
+    return Mutant(
+        f"{verb.decode()} {path}: {'; '.join(done) or 'as it is'}",
+        data,
+        leaves,
+        verb == b"HEAD",
+    )
 
 
 def _framed(rng: random.Random, body: bytes) -> tuple[bytes, tuple[bytes, bytes]]:
@@ -125,7 +173,8 @@ def _framed(rng: random.Random, body: bytes) -> tuple[bytes, tuple[bytes, bytes]
         size = rng.choice((1, 7, 1000, len(body)))
         piece = body[at : at + size]
         chunks.append(b"%x\r\n" % len(piece) + piece + b"\r\n")
-        at += max(size, len(body) // 200)  # some of it is left out: it is chaos after all
+        # some of it is left out: it is chaos after all
+        at += max(size, len(body) // 200)
     return b"".join(chunks) + b"0\r\n\r\n", (b"transfer-encoding", b"chunked")
 
 
@@ -135,7 +184,9 @@ def _bytes_changed(rng: random.Random, body: bytes) -> tuple[str, bytes]:
     changed = {
         "truncated": body[:at],
         "noise": body[:at] + noise + body[at:],
-        "flipped": body[:at] + bytes(b ^ 1 << rng.randrange(8) for b in body[at : at + 3]) + body[at + 3 :],
+        "flipped": body[:at]
+        + bytes(b ^ 1 << rng.randrange(8) for b in body[at : at + 3])
+        + body[at + 3 :],
         "invalid UTF-8": body[:at]
         + rng.choice((b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80"))
         + body[at:],
@@ -177,8 +228,18 @@ def _target_changed(rng: random.Random, target: bytes) -> bytes:
 
 def _places(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path to every value in a JSON document but the document itself."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place for key, inner in items for place in ((*path, key), *_places(inner, (*path, key)))]
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [
+        place
+        for key, inner in items
+        for place in ((*path, key), *_places(inner, (*path, key)))
+    ]
 
 
 def _at(document: Any, path: tuple[Any, ...]) -> Any:
@@ -193,7 +254,9 @@ def _parsed(body: bytes) -> Any:
         document = json.loads(body)
     except (ValueError, RecursionError):
         document = None
-    return document if isinstance(document, dict) and document else copy.deepcopy(GENERATE)
+    return (
+        document if isinstance(document, dict) and document else copy.deepcopy(GENERATE)
+    )
 
 
 def _replaced(rng: random.Random, body: bytes) -> tuple[str, bytes]:
@@ -201,7 +264,9 @@ def _replaced(rng: random.Random, body: bytes) -> tuple[str, bytes]:
     place = rng.choice(_places(document))
     raw = rng.choice(RAW_VALUES)
     _at(document, place[:-1])[place[-1]] = "@@"
-    return f"{place}={raw[:20]}", json.dumps(document).replace('"@@"', raw).encode("utf-8", "surrogatepass")
+    return f"{place}={raw[:20]}", json.dumps(document).replace('"@@"', raw).encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 def _removed(rng: random.Random, body: bytes) -> tuple[str, bytes]:
@@ -213,13 +278,25 @@ def _removed(rng: random.Random, body: bytes) -> tuple[str, bytes]:
 
 def _added(rng: random.Random, body: bytes) -> tuple[str, bytes]:
     name = rng.choice(
-        ("model", "n", "stream", "max_tokens", "stop", "logprobs", "qarr", "wat", "", "a" * 500, "priority")
+        (
+            "model",
+            "n",
+            "stream",
+            "max_tokens",
+            "stop",
+            "logprobs",
+            "qarr",
+            "wat",
+            "",
+            "a" * 500,
+            "priority",
+        )
     )
     raw = rng.choice(RAW_VALUES)
     text = json.dumps(_parsed(body))
-    return f"with {name[:20]}={raw[:20]}", (text[:-1] + f", {json.dumps(name)}: {raw}}}").encode(
-        "utf-8", "surrogatepass"
-    )
+    return f"with {name[:20]}={raw[:20]}", (
+        text[:-1] + f", {json.dumps(name)}: {raw}}}"
+    ).encode("utf-8", "surrogatepass")
 
 
 def _repeated(rng: random.Random, body: bytes) -> tuple[str, bytes]:
@@ -229,14 +306,18 @@ def _repeated(rng: random.Random, body: bytes) -> tuple[str, bytes]:
     text = json.dumps(document)
     at_front = rng.random() < 0.5
     member = f"{json.dumps(name)}: {raw}"
-    changed = "{" + member + ", " + text[1:] if at_front else text[:-1] + ", " + member + "}"
+    changed = (
+        "{" + member + ", " + text[1:] if at_front else text[:-1] + ", " + member + "}"
+    )
     return f"{name} twice", changed.encode("utf-8", "surrogatepass")
 
 
 def _many(rng: random.Random, body: bytes) -> tuple[str, bytes]:
     document = _parsed(body)
     count = rng.choice((100, 5_000))
-    return f"{count} members", json.dumps({**document, **{f"k{n}": n for n in range(count)}}).encode()
+    return f"{count} members", json.dumps(
+        {**document, **{f"k{n}": n for n in range(count)}}
+    ).encode()
 
 
 JSON_CHANGES: tuple[Callable[[random.Random, bytes], tuple[str, bytes]], ...] = (

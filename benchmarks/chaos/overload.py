@@ -63,7 +63,9 @@ class SlottedEngine(FakeEngine):
                 return await super()._generate(request)
         return await super()._generate(request)
 
-    async def _stream(self, answer: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async def _stream(
+        self, answer: AsyncGenerator[bytes, None]
+    ) -> AsyncIterator[bytes]:
         async with self._slots:
             async for event in super()._stream(answer):
                 yield event
@@ -83,7 +85,9 @@ class Outcome:
     @property
     def good(self) -> bool:
         """Tell whether it counts for goodput."""
-        return self.complete and (not self.interactive or (self.ttft_s or 0) <= SLA_TTFT_S)
+        return self.complete and (
+            not self.interactive or (self.ttft_s or 0) <= SLA_TTFT_S
+        )
 
 
 async def ask(client: httpx.AsyncClient, url: str, *, interactive: bool) -> Outcome:
@@ -104,13 +108,19 @@ async def ask(client: httpx.AsyncClient, url: str, *, interactive: bool) -> Outc
     return Outcome(interactive, status, first, complete, retry, time.monotonic())
 
 
-async def offer(url: str, rate: float, seconds: float, dice: random.Random) -> tuple[float, list[Outcome]]:
+async def offer(
+    url: str, rate: float, seconds: float, dice: random.Random
+) -> tuple[float, list[Outcome]]:
     """Send requests at a rate, whether or not earlier ones were answered; return when that began, and how they ended."""
-    async with httpx.AsyncClient(timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(
+        timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None)
+    ) as client:
         asked, at, began = [], 0.0, time.monotonic()
         while at < seconds:
             await asyncio.sleep(max(began + at - time.monotonic(), 0))
-            asked.append(asyncio.create_task(ask(client, url, interactive=dice.random() < 0.5)))
+            asked.append(
+                asyncio.create_task(ask(client, url, interactive=dice.random() < 0.5))
+            )
             at += dice.expovariate(rate)
         return began, list(await asyncio.gather(*asked))
 
@@ -120,14 +130,22 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int((len(values) - 1) * share)] if values else float("nan")
 
 
-def line(times: float, began: float, found: list[Outcome], seconds: float) -> tuple[float, str]:
+def line(
+    times: float, began: float, found: list[Outcome], seconds: float
+) -> tuple[float, str]:
     """Return goodput while the load lasted, without its first seconds, and what is printed of it."""
     counted = [o for o in found if began + WARM_S <= o.ended <= began + seconds]
     goodput = sum(o.good for o in counted) / (seconds - WARM_S)
     refused = [o for o in found if o.status == httpx.codes.SERVICE_UNAVAILABLE]
-    served = [o for o in found if o.interactive and o.ttft_s is not None and o.status == httpx.codes.OK]
+    served = [
+        o
+        for o in found
+        if o.interactive and o.ttft_s is not None and o.status == httpx.codes.OK
+    ]
     ttft = percentile([o.ttft_s or 0.0 for o in served], 0.95)
-    other = sum(not o.complete and o.status != httpx.codes.SERVICE_UNAVAILABLE for o in found)
+    other = sum(
+        not o.complete and o.status != httpx.codes.SERVICE_UNAVAILABLE for o in found
+    )
     batch = sum(o.complete and not o.interactive for o in counted) / (seconds - WARM_S)
     return goodput, (
         f"{times:>5g} x {len(found):>9} {goodput:>8.1f}/s {batch:>11.1f}/s {len(refused):>8} "
@@ -142,7 +160,9 @@ def serve(port: int) -> None:
 
 def main() -> None:
     """Run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
@@ -153,16 +173,33 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         ports = [free_port() for _ in range(4)]
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        env = {**os.environ, "QARR_POLICY__PROFILES": folder, "QARR_SERVER__PORT": str(ports[3])}
+        env = {
+            **os.environ,
+            "QARR_POLICY__PROFILES": folder,
+            "QARR_SERVER__PORT": str(ports[3]),
+        }
         for tier in ("FAST", "BALANCED", "PRECISE"):
-            env[f"QARR_TIERS__{tier}__MAX_NUM_SEQS"] = env[f"QARR_TIERS__{tier}__MAX_IN_FLIGHT"] = str(SLOTS)
+            env[f"QARR_TIERS__{tier}__MAX_NUM_SEQS"] = env[
+                f"QARR_TIERS__{tier}__MAX_IN_FLIGHT"
+            ] = str(SLOTS)
         for port in ports[:3]:
             argv = [sys.executable, __file__, "--engine", str(port)]
             stack.callback(_stop, subprocess.Popen(argv))
             wait_for(port)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        argv = [str(QARR), "serve", "--fast", urls[0], "--balanced", urls[1], "--precise", urls[2]]
-        stack.callback(_stop, subprocess.Popen(argv, env=env, stderr=subprocess.DEVNULL))
+        argv = [
+            str(QARR),
+            "serve",
+            "--fast",
+            urls[0],
+            "--balanced",
+            urls[1],
+            "--precise",
+            urls[2],
+        ]
+        stack.callback(
+            _stop, subprocess.Popen(argv, env=env, stderr=subprocess.DEVNULL)
+        )
         wait_for(ports[3], "/readyz")
         time.sleep(15)  # until its warm-ups are over
         sys.exit(0 if compare(urls[3], options) else 1)
@@ -170,8 +207,12 @@ def main() -> None:
 
 def compare(url: str, options: argparse.Namespace) -> bool:
     """Offer rising loads and print each; tell whether the most kept up with the best."""
-    print(f"$ python benchmarks/chaos/overload.py --seconds {options.seconds:g} --seed {options.seed}")
-    print(f"capacity {CAPACITY:g} requests/s; interactive ones (half) want a first token within {SLA_TTFT_S:g} s")
+    print(
+        f"$ python benchmarks/chaos/overload.py --seconds {options.seconds:g} --seed {options.seed}"
+    )
+    print(
+        f"capacity {CAPACITY:g} requests/s; interactive ones (half) want a first token within {SLA_TTFT_S:g} s"
+    )
     print(
         f"{'load':>7} {'requests':>9} {'goodput':>10} {'batch alone':>13} {'refused':>8} {'Retry-After':>12} {'failed':>7}",
         end="",

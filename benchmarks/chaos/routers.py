@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 QARR = Path(sys.executable).with_name("qarr")
-LIMITS = {"fast": 6, "balanced": 5, "precise": 4}  # four routers share none of them evenly but one
+# four routers share none of them evenly but one
+LIMITS = {"fast": 6, "balanced": 5, "precise": 4}
 TOKEN_S = 0.05
 CYCLE_S = 120.0  # in which every fault comes once; shorter where there is less time
 LAST_S = 8.0  # without a fault, at the end, for what must be well again
@@ -78,7 +79,9 @@ class CountingEngine(FakeEngine):
         with self._one():
             return await super()._whole(body, chat=chat)
 
-    async def _stream(self, answer: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async def _stream(
+        self, answer: AsyncGenerator[bytes, None]
+    ) -> AsyncIterator[bytes]:
         with self._one() as done:
             async for event in super()._stream(answer):
                 if b"[DONE]" in event:
@@ -97,7 +100,17 @@ class RedisProcess:
         """Start it, empty."""
         program = shutil.which("redis-server")
         assert program, "redis-server is not installed"
-        argv = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        argv = [
+            program,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         self.process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
         wait_for(self.port)
 
@@ -158,9 +171,17 @@ class Seen:
     problems: Counter[str] = field(default_factory=Counter)
 
 
-async def client(http: httpx.AsyncClient, url: str, tier: str, router: int, seen: Seen) -> None:
+async def client(
+    http: httpx.AsyncClient, url: str, tier: str, router: int, seen: Seen
+) -> None:
     """Ask one router again and again."""
-    body = {"prompt": "hi", "max_tokens": 6, "tier": tier, "tier_policy": "require", "stream": False}
+    body = {
+        "prompt": "hi",
+        "max_tokens": 6,
+        "tier": tier,
+        "tier_policy": "require",
+        "stream": False,
+    }
     while True:
         try:
             answer = await http.post(f"{url}/generate", json=body)
@@ -184,7 +205,9 @@ async def break_redis(redis: RedisProcess, seconds: float, seen: Seen) -> None:
     for fault in cycles * FAULTS:
         for phase in ("well", fault):
             seen.phase, began = phase, time.monotonic()
-            await (asyncio.sleep(each_s) if phase == "well" else redis.fail(fault, each_s))
+            await (
+                asyncio.sleep(each_s) if phase == "well" else redis.fail(fault, each_s)
+            )
             seen.seconds[phase] += time.monotonic() - began
     seen.phase = "at last"
     await asyncio.sleep(LAST_S)
@@ -192,11 +215,17 @@ async def break_redis(redis: RedisProcess, seconds: float, seen: Seen) -> None:
 
 
 @contextlib.contextmanager
-def routers(count: int, engines: list[str], environment: dict[str, str]) -> Iterator[list[str]]:
+def routers(
+    count: int, engines: list[str], environment: dict[str, str]
+) -> Iterator[list[str]]:
     """Run routers; yield their URLs."""
     with contextlib.ExitStack() as stack:
         ports = [free_port() for _ in range(count)]
-        urls = [part for tier, url in zip(LIMITS, engines, strict=True) for part in (f"--{tier}", url)]
+        urls = [
+            part
+            for tier, url in zip(LIMITS, engines, strict=True)
+            for part in (f"--{tier}", url)
+        ]
         for port in ports:
             argv = [str(QARR), "serve", "--port", str(port), *urls]
             running = subprocess.Popen(argv, env=environment, stderr=subprocess.DEVNULL)
@@ -207,7 +236,9 @@ def routers(count: int, engines: list[str], environment: dict[str, str]) -> Iter
 
 def variables(folder: Path, redis: RedisProcess) -> dict[str, str]:
     """Return the routers' environment."""
-    found = {k: v for k, v in os.environ.items() if not k.startswith(("QARR_", "OTEL_"))}
+    found = {
+        k: v for k, v in os.environ.items() if not k.startswith(("QARR_", "OTEL_"))
+    }
     found |= {
         "XDG_CONFIG_HOME": str(folder),
         "XDG_RUNTIME_DIR": str(folder),
@@ -219,9 +250,9 @@ def variables(folder: Path, redis: RedisProcess) -> dict[str, str]:
         "QARR_ADMISSION__MAX_WAIT_S__STANDARD": "60",
     }
     for tier, limit in LIMITS.items():
-        found[f"QARR_TIERS__{tier.upper()}__MAX_IN_FLIGHT"] = found[f"QARR_TIERS__{tier.upper()}__MAX_NUM_SEQS"] = str(
-            limit
-        )
+        found[f"QARR_TIERS__{tier.upper()}__MAX_IN_FLIGHT"] = found[
+            f"QARR_TIERS__{tier.upper()}__MAX_NUM_SEQS"
+        ] = str(limit)
     return found
 
 
@@ -234,7 +265,9 @@ async def limits(http: httpx.AsyncClient, urls: list[str]) -> dict[str, list[int
         except httpx.HTTPError:
             tiers = [{"tier": tier, "replicas": []} for tier in LIMITS]
         for tier in tiers:
-            ready = [replica for replica in tier["replicas"] if replica["state"] == "ready"]
+            ready = [
+                replica for replica in tier["replicas"] if replica["state"] == "ready"
+            ]
             found[tier["tier"]].append(ready[0]["limit"] if ready else 0)
     return found
 
@@ -244,7 +277,10 @@ async def until_ready(http: httpx.AsyncClient, urls: list[str]) -> None:
     async with asyncio.timeout(120):
         while True:
             found = await limits(http, urls)
-            if all(all(shares) and sum(shares) >= LIMITS[tier] for tier, shares in found.items()):
+            if all(
+                all(shares) and sum(shares) >= LIMITS[tier]
+                for tier, shares in found.items()
+            ):
                 return
             await asyncio.sleep(0.5)
 
@@ -257,18 +293,29 @@ async def run(count: int, options: argparse.Namespace) -> bool:
         stack.callback(redis.kill)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         clients = count * options.clients
-        key, record = add_key(folder / "keys.json", "clients", concurrent_requests=2 * clients)
+        key, record = add_key(
+            folder / "keys.json", "clients", concurrent_requests=2 * clients
+        )
         engines = [CountingEngine() for _ in LIMITS]
-        served_at = await stack.enter_async_context(serving_all(*(engine.app for engine in engines)))
+        served_at = await stack.enter_async_context(
+            serving_all(*(engine.app for engine in engines))
+        )
         urls = stack.enter_context(routers(count, served_at, variables(folder, redis)))
-        headers, pool = {"authorization": f"Bearer {key}"}, httpx.Limits(max_connections=None)
-        http = httpx.AsyncClient(timeout=120, trust_env=False, headers=headers, limits=pool)
+        headers, pool = (
+            {"authorization": f"Bearer {key}"},
+            httpx.Limits(max_connections=None),
+        )
+        http = httpx.AsyncClient(
+            timeout=120, trust_env=False, headers=headers, limits=pool
+        )
         await stack.enter_async_context(http)
         await until_ready(http, urls)
         for engine in engines:
             engine.most = engine.now
         asking = [
-            asyncio.create_task(client(http, url, list(LIMITS)[n % len(LIMITS)], number, seen))
+            asyncio.create_task(
+                client(http, url, list(LIMITS)[n % len(LIMITS)], number, seen)
+            )
             for number, url in enumerate(urls)
             for n in range(options.clients)
         ]
@@ -282,17 +329,34 @@ async def run(count: int, options: argparse.Namespace) -> bool:
     return report(count, seen, engines, shares, left)
 
 
-def report(count: int, seen: Seen, engines: list[CountingEngine], shares: dict[str, list[int]], left: int) -> bool:
+def report(
+    count: int,
+    seen: Seen,
+    engines: list[CountingEngine],
+    shares: dict[str, list[int]],
+    left: int,
+) -> bool:
     """Print what was seen; tell whether every bound held."""
-    print(f"\n{count} routers\n{'Redis':12}{'seconds':>9}{'served/s':>10}{'refused':>9}{'failed':>8}")
+    print(
+        f"\n{count} routers\n{'Redis':12}{'seconds':>9}{'served/s':>10}{'refused':>9}{'failed':>8}"
+    )
     for phase, seconds in seen.seconds.items():
-        served, refused, failed = (seen.outcomes[phase, outcome] for outcome in ("served", "refused", "failed"))
-        print(f"{phase:12}{seconds:>9.1f}{served / seconds:>10.1f}{refused:>9}{failed:>8}")
+        served, refused, failed = (
+            seen.outcomes[phase, outcome] for outcome in ("served", "refused", "failed")
+        )
+        print(
+            f"{phase:12}{seconds:>9.1f}{served / seconds:>10.1f}{refused:>9}{failed:>8}"
+        )
     for problem, times in seen.problems.most_common(5):
         if times:
             print(f"{times} x {problem}")
-    total, fewest, most = seen.served.total(), *(pick(seen.served[n] for n in range(count)) for pick in (min, max))
-    parts = ", ".join(f"{seen.served[n]} ({seen.served[n] / max(total, 1):.1%})" for n in range(count))
+    total, fewest, most = (
+        seen.served.total(),
+        *(pick(seen.served[n] for n in range(count)) for pick in (min, max)),
+    )
+    parts = ", ".join(
+        f"{seen.served[n]} ({seen.served[n] / max(total, 1):.1%})" for n in range(count)
+    )
     even = most > 0 and fewest >= 0.8 * most
     print(f"served by each router: {parts}{_unless(even, 'more than 20 % apart')}")
     kept = True
@@ -303,12 +367,18 @@ def report(count: int, seen: Seen, engines: list[CountingEngine], shares: dict[s
             f"{tier:9} limit {limit}, most at once {engine.most}{_unless(within, 'over the limit')}; at last {shares[tier]}"
         )
     sharing = [
-        bool(seen.at_last[n]) and all(0 < shares[tier][n] <= -(-limit // count) + 1 for tier, limit in LIMITS.items())
+        bool(seen.at_last[n])
+        and all(
+            0 < shares[tier][n] <= -(-limit // count) + 1
+            for tier, limit in LIMITS.items()
+        )
         for n in range(count)
     ]
     wedged = count - sum(sharing)
     print(f"wedged routers: {wedged}; places of the key that were left behind: {left}")
-    failed = sum(times for (_, outcome), times in seen.outcomes.items() if outcome == "failed")
+    failed = sum(
+        times for (_, outcome), times in seen.outcomes.items() if outcome == "failed"
+    )
     return even and kept and not wedged and not left and not failed
 
 
@@ -318,8 +388,12 @@ def _unless(good: bool, what: str) -> str:  # noqa: FBT001  reads as one line
 
 def main() -> None:
     """Run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10, help="For each number of routers.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10, help="For each number of routers."
+    )
     parser.add_argument("--routers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--clients", type=int, default=12, help="Of each router.")
     options = parser.parse_args()

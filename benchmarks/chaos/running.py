@@ -25,10 +25,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 PATIENCE_S = (
-    60.0  # an answer that takes longer is a hang: every timeout of the router is a second; the machine may be busy
+    # an answer that takes longer is a hang: every timeout of the router is a second; the machine may be busy
+    60.0
 )
 # The fakes' answers: pieces, bytes of each, seconds between them. The last tier has one too large for any buffer.
-ENGINES = {"fast": (7, 6, 0.0), "balanced": (60, 20, 0.02), "precise": (500, 20_000, 0.0)}
+ENGINES = {
+    "fast": (7, 6, 0.0),
+    "balanced": (60, 20, 0.02),
+    "precise": (500, 20_000, 0.0),
+}
 # What is run first in the router's process: it turns constants that are no settings.
 TURNED = """
 from router.server.settings import ServerSettings as S
@@ -94,8 +99,14 @@ def running(
         router_environment: Further variables of the router alone.
         turned: Python that the router's process runs first.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("QARR_", "OTEL_"))}
-    environment |= {"XDG_CONFIG_HOME": str(folder), "QARR_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("QARR_", "OTEL_"))
+    }
+    environment |= {
+        "XDG_CONFIG_HOME": str(folder),
+        "QARR_CACHE_DIR": str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
     config, log = folder / "chaos.toml", folder / "router.log"
     config.write_text(settings)
     argv = [
@@ -127,9 +138,13 @@ def running(
 
 
 @contextmanager
-def process(argv: list[str], environment: dict[str, str], output: object) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    argv: list[str], environment: dict[str, str], output: object
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process, and end it."""
-    started = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=output, stderr=output)  # type: ignore[call-overload]
+    started = subprocess.Popen(
+        argv, cwd=ROOT, env=environment, stdout=output, stderr=output
+    )  # type: ignore[call-overload]
     try:
         yield started
     finally:
@@ -147,7 +162,9 @@ def _wait_until_ready(port: int, router: subprocess.Popen[bytes], log: Path) -> 
         assert router.poll() is None, log.read_text()[-2000:]
         try:
             with socket.create_connection(("127.0.0.1", port), 1) as sock:
-                sock.sendall(b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                sock.sendall(
+                    b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+                )
                 answer = b""
                 while part := sock.recv(65536):
                     answer += part
@@ -209,7 +226,9 @@ class Wire:
                         body += (await self.reader.readexactly(size + 2))[:-2]
                     await self.reader.readexactly(2)
                 elif b"content-length: " in lowered and status != 204:
-                    length = lowered.partition(b"content-length: ")[2].partition(b"\r\n")[0]
+                    length = lowered.partition(b"content-length: ")[2].partition(
+                        b"\r\n"
+                    )[0]
                     body = await self.reader.readexactly(int(length))
         except (asyncio.IncompleteReadError, OSError):
             pass
@@ -243,7 +262,12 @@ def generation(**body: object) -> bytes:
 def post(path: str, body: object, *headers: str) -> bytes:
     """Return a request as bytes."""
     raw = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(raw)}", *headers]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        f"content-length: {len(raw)}",
+        *headers,
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + raw
 
 

@@ -76,16 +76,21 @@ class MoodyEngine(FakeEngine):
     """A fake engine of which some requests go wrong, by chance."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(Behaviour(answer=tuple(f" {word}" for word in WORDS), delay_s=0.02))
+        super().__init__(
+            Behaviour(answer=tuple(f" {word}" for word in WORDS), delay_s=0.02)
+        )
         self._dice = random.Random(seed)
 
     async def _generate(self, request: Request) -> Response:
         mood = self._dice.random()
         b = self.behaviour
         b.break_after = self._dice.randrange(len(WORDS)) if mood < 0.03 else None
-        b.error_after = self._dice.randrange(len(WORDS)) if 0.03 <= mood < 0.04 else None
+        b.error_after = (
+            self._dice.randrange(len(WORDS)) if 0.03 <= mood < 0.04 else None
+        )
         b.status = 500 if 0.04 <= mood < 0.05 else 200
-        for seen in (b.requests, b.raw, b.headers, b.sent):  # kept for tests, not for hours
+        # kept for tests, not for hours
+        for seen in (b.requests, b.raw, b.headers, b.sent):
             seen.clear()
         return await super()._generate(request)
 
@@ -102,11 +107,16 @@ class Sample:
     held: int
 
 
-async def caller(url: str, dice: random.Random, until: float, seen: Counter[str]) -> None:
+async def caller(
+    url: str, dice: random.Random, until: float, seen: Counter[str]
+) -> None:
     """Use the router in every way, until the time is over."""
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
         while time.monotonic() < until:
-            kind = dice.choices(("stream", "openai", "whole", "leave", "garbage", "route"), (40, 25, 10, 15, 5, 5))[0]
+            kind = dice.choices(
+                ("stream", "openai", "whole", "leave", "garbage", "route"),
+                (40, 25, 10, 15, 5, 5),
+            )[0]
             try:
                 seen[f"{kind} {await use(client, kind, dice)}"] += 1
             except httpx.HTTPError as error:
@@ -122,16 +132,25 @@ async def use(client: httpx.AsyncClient, kind: str, dice: random.Random) -> str:
         "tier": dice.choice(("auto", "fast", "balanced", "precise")),
     }
     if kind == "garbage":
-        answer = await client.post("/generate", content=dice.randbytes(dice.randrange(200)))
+        answer = await client.post(
+            "/generate", content=dice.randbytes(dice.randrange(200))
+        )
         return str(answer.status_code)
     if kind == "route":
         return str((await client.post("/route", json=body)).status_code)
     if kind == "whole":
-        return str((await client.post("/generate", json={**body, "stream": False})).status_code)
+        return str(
+            (await client.post("/generate", json={**body, "stream": False})).status_code
+        )
     path = "/generate"
     if kind == "openai":
         path = "/v1/chat/completions"
-        body = {"model": "auto", "messages": [{"role": "user", "content": prompt}], "max_tokens": 32, "stream": True}
+        body = {
+            "model": "auto",
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 32,
+            "stream": True,
+        }
     last, lines, leave = "", 0, dice.randrange(1, 12)
     async with client.stream("POST", path, json=body) as answer:
         async for line in answer.aiter_lines():
@@ -142,10 +161,18 @@ async def use(client: httpx.AsyncClient, kind: str, dice: random.Random) -> str:
         if answer.status_code != httpx.codes.OK:
             return str(answer.status_code)
     ended = last == "data: [DONE]" if kind == "openai" else '"finish_reason"' in last
-    return "whole" if ended else "error event" if '"title"' in last or '"error"' in last else "CUT"
+    return (
+        "whole"
+        if ended
+        else "error event"
+        if '"title"' in last or '"error"' in last
+        else "CUT"
+    )
 
 
-async def watch(url: str, router: psutil.Process, began: float, until: float, samples: list[Sample]) -> None:
+async def watch(
+    url: str, router: psutil.Process, began: float, until: float, samples: list[Sample]
+) -> None:
     """Note how the router is doing, until the time is over."""
     async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         while time.monotonic() < until:
@@ -155,20 +182,34 @@ async def watch(url: str, router: psutil.Process, began: float, until: float, sa
                 print(f"  {samples[-1]}", file=sys.stderr)
 
 
-async def sample(client: httpx.AsyncClient, router: psutil.Process, began: float) -> Sample:
+async def sample(
+    client: httpx.AsyncClient, router: psutil.Process, began: float
+) -> Sample:
     """Return the router as it is now."""
     tiers = (await client.get("/tiers")).json()["tiers"]
     page = (await client.get("/metrics")).text
-    tasks, blocks = (int(float(_value(page, name))) for name in ("qarr_tasks", "qarr_memory_blocks"))
+    tasks, blocks = (
+        int(float(_value(page, name))) for name in ("qarr_tasks", "qarr_memory_blocks")
+    )
     held = sum(
-        r["in_flight"] + r["prompt_tokens_outstanding"] + r["output_tokens_outstanding"] + r["kv_cache_tokens_held"]
+        r["in_flight"]
+        + r["prompt_tokens_outstanding"]
+        + r["output_tokens_outstanding"]
+        + r["kv_cache_tokens_held"]
         for t in tiers
         for r in t["replicas"]
     )
     processes = [router, *router.children()]
     rss = sum(process.memory_info().rss for process in processes) / 2**20
     minute = round((time.monotonic() - began) / 60, 2)
-    return Sample(minute, round(rss, 2), blocks, sum(process.num_fds() for process in processes), tasks, held)
+    return Sample(
+        minute,
+        round(rss, 2),
+        blocks,
+        sum(process.num_fds() for process in processes),
+        tasks,
+        held,
+    )
 
 
 def _value(page: str, name: str) -> str:
@@ -177,7 +218,9 @@ def _value(page: str, name: str) -> str:
     return found[1]
 
 
-async def kill(engines: list[subprocess.Popen[bytes]], ports: list[int], until: float) -> int:
+async def kill(
+    engines: list[subprocess.Popen[bytes]], ports: list[int], until: float
+) -> int:
     """Kill an engine every minute and start it again ten seconds later; return how often."""
     kills = 0
     while time.monotonic() + KILL_EVERY_S < until:
@@ -194,13 +237,16 @@ async def kill(engines: list[subprocess.Popen[bytes]], ports: list[int], until: 
 def start(port: int, seed: int) -> subprocess.Popen[bytes]:
     """Start an engine."""
     argv = [sys.executable, __file__, "--engine", str(port), "--seed", str(seed)]
-    return subprocess.Popen(argv, stderr=subprocess.DEVNULL)  # it says much about streams that it breaks on purpose
+    # it says much about streams that it breaks on purpose
+    return subprocess.Popen(argv, stderr=subprocess.DEVNULL)
 
 
 def slope(xs: list[float], ys: list[float]) -> float:
     """Return the slope of the least-squares line."""
     mx = fmean(xs)
-    return sum((x - mx) * y for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
+    return sum((x - mx) * y for x, y in zip(xs, ys, strict=True)) / sum(
+        (x - mx) ** 2 for x in xs
+    )
 
 
 def chance(xs: list[float], ys: list[float], dice: random.Random) -> float:
@@ -211,8 +257,11 @@ def chance(xs: list[float], ys: list[float], dice: random.Random) -> float:
     if not power:
         return 0.0
     rho = sum(e * f for e, f in zip(rest[1:], rest, strict=False)) / power
-    rho = min(rho + (2 + 4 * rho) / n, 0.995)  # what a line through the series hides of it: Shaman and Stine, JASA 1988
-    step = (fmean((e - rho * f) ** 2 for e, f in zip(rest[1:], rest, strict=False))) ** 0.5
+    # what a line through the series hides of it: Shaman and Stine, JASA 1988
+    rho = min(rho + (2 + 4 * rho) / n, 0.995)
+    step = (
+        fmean((e - rho * f) ** 2 for e, f in zip(rest[1:], rest, strict=False))
+    ) ** 0.5
     slopes = []
     for _ in range(BOOTSTRAPS):
         made = [dice.gauss(0, step / (1 - rho * rho) ** 0.5)]
@@ -223,7 +272,11 @@ def chance(xs: list[float], ys: list[float], dice: random.Random) -> float:
 
 
 async def soak(
-    url: str, router: psutil.Process, engines: list[Any], ports: list[int], options: argparse.Namespace
+    url: str,
+    router: psutil.Process,
+    engines: list[Any],
+    ports: list[int],
+    options: argparse.Namespace,
 ) -> bool:
     """Run it; tell whether all was as it should be."""
     began = time.monotonic()
@@ -243,7 +296,9 @@ async def soak(
     minutes = [s.minute for s in half]
     resident, taken = [s.rss_mb for s in half], [float(s.blocks) for s in half]
     dice = random.Random(options.seed)
-    print(f"$ python benchmarks/soak/soak.py --minutes {options.minutes:g} --seed {options.seed}")
+    print(
+        f"$ python benchmarks/soak/soak.py --minutes {options.minutes:g} --seed {options.seed}"
+    )
     print(f"requests {sum(seen.values())}, engines killed {kills} times")
     print("; ".join(f"{name}: {count}" for name, count in sorted(seen.items())))
     print(
@@ -255,25 +310,38 @@ async def soak(
         f"objects: {fmean(taken):,.0f} blocks in the second half, from {min(taken):,.0f} to {max(taken):,.0f}\n"
         f"         {slope(minutes, taken):+,.0f} a minute; chance gives up to {chance(minutes, taken, dice):,.0f}"
     )
-    print(f"left after 10 quiet seconds: {last.held} places and tokens, {last.tasks} tasks, {last.files} open files")
-    print(f"at most under load: {max(s.tasks for s in samples)} tasks, {max(s.files for s in samples)} open files")
+    print(
+        f"left after 10 quiet seconds: {last.held} places and tokens, {last.tasks} tasks, {last.files} open files"
+    )
+    print(
+        f"at most under load: {max(s.tasks for s in samples)} tasks, {max(s.files for s in samples)} open files"
+    )
     return not last.held and not any(name.endswith("CUT") for name in seen)
 
 
 def main() -> None:
     """Run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        uvicorn.run(MoodyEngine(options.seed).app, port=options.engine, log_config=None, loop="uvloop")
+        uvicorn.run(
+            MoodyEngine(options.seed).app,
+            port=options.engine,
+            log_config=None,
+            loop="uvloop",
+        )
         return
     with contextlib.ExitStack() as stack:
         *ports, listening = (free_port() for _ in range(4))
         env = {**os.environ, "QARR_SERVER__PORT": str(listening)}
-        env["QARR_POLICY__PROFILES"] = stack.enter_context(tempfile.TemporaryDirectory())
+        env["QARR_POLICY__PROFILES"] = stack.enter_context(
+            tempfile.TemporaryDirectory()
+        )
         env["QARR_UPSTREAM__TOKEN_TIMEOUT_S"] = "5"  # noqa: S105  no password
         engines = [start(port, number) for number, port in enumerate(ports)]
         stack.callback(lambda: [engine.kill() for engine in engines])
@@ -284,11 +352,21 @@ def main() -> None:
             for tier, port in zip(("fast", "balanced", "precise"), ports, strict=True)
             for part in (f"--{tier}", f"http://127.0.0.1:{port}")
         ]
-        router = subprocess.Popen([str(QARR), "serve", *urls], env=env, stderr=subprocess.DEVNULL)
+        router = subprocess.Popen(
+            [str(QARR), "serve", *urls], env=env, stderr=subprocess.DEVNULL
+        )
         stack.callback(router.wait, 20)
         stack.callback(router.terminate)
         wait_for(listening, "/readyz")
-        good = asyncio.run(soak(f"http://127.0.0.1:{listening}", psutil.Process(router.pid), engines, ports, options))
+        good = asyncio.run(
+            soak(
+                f"http://127.0.0.1:{listening}",
+                psutil.Process(router.pid),
+                engines,
+                ports,
+                options,
+            )
+        )
     sys.exit(0 if good else 1)
 
 

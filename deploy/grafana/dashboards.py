@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from grafana_foundation_sdk.builders import bargauge, common, dashboard, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.builders import (
+    bargauge,
+    common,
+    dashboard,
+    prometheus,
+    stat,
+    table,
+    timeseries,
+)
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
     GraphThresholdsStyleMode,
@@ -32,15 +40,31 @@ from grafana_foundation_sdk.models.dashboard import (
 FOLDER = Path(__file__).parent / "dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 J = 'job=~"$job"'
-SHARE, SECONDS, PER_S, COUNT, TOKENS_PER_S = "percentunit", "s", "reqps", "short", "count:tok/s"
+SHARE, SECONDS, PER_S, COUNT, TOKENS_PER_S = (
+    "percentunit",
+    "s",
+    "reqps",
+    "short",
+    "count:tok/s",
+)
 RED = "red"
 TABLES = {"table", "matrix"}
 # Of the chosen fleets, and those that are about none, such as that no router is left.
 FIRING = 'ALERTS{alertname=~"Qarr.+", alertstate="firing", job=~"$job|"}'
 CLASS_BY_TIER = ("class", "tier", "Value")
-ALERT_LABELS = ("alertname", "severity", "job", "instance", "tier", "replica", "class", "reason")
+ALERT_LABELS = (
+    "alertname",
+    "severity",
+    "job",
+    "instance",
+    "tier",
+    "replica",
+    "class",
+    "reason",
+)
 RUNBOOKS = "runbooks"  # the variable with the address of docs/runbooks.md
-PROMETHEUS_PAGE = "http://localhost:9090/consoles/runbooks.html"  # deploy/compose.yaml's; others set the variable
+# deploy/compose.yaml's; others set the variable
+PROMETHEUS_PAGE = "http://localhost:9090/consoles/runbooks.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +101,9 @@ class Chart:
     decimals: int | None = None
 
 
-def quantiles(metric: str, by: str, legend: str, *shares: str) -> tuple[tuple[str, str], ...]:
+def quantiles(
+    metric: str, by: str, legend: str, *shares: str
+) -> tuple[tuple[str, str], ...]:
     """Return queries for quantiles of a histogram.
 
     Args:
@@ -87,7 +113,10 @@ def quantiles(metric: str, by: str, legend: str, *shares: str) -> tuple[tuple[st
         shares: Which, as in ``0.95``.
     """
     grouped = f"sum by ({by}{', ' if by else ''}le) (rate({metric}_bucket{{{J}}}[$__rate_interval]))"
-    return tuple((f"histogram_quantile({s}, {grouped})", f"{legend} p{float(s) * 100:g}".strip()) for s in shares)
+    return tuple(
+        (f"histogram_quantile({s}, {grouped})", f"{legend} p{float(s) * 100:g}".strip())
+        for s in shares
+    )
 
 
 def rate(metric: str, by: str, more: str = "") -> str:
@@ -247,7 +276,9 @@ QUALITY: dict[str, tuple[Chart, ...]] = {
     ),
 }  # fmt: skip
 
-ENGINE, HIGHEST = (f"qarr_key_{name}_total" for name in ("engine_seconds", "highest_engine_seconds"))
+ENGINE, HIGHEST = (
+    f"qarr_key_{name}_total" for name in ("engine_seconds", "highest_engine_seconds")
+)
 SAVED = f"1 - sum by (key, team) (rate({ENGINE}{{{J}}}[$__rate_interval])) / sum by (key, team) (rate({HIGHEST}{{{J}}}[$__rate_interval]))"
 USAGE: dict[str, tuple[Chart, ...]] = {
     "Now": (
@@ -305,29 +336,52 @@ def panel(chart: Chart, number: int) -> object:
         made = _over_time(chart)
     if chart.height:
         made = made.height(chart.height)
-    made = made.id(number).title(chart.title).description(chart.text).span(chart.width).datasource(SOURCE)
-    made = made.links([_runbooks(f"Runbook: {alert}", f"#{alert.lower()}") for alert in chart.alerts])
+    made = (
+        made.id(number)
+        .title(chart.title)
+        .description(chart.text)
+        .span(chart.width)
+        .datasource(SOURCE)
+    )
+    made = made.links(
+        [_runbooks(f"Runbook: {alert}", f"#{alert.lower()}") for alert in chart.alerts]
+    )
     if chart.kind != "table":
         made = made.unit(chart.unit).thresholds(_thresholds(chart))
     if chart.decimals is not None:
         made = made.decimals(chart.decimals)
     for letter, (expr, legend) in zip("ABCDEFG", chart.queries, strict=False):
-        query = prometheus.Dataquery().expr(expr).legend_format(legend).ref_id(letter).datasource(SOURCE)
+        query = (
+            prometheus.Dataquery()
+            .expr(expr)
+            .legend_format(legend)
+            .ref_id(letter)
+            .datasource(SOURCE)
+        )
         if chart.kind in {"number", "bars", *TABLES}:
-            query = query.instant().format("table" if chart.kind in TABLES else "time_series")
+            query = query.instant().format(
+                "table" if chart.kind in TABLES else "time_series"
+            )
         made = made.with_target(query.exemplar(chart.traces))
     return made
 
 
 def _over_time(chart: Chart) -> timeseries.Panel:
-    made = timeseries.Panel().height(8).fill_opacity(20 if chart.kind == "stacked" else 5).line_width(1)
+    made = (
+        timeseries.Panel()
+        .height(8)
+        .fill_opacity(20 if chart.kind == "stacked" else 5)
+        .line_width(1)
+    )
     made = made.legend(_legend())
     if chart.lowest is not None:
         made = made.min(chart.lowest)
     if chart.kind == "stacked":
         made = made.stacking(common.StackingConfig().mode("normal"))
     if chart.limit is not None:
-        made = made.thresholds_style(common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED))
+        made = made.thresholds_style(
+            common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
+        )
     return made
 
 
@@ -347,11 +401,20 @@ def _columns(chart: Chart) -> DataTransformerConfig:
 
 def _runbooks(title: str, section: str = "") -> dashboard.DashboardLink:
     """Return a link to the runbooks, or to one of their sections."""
-    return dashboard.DashboardLink(title).type("link").url(f"${{{RUNBOOKS}}}{section}").target_blank(True)
+    return (
+        dashboard.DashboardLink(title)
+        .type("link")
+        .url(f"${{{RUNBOOKS}}}{section}")
+        .target_blank(True)
+    )
 
 
 def _colours(chart: Chart) -> dashboard.FieldColor:
-    return dashboard.FieldColor().mode("thresholds" if chart.limit is not None else "fixed").fixed_color("text")
+    return (
+        dashboard.FieldColor()
+        .mode("thresholds" if chart.limit is not None else "fixed")
+        .fixed_color("text")
+    )
 
 
 def _thresholds(chart: Chart) -> dashboard.ThresholdsConfig:
@@ -381,9 +444,19 @@ def build(uid: str, title: str, rows: dict[str, tuple[Chart, ...]]) -> str:
         .refresh("15s")
         .timezone("browser")
         .tooltip(DashboardCursorSync.CROSSHAIR)
-        .link(dashboard.DashboardLink("QARR").type("dashboards").tags(["qarr"]).keep_time(True).include_vars(True))
+        .link(
+            dashboard.DashboardLink("QARR")
+            .type("dashboards")
+            .tags(["qarr"])
+            .keep_time(True)
+            .include_vars(True)
+        )
         .link(_runbooks("Runbooks"))
-        .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
+        .with_variable(
+            dashboard.DatasourceVariable("datasource")
+            .label("Prometheus")
+            .type("prometheus")
+        )
         .with_variable(
             dashboard.QueryVariable("job")
             .label("Fleet")
@@ -420,7 +493,9 @@ def main() -> None:
         else:
             path.write_text(text, "utf-8")
     if differ:
-        sys.exit(f"not what dashboards.py makes: {', '.join(differ)}; run it without --check")
+        sys.exit(
+            f"not what dashboards.py makes: {', '.join(differ)}; run it without --check"
+        )
 
 
 if __name__ == "__main__":

@@ -25,14 +25,17 @@ def periods(at: float) -> Periods:
 
 
 def renews_at(span: Span, at: float) -> datetime:
-    day = datetime.fromtimestamp(at, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    day = datetime.fromtimestamp(at, UTC).replace(
+        hour=0, minute=0, second=0, microsecond=0
+    )
     if span == "day":
         return day + timedelta(days=1)
     some_day_of_next_month = day.replace(day=1) + timedelta(days=32)
     return some_day_of_next_month.replace(day=1)
 
 
-Used = dict[tuple[str, str], Cost]  # What is spent and reserved, by account id and period.
+# What is spent and reserved, by account id and period.
+Used = dict[tuple[str, str], Cost]
 
 
 class Hold(NamedTuple):
@@ -52,7 +55,9 @@ class Hold(NamedTuple):
 
     @property
     def places(self) -> list[tuple[str, str]]:
-        return [(account.id, period) for account in self.accounts for period in self.periods]
+        return [
+            (account.id, period) for account in self.accounts for period in self.periods
+        ]
 
     def broken(self, used: Used) -> tuple[Account, Limit] | None:
         """Return the first limit that the hold would break on top of what is used; None: it breaks none."""
@@ -87,7 +92,9 @@ class OverBudgetError(Exception):
         retry_after_s: Seconds until the budget renews; None if the request alone is larger than the budget.
     """
 
-    def __init__(self, hold: Hold, reserved: Reserved, at: float, currency: str) -> None:
+    def __init__(
+        self, hold: Hold, reserved: Reserved, at: float, currency: str
+    ) -> None:
         assert reserved.denied is not None
         self.account, self.limit = reserved.denied
         unit = self.limit.unit

@@ -59,11 +59,17 @@ class Pricing:
         """Return what a request may cost at most: no prompt token is cached, and every answer has its full length."""
         query = decision.query
         output_tokens = query.max_tokens * query.sequences
-        usage = TierUsage(tier, prompt=query.tokens_to_read, cached=0, output=output_tokens)
+        usage = TierUsage(
+            tier, prompt=query.tokens_to_read, cached=0, output=output_tokens
+        )
         return self.cost(decision, (usage,))
 
 
-def pricing_of(specs: Sequence[TierSpec], prices: Mapping[TierName, float], replica_hour: float | None) -> Pricing:
+def pricing_of(
+    specs: Sequence[TierSpec],
+    prices: Mapping[TierName, float],
+    replica_hour: float | None,
+) -> Pricing:
     """Return the pricing of a fleet, whose tiers come by rising precision.
 
     ``prices`` are weights of an engine-second (``policy.prices``); without any, replicas are weighed by their GPUs.
@@ -74,11 +80,15 @@ def pricing_of(specs: Sequence[TierSpec], prices: Mapping[TierName, float], repl
         replica_prices = {spec.name: prices.get(spec.name, 1.0) for spec in specs}
     else:
         replica_prices = {spec.name: float(spec.world_size) for spec in specs}
-    weights = {name: price / replica_prices[highest.name] for name, price in replica_prices.items()}
+    weights = {
+        name: price / replica_prices[highest.name]
+        for name, price in replica_prices.items()
+    }
     return Pricing(weights, highest.name, replica_hour or 0.0)
 
 
-PricingInputs = tuple[Sequence[TierSpec], Mapping[TierName, float], float | None]  # The arguments of ``pricing_of``.
+# The arguments of ``pricing_of``.
+PricingInputs = tuple[Sequence[TierSpec], Mapping[TierName, float], float | None]
 
 
 @dataclass(slots=True)
@@ -89,7 +99,9 @@ class Charging:
     fleet: Fleet
     policy: PolicyStore
     prices: Mapping[TierName, float]
-    _last_pricing: tuple[PricingInputs, Pricing] | None = field(default=None, init=False)
+    _last_pricing: tuple[PricingInputs, Pricing] | None = field(
+        default=None, init=False
+    )
 
     def use(self, settings: Settings) -> None:
         self.prices = settings.policy.prices
@@ -98,7 +110,11 @@ class Charging:
     @property
     def pricing(self) -> Pricing:
         """Return the pricing of the present fleet and settings, which is made again only when one of them has changed."""
-        inputs = (self.fleet.specs, self.prices, self.reservations.settings.replica_hour)
+        inputs = (
+            self.fleet.specs,
+            self.prices,
+            self.reservations.settings.replica_hour,
+        )
         if self._last_pricing is None or self._last_pricing[0] != inputs:
             self._last_pricing = (inputs, pricing_of(*inputs))
         return self._last_pricing[1]
@@ -116,8 +132,12 @@ class Charging:
         """
         pricing = self.pricing
         try:
-            highest_cost = max(pricing.most(decision, tier) for tier in self._tiers(decision.query))
-            return await self.reservations.enter(caller.accounts, highest_cost), decision
+            highest_cost = max(
+                pricing.most(decision, tier) for tier in self._tiers(decision.query)
+            )
+            return await self.reservations.enter(
+                caller.accounts, highest_cost
+            ), decision
         except OverBudgetError as over_budget:
             if caller.over_budget != "cheapest":
                 raise
@@ -126,7 +146,9 @@ class Charging:
             if cheaper.tier is None and cheaper.refusal is not Refusal.AT_CAPACITY:
                 raise
             cheapest_cost = pricing.most(cheaper, cheapest)
-            reservation = await self.reservations.enter(caller.accounts, cheapest_cost, HARD_STOP)
+            reservation = await self.reservations.enter(
+                caller.accounts, cheapest_cost, HARD_STOP
+            )
             headers[OVER_BUDGET_HEADER] = (
                 f"too little left of {over_budget.account.title}'s {over_budget.text}: only {cheapest} may serve"
             )
@@ -140,7 +162,11 @@ class Charging:
     def _decide_for(self, tier: TierName, query: Query) -> Decision:
         """Decide a request that is over budget again, with one tier alone."""
         cheaper_query = replace(query, allowed=frozenset({tier}), over_budget=True)
-        return decide(cheaper_query, self.fleet.snapshot(prefix=cheaper_query.prefix), self.policy.table)
+        return decide(
+            cheaper_query,
+            self.fleet.snapshot(prefix=cheaper_query.prefix),
+            self.policy.table,
+        )
 
     def _tiers(self, query: Query) -> list[TierName]:
         """Return the tiers that may compute any of a request: its reservation covers the dearest of them.
@@ -173,13 +199,27 @@ def usage_of(decision: Decision, answer: EngineAnswer) -> tuple[TierUsage, ...]:
     """
     prompt_tokens = answer.usage.get("prompt_tokens", decision.query.tokens_to_read)
     parts = answer.parts
-    output_before = max(answer.output_tokens - sum(part.output_tokens for part in parts), 0)
+    output_before = max(
+        answer.output_tokens - sum(part.output_tokens for part in parts), 0
+    )
     usage = [
-        TierUsage(answer.tier, prompt=prompt_tokens, cached=answer.cached_tokens or 0, output=output_before),
+        TierUsage(
+            answer.tier,
+            prompt=prompt_tokens,
+            cached=answer.cached_tokens or 0,
+            output=output_before,
+        ),
     ]
     for part in parts:
         read_tokens = part.usage.get("prompt_tokens", prompt_tokens + output_before)
         cached_tokens = part.cached_tokens or 0
-        usage.append(TierUsage(part.tier, prompt=read_tokens, cached=cached_tokens, output=part.output_tokens))
+        usage.append(
+            TierUsage(
+                part.tier,
+                prompt=read_tokens,
+                cached=cached_tokens,
+                output=part.output_tokens,
+            )
+        )
         output_before += part.output_tokens
     return tuple(usage)

@@ -41,7 +41,9 @@ class Database:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "qarr-usage")
         loop = asyncio.get_running_loop()
-        return await asyncio.shield(loop.run_in_executor(self._thread, self._change, work))
+        return await asyncio.shield(
+            loop.run_in_executor(self._thread, self._change, work)
+        )
 
     async def aclose(self) -> None:
         if self._thread is not None:
@@ -66,7 +68,8 @@ class Database:
                 result = work(transaction)
         except (sqlite3.Error, OSError) as error:
             self.fault = str(error)
-            self.close()  # It is opened again by the next change: a sound file may have replaced it by then.
+            # It is opened again by the next change: a sound file may have replaced it by then.
+            self.close()
             raise
         self.fault = ""
         return result
@@ -85,8 +88,12 @@ class Database:
         make_private_folder(self.path.parent)
         os.close(open_private(str(self.path), os.O_RDWR | os.O_CREAT))
         if self._lock is None:
-            self._lock = open_private(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            self._lock = open_private(
+                f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            )
+        connection = sqlite3.connect(
+            self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
         try:
             with self._turn():
                 connection.execute("PRAGMA journal_mode = WAL")

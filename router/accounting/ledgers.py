@@ -20,8 +20,10 @@ from router.accounting.settled_marks import SettledMarks
 from router.settings import Settings
 from router.telemetry.record import Cost
 
-SETTLED_KEPT_S = 86_400  # The settlements of a router that died are known for this time.
-SPENT_KEPT_S = 70 * 86_400  # What was spent is kept longer than the longest period, a month.
+# The settlements of a router that died are known for this time.
+SETTLED_KEPT_S = 86_400
+# What was spent is kept longer than the longest period, a month.
+SPENT_KEPT_S = 70 * 86_400
 
 
 class MemoryLedger:
@@ -72,7 +74,9 @@ class SqliteLedger:
 
     timeout_s = 30.0  # The machine's own disk may be slow, but it does not go away.
 
-    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, database: Database, now: Callable[[], float] = time.time
+    ) -> None:
         self._database = database
         self._now = now
         self._marks = SettledMarks()
@@ -99,7 +103,9 @@ class SqliteLedger:
 
         def settle_in(sql: sqlite3.Connection) -> None:
             sql.executemany("DELETE FROM settled WHERE id = ?", due_settlements)
-            mark = sql.execute("INSERT OR IGNORE INTO settled VALUES (?, ?)", (hold.id, self._now()))
+            mark = sql.execute(
+                "INSERT OR IGNORE INTO settled VALUES (?, ?)", (hold.id, self._now())
+            )
             is_repeated = not mark.rowcount
             if is_repeated:
                 return
@@ -136,13 +142,17 @@ class SqliteLedger:
 
     async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
         account_ids = list(accounts)
-        return await self._database.change(lambda sql: _used(sql, account_ids, periods=periods, now=self._now()))
+        return await self._database.change(
+            lambda sql: _used(sql, account_ids, periods=periods, now=self._now())
+        )
 
     async def aclose(self) -> None:
         """Do nothing: whoever opened the file closes it."""
 
 
-def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Periods, now: float) -> Used:
+def _used(
+    sql: sqlite3.Connection, accounts: Iterable[str], periods: Periods, now: float
+) -> Used:
     query = (
         "SELECT coalesce(sum(engine_us), 0), coalesce(sum(money_u), 0) FROM ("
         "SELECT engine_us, money_u FROM spent WHERE account = :account AND period = :period UNION ALL "
@@ -150,7 +160,9 @@ def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Periods, no
     )
     used = Used()
     for account_id, period in product(accounts, periods):
-        values = sql.execute(query, {"account": account_id, "period": period, "now": now}).fetchone()
+        values = sql.execute(
+            query, {"account": account_id, "period": period, "now": now}
+        ).fetchone()
         used[account_id, period] = Cost(*values)
     return used
 

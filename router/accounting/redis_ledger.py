@@ -24,13 +24,16 @@ from router.telemetry.record import FREE, Cost
 from tiers.background import Faults
 
 log = logging.getLogger(f"qarr.{__name__}")
-DAY_KEPT_S = 3 * 86_400  # Counted from the last settlement: a request that began before midnight may end after it.
+# Counted from the last settlement: a request that began before midnight may end after it.
+DAY_KEPT_S = 3 * 86_400
 MONTH_KEPT_S = 40 * 86_400
 MARK_KEPT_S = 86_400  # The marks of a router that died are kept for this time.
-YOUNG_S = 2.0  # Within this time every router notices that the ledger is another one, and shows it what it saw.
+# Within this time every router notices that the ledger is another one, and shows it what it saw.
+YOUNG_S = 2.0
 REDIS_CONNECTIONS = 8
 Place = tuple[str, str]  # An account's id and a period.
-CopyRow = tuple[str, str, str, int, int]  # An account's id, a period, and the fields of ``Seen``.
+# An account's id, a period, and the fields of ``Seen``.
+CopyRow = tuple[str, str, str, int, int]
 _TOO_LATE = -1  # The reservation's script answers with it after the deadline.
 # What ``budget_reserve.lua`` answers for each account.
 _USED_VALUES = 4  # Two amounts for the day and two for the month.
@@ -65,7 +68,8 @@ class RedisLedger:
         self.restored = 0  # How many accounts' periods Redis had lost.
         self._copy = LedgerCopy(database)
         self._marks = SettledMarks()
-        self._name = ""  # The name of the ledger, which changes when Redis loses it; empty until Redis is asked.
+        # The name of the ledger, which changes when Redis loses it; empty until Redis is asked.
+        self._name = ""
         self._is_young = False
         self._has_restored_file = False
         self._reserve = Script.read(__file__, "budget_spent.lua", "budget_reserve.lua")
@@ -78,21 +82,31 @@ class RedisLedger:
         gives_up_at = time.monotonic() + REDIS_TIMEOUT_S
         names = _names(hold)
         seen = await self._copy.seen(hold.places)
-        for _ in range(2):  # If Redis' clock was set ahead, the second attempt knows its time.
+        # If Redis' clock was set ahead, the second attempt knows its time.
+        for _ in range(2):
             deadline = await self.link.time_at(gives_up_at, names[0])
-            answer = await self.link.run(self._reserve, names, [deadline, *_reserve_args(hold, seen)])
+            answer = await self.link.run(
+                self._reserve, names, [deadline, *_reserve_args(hold, seen)]
+            )
             redis_time, denied, *values = answer
             self.link.learn_time(float(redis_time), names[0])
             if denied != _TOO_LATE:
-                return Reserved(self._read_used(hold, values), _broken_limit(hold, denied) if denied else None)
+                return Reserved(
+                    self._read_used(hold, values),
+                    _broken_limit(hold, denied) if denied else None,
+                )
         raise TimeoutError
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
         seen = await self._copy.seen(hold.places)
         names = [*_names(hold), *map(_mark, self._marks.pop_due())]
-        values = await self.link.run(self._settle, names, _settle_args(hold, cost, seen))
+        values = await self.link.run(
+            self._settle, names, _settle_args(hold, cost, seen)
+        )
         self._marks.add(hold.id)
-        for place, spent in zip(hold.places, _groups(values, _SPENT_VALUES), strict=True):
+        for place, spent in zip(
+            hold.places, _groups(values, _SPENT_VALUES), strict=True
+        ):
             self._note(place, spent)
 
     async def renew(self, holds: Iterable[Hold], *, restore: bool = False) -> None:
@@ -143,16 +157,23 @@ class RedisLedger:
             if settlements := self._marks.pop_all():
                 await self.link.execute("DEL", *map(_mark, settlements))
         except UNAVAILABLE:
-            log.info("Redis does not answer: marks of %d settled requests expire by themselves", len(settlements))
+            log.info(
+                "Redis does not answer: marks of %d settled requests expire by themselves",
+                len(settlements),
+            )
         await self.link.aclose()
 
     def _read_used(self, hold: Hold, values: list[str]) -> Used:
         """Read an answer of ``budget_reserve.lua``: for each account four amounts used, and twice what was spent."""
         used = Used()
-        for account, account_values in zip(hold.accounts, _groups(values, _ACCOUNT_VALUES), strict=True):
+        for account, account_values in zip(
+            hold.accounts, _groups(values, _ACCOUNT_VALUES), strict=True
+        ):
             amounts = _groups(account_values[:_USED_VALUES], 2)
             spent = _groups(account_values[_USED_VALUES:], _SPENT_VALUES)
-            for period, period_amounts, period_spent in zip(hold.periods, amounts, spent, strict=True):
+            for period, period_amounts, period_spent in zip(
+                hold.periods, amounts, spent, strict=True
+            ):
                 engine_us, money_u = period_amounts
                 used[account.id, period] = Cost(int(engine_us), int(money_u))
                 self._note((account.id, period), period_spent)
@@ -163,10 +184,14 @@ class RedisLedger:
         ledger, engine_us, money_u = values
         if not ledger:
             return
-        had_lost_it = self._copy.note(place, Seen(ledger, Cost(int(engine_us), int(money_u))))
+        had_lost_it = self._copy.note(
+            place, Seen(ledger, Cost(int(engine_us), int(money_u)))
+        )
         if had_lost_it:
             if not self.restored:
-                log.warning("Redis has lost what budgets have used; it is restored from what this router knows")
+                log.warning(
+                    "Redis has lost what budgets have used; it is restored from what this router knows"
+                )
             self.restored += 1
 
 
@@ -195,12 +220,18 @@ class LedgerCopy:
     def forget_before(self, month: str) -> None:
         if month != self._month:
             self._month = month
-            self._seen = {(account, period): seen for (account, period), seen in self._seen.items() if period >= month}
+            self._seen = {
+                (account, period): seen
+                for (account, period), seen in self._seen.items()
+                if period >= month
+            }
 
     def note(self, place: Place, seen: Seen) -> bool:
         """Remember what Redis has now; return whether it had lost what was seen before."""
         before = self._seen.get(place, NOTHING_SEEN)
-        is_older_answer = before.ledger == seen.ledger and sum(before.spent) > sum(seen.spent)
+        is_older_answer = before.ledger == seen.ledger and sum(before.spent) > sum(
+            seen.spent
+        )
         if before == seen or is_older_answer:
             return False
         self._seen[place] = seen
@@ -218,7 +249,10 @@ class LedgerCopy:
             await self._database.change(lambda sql: _write_copy(sql, rows))
         except (OSError, sqlite3.Error) as error:
             self._unwritten |= places
-            self._faults.log(error, "the copy of what budgets have used could not be written; trying again")
+            self._faults.log(
+                error,
+                "the copy of what budgets have used could not be written; trying again",
+            )
 
     def _row(self, place: Place) -> CopyRow:
         account_id, period = place
@@ -234,10 +268,14 @@ class LedgerCopy:
             try:
                 rows = await self._database.change(_read_copy)
             except (OSError, sqlite3.Error) as error:
-                self._faults.log(error, "the copy of what budgets have used could not be read")
+                self._faults.log(
+                    error, "the copy of what budgets have used could not be read"
+                )
                 rows = []
             for account, period, ledger, engine_us, money_u in rows:
-                self._seen.setdefault((account, period), Seen(ledger, Cost(engine_us, money_u)))
+                self._seen.setdefault(
+                    (account, period), Seen(ledger, Cost(engine_us, money_u))
+                )
             self.began_with_any = bool(rows)
             self._is_read = True
 
@@ -245,7 +283,9 @@ class LedgerCopy:
 def _read_copy(sql: sqlite3.Connection) -> list[CopyRow]:
     oldest = time.strftime("%Y-%m", time.gmtime(time.time() - MONTH_KEPT_S))
     sql.execute("DELETE FROM ledger_copy WHERE period < ?", (oldest,))
-    return sql.execute("SELECT account, period, ledger, engine_us, money_u FROM ledger_copy").fetchall()
+    return sql.execute(
+        "SELECT account, period, ledger, engine_us, money_u FROM ledger_copy"
+    ).fetchall()
 
 
 def _write_copy(sql: sqlite3.Connection, rows: list[CopyRow]) -> None:
@@ -263,7 +303,9 @@ def _broken_limit(hold: Hold, number: int) -> tuple[Account, Limit]:
     account_position, limit_position = divmod(number - 1, len(_LIMITS))
     account = hold.accounts[account_position]
     span_and_unit = _LIMITS[limit_position]
-    return account, next(limit for limit in account.limits if limit[:2] == span_and_unit)
+    return account, next(
+        limit for limit in account.limits if limit[:2] == span_and_unit
+    )
 
 
 def _groups(values: list[str], size: int) -> list[list[str]]:
@@ -273,7 +315,15 @@ def _groups(values: list[str], size: int) -> list[list[str]]:
 
 def _reserve_args(hold: Hold, seen: list[Seen]) -> list[object]:
     """Return what ``budget_reserve.lua`` takes after the deadline; ``seen`` has two entries for each account."""
-    args: list[object] = [hold.id, *hold.reserved, *hold.periods, LEASE_S, _random_name(), DAY_KEPT_S, MONTH_KEPT_S]
+    args: list[object] = [
+        hold.id,
+        *hold.reserved,
+        *hold.periods,
+        LEASE_S,
+        _random_name(),
+        DAY_KEPT_S,
+        MONTH_KEPT_S,
+    ]
     for position, account in enumerate(hold.accounts):
         args += _limit_args(account, hold.times)
         day_and_month = seen[2 * position : 2 * position + 2]
@@ -289,7 +339,15 @@ def _limit_args(account: Account, times: int) -> list[int]:
 
 def _settle_args(hold: Hold, cost: Cost, seen: Iterable[Seen]) -> list[object]:
     """Return what ``budget_settle.lua`` takes."""
-    args: list[object] = [hold.id, *cost, MARK_KEPT_S, _random_name(), DAY_KEPT_S, MONTH_KEPT_S, len(hold.accounts)]
+    args: list[object] = [
+        hold.id,
+        *cost,
+        MARK_KEPT_S,
+        _random_name(),
+        DAY_KEPT_S,
+        MONTH_KEPT_S,
+        len(hold.accounts),
+    ]
     args += _seen_args(seen)
     return args
 

@@ -18,7 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from router.accounting.budgets import BudgetUnknownError, Hold, NoPriceError, OverBudgetError, Reserved, Used, periods
+from router.accounting.budgets import (
+    BudgetUnknownError,
+    Hold,
+    NoPriceError,
+    OverBudgetError,
+    Reserved,
+    Used,
+    periods,
+)
 from router.accounting.ledgers import BudgetLedger, MemoryLedger
 from router.accounting.redis_ledger import RedisLedger
 from router.accounting.settings import BudgetSettings
@@ -31,7 +39,8 @@ from tiers.background import Faults
 log = logging.getLogger(f"qarr.{__name__}")
 RENEW_S = 60.0
 RETRY_S = 1.0  # Time between two attempts after a failure.
-MOST_KNOWN = 40_000  # The use of this many accounts' periods is remembered for an outage.
+# The use of this many accounts' periods is remembered for an outage.
+MOST_KNOWN = 40_000
 LOST = (*UNAVAILABLE, sqlite3.Error)
 
 
@@ -55,7 +64,12 @@ class Reservation:
 class Reservations:
     """Admits requests as budgets allow; days and months are read from ``now``, in seconds since 1970."""
 
-    def __init__(self, ledger: BudgetLedger, settings: BudgetSettings, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        ledger: BudgetLedger,
+        settings: BudgetSettings,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self.ledger = ledger
         self.settings = settings
         self._now = now
@@ -87,7 +101,9 @@ class Reservations:
             return []
         return [f"{self.ledger.place}, which counts budgets, cannot be used"]
 
-    async def enter(self, accounts: tuple[Account, ...], highest_cost: Cost, times: int = 1) -> Reservation:
+    async def enter(
+        self, accounts: tuple[Account, ...], highest_cost: Cost, times: int = 1
+    ) -> Reservation:
         """Reserve what a request may cost at most, in all accounts or in none; budgets count ``times`` times.
 
         Raises:
@@ -96,14 +112,26 @@ class Reservations:
             BudgetUnknownError: The ledger cannot be reached, and nothing is known of a budget.
         """
         if self.settings.replica_hour is None and any(map(_has_money_limit, accounts)):
-            raise NoPriceError("this key has a budget of money, but no price is set (budgets.replica_hour)")
+            raise NoPriceError(
+                "this key has a budget of money, but no price is set (budgets.replica_hour)"
+            )
         now = self._now()
-        hold = Hold(secrets.token_hex(12), accounts, periods=periods(now), reserved=highest_cost, times=times)
+        hold = Hold(
+            secrets.token_hex(12),
+            accounts,
+            periods=periods(now),
+            reserved=highest_cost,
+            times=times,
+        )
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
-        reserved = await self._work.acquire(self._reserve(hold), partial(self._undo, hold))
+        reserved = await self._work.acquire(
+            self._reserve(hold), partial(self._undo, hold)
+        )
         if reserved.denied is not None:
-            raise OverBudgetError(hold, reserved, at=now, currency=self.settings.currency)
+            raise OverBudgetError(
+                hold, reserved, at=now, currency=self.settings.currency
+            )
         return Reservation(self, hold)
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
@@ -119,7 +147,9 @@ class Reservations:
         try:
             await self._pay()
         except LOST as error:
-            log.error("charges of %d requests are lost: %s", len(self._owed), outage(error))  # noqa: TRY400
+            log.error(  # noqa: TRY400
+                "charges of %d requests are lost: %s", len(self._owed), outage(error)
+            )
         await self.ledger.aclose()
 
     async def _reserve(self, hold: Hold) -> Reserved:
@@ -146,7 +176,10 @@ class Reservations:
     async def _reserve_alone(self, hold: Hold) -> Reserved:
         """Reserve in this process, on top of what the ledger last had; ``BudgetUnknownError`` if that is not known."""
         assert self._alone is not None
-        if self.settings.while_unknown != "serve" and not _limited_places(hold) <= self._known.keys():
+        if (
+            self.settings.while_unknown != "serve"
+            and not _limited_places(hold) <= self._known.keys()
+        ):
             raise BudgetUnknownError(self.ledger.place)
         return await self._alone.reserve(hold)
 
@@ -180,7 +213,10 @@ class Reservations:
             self.redis.fail(error)
         if self._alone is None:
             self._alone = MemoryLedger(self._known)
-            log.warning("the ledger of budgets cannot be reached (%s): this router counts alone", outage(error))
+            log.warning(
+                "the ledger of budgets cannot be reached (%s): this router counts alone",
+                outage(error),
+            )
 
     async def _keep(self) -> None:
         """Renew reservations, and try the ledger while it does not answer; until cancelled."""
@@ -192,7 +228,9 @@ class Reservations:
             except LOST as error:
                 self._lose(error)
             except Exception as error:  # noqa: BLE001  whatever it is, reservations must still be renewed
-                faults.log(error, "reservations of budgets could not be renewed; trying again")
+                faults.log(
+                    error, "reservations of budgets could not be renewed; trying again"
+                )
 
     async def _maintain(self) -> None:
         """Renew reservations in the ledger; once it is complete again, pay what it is owed and count in it."""
@@ -200,7 +238,10 @@ class Reservations:
         if not is_complete and self._alone is None:
             self._alone = MemoryLedger(self._known)
             place = self.ledger.place
-            log.warning("%s has lost what budgets have used: this router counts alone until each has told it", place)
+            log.warning(
+                "%s has lost what budgets have used: this router counts alone until each has told it",
+                place,
+            )
         is_alone = self._alone is not None
         if is_alone or time.monotonic() - self._renewed_at >= RENEW_S:
             # While this router counts alone it settles nothing there, so every reservation that is restored is still open.

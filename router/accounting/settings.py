@@ -16,7 +16,9 @@ def _redis_address(url: SecretStr) -> SecretStr:
         if text := url.get_secret_value():
             parse_url(text)
     except ValueError:
-        raise ValueError("an address that begins with redis://, rediss:// or unix:// is allowed") from None
+        raise ValueError(
+            "an address that begins with redis://, rediss:// or unix:// is allowed"
+        ) from None
     return url
 
 
@@ -30,7 +32,9 @@ class StateSettings(Section):
     )
 
 
-class BudgetSettings(Section, reloads=frozenset({"replica_hour", "currency", "while_unknown"})):
+class BudgetSettings(
+    Section, reloads=frozenset({"replica_hour", "currency", "while_unknown"})
+):
     """What requests cost, and where it is counted."""
 
     replica_hour: PositiveFloat | None = Field(
@@ -38,7 +42,11 @@ class BudgetSettings(Section, reloads=frozenset({"replica_hour", "currency", "wh
         description="Price of an hour of one replica of the highest tier. Seconds of other tiers are weighed by "
         "`policy.prices`, or without those by their GPUs. Unset: nothing costs money.",
     )
-    currency: str = Field("USD", max_length=16, description="Currency of `budgets.replica_hour`, for display.")
+    currency: str = Field(
+        "USD",
+        max_length=16,
+        description="Currency of `budgets.replica_hour`, for display.",
+    )
     file: Path = Field(
         default_factory=lambda: state_dir() / "usage.sqlite",
         description="File of usage by day, key, team and tier, and of what budgets have used; with `state.redis_url` a copy "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 
-MARK_S = 10.0  # A settlement that was repeated may still arrive within this time after its answer.
+# A settlement that was repeated may still arrive within this time after its answer.
+MARK_S = 10.0
 AT_ONCE = 500
 
 

@@ -66,7 +66,12 @@ class Use(NamedTuple):
 class UsageLog:
     """Counts the requests of keys, and writes what they used; days are read from ``now``, in seconds since 1970."""
 
-    def __init__(self, database: Database, charging: Charging, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        database: Database,
+        charging: Charging,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._database = database
         self._charging = charging
         self._now = now
@@ -142,15 +147,27 @@ class UsageLog:
     def _used(self, record: RequestRecord) -> tuple[Row, Use]:
         tokens = record.tokens
         cached_tokens = tokens.cached or 0
-        row = Row(periods(record.at).day, key=record.key_id, team=record.team, tier=OVERFLOW)
-        use = Use(1, prompt_tokens=tokens.prompt, cached_tokens=cached_tokens, output_tokens=tokens.output)
+        row = Row(
+            periods(record.at).day, key=record.key_id, team=record.team, tier=OVERFLOW
+        )
+        use = Use(
+            1,
+            prompt_tokens=tokens.prompt,
+            cached_tokens=cached_tokens,
+            output_tokens=tokens.output,
+        )
         if not record.usage:
             return row, use
         pricing = self._charging.pricing
         cost = record.cost
         if cost is None:
             cost = pricing.cost(record.decision, record.usage)
-        usage_at_highest = TierUsage(pricing.highest, prompt=tokens.prompt, cached=cached_tokens, output=tokens.output)
+        usage_at_highest = TierUsage(
+            pricing.highest,
+            prompt=tokens.prompt,
+            cached=cached_tokens,
+            output=tokens.output,
+        )
         highest_cost = pricing.cost(record.decision, (usage_at_highest,))
         row = row._replace(tier=str(record.served.tier or record.usage[-1].tier))
         use = use._replace(
@@ -162,7 +179,9 @@ class UsageLog:
         return row, use
 
 
-def _add(rows: Mapping[Row, Use], oldest_kept_day: str, sql: sqlite3.Connection) -> None:
+def _add(
+    rows: Mapping[Row, Use], oldest_kept_day: str, sql: sqlite3.Connection
+) -> None:
     """Add what was used to the file; remove the days before the oldest one that is kept, unless it is empty."""
     changes = ", ".join(f"{name} = {name} + excluded.{name}" for name in Use._fields)
     placeholders = ", ".join("?" * (len(Row._fields) + len(Use._fields)))
@@ -174,12 +193,16 @@ def _add(rows: Mapping[Row, Use], oldest_kept_day: str, sql: sqlite3.Connection)
 
 
 def read_usage(first: str, last: str, sql: sqlite3.Connection) -> list[tuple[Row, Use]]:
-    query = "SELECT * FROM usage WHERE day >= ? AND day <= ? ORDER BY day, key, team, tier"
+    query = (
+        "SELECT * FROM usage WHERE day >= ? AND day <= ? ORDER BY day, key, team, tier"
+    )
     rows = sql.execute(query, (first, last or "9999-12-31")).fetchall()
     return [(Row(*row[:4]), Use(*row[4:])) for row in rows]
 
 
-def render_row(row: Row, use: Use, names: Mapping[str, str], *, priced: bool) -> dict[str, Any]:
+def render_row(
+    row: Row, use: Use, names: Mapping[str, str], *, priced: bool
+) -> dict[str, Any]:
     """Return a row as JSON values, in units of the currency and of seconds; money only where there is a price."""
     return {
         "day": row.day,
@@ -198,9 +221,15 @@ def render_row(row: Row, use: Use, names: Mapping[str, str], *, priced: bool) ->
     }
 
 
-async def used_budgets(ledger: BudgetLedger, callers: Sequence[Caller], at: float) -> list[dict[str, Any]]:
+async def used_budgets(
+    ledger: BudgetLedger, callers: Sequence[Caller], at: float
+) -> list[dict[str, Any]]:
     """Return how far callers' budgets are used at a time (seconds since 1970), as JSON values; of each team once."""
-    account_owners = {account.id: (account, caller) for caller in callers for account in caller.accounts}
+    account_owners = {
+        account.id: (account, caller)
+        for caller in callers
+        for account in caller.accounts
+    }
     current = periods(at)
     used = Used()
     if account_owners:
@@ -210,11 +239,17 @@ async def used_budgets(ledger: BudgetLedger, callers: Sequence[Caller], at: floa
         for limit in account.limits:
             used_cost = used[account.id, getattr(current, limit.span)]
             used_amount: int = getattr(used_cost, limit.unit)
-            budgets.append(_render_budget(account, caller, limit=limit, used_amount=used_amount, at=at))
+            budgets.append(
+                _render_budget(
+                    account, caller, limit=limit, used_amount=used_amount, at=at
+                )
+            )
     return budgets
 
 
-def _render_budget(account: Account, caller: Caller, limit: Limit, used_amount: int, at: float) -> dict[str, Any]:
+def _render_budget(
+    account: Account, caller: Caller, limit: Limit, used_amount: int, at: float
+) -> dict[str, Any]:
     is_of_key = account.id.startswith("key:")
     return {
         "key": caller.key_id if is_of_key else None,

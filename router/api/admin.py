@@ -46,7 +46,10 @@ class Admin:
         self._rules = rules
 
     def routes(self) -> list[Route]:
-        operate_routes = [Route(f"{REPLICAS}/{kind}", self._operate(kind), methods=["POST"]) for kind in KINDS]
+        operate_routes = [
+            Route(f"{REPLICAS}/{kind}", self._operate(kind), methods=["POST"])
+            for kind in KINDS
+        ]
         return [
             Route(ALL_REPLICAS, self._add, methods=["POST"]),
             *operate_routes,
@@ -86,8 +89,12 @@ class Admin:
 
     async def _list_operations(self, request: Request) -> Response:
         check_admin(request, self._keys)
-        operations = [_render_operation(operation) for operation in self._operations.records]
-        return json_response({"operations": operations, "restartable": self._operations.restartable})
+        operations = [
+            _render_operation(operation) for operation in self._operations.records
+        ]
+        return json_response(
+            {"operations": operations, "restartable": self._operations.restartable}
+        )
 
     async def _show_operation(self, request: Request) -> Response:
         check_admin(request, self._keys)
@@ -96,7 +103,9 @@ class Admin:
 
     async def _load(self, request: Request) -> Response:
         check_admin(request, self._keys)
-        body = parsed(AdapterBody, await _read(request), adapter_allowed, rules=self._rules)
+        body = parsed(
+            AdapterBody, await _read(request), adapter_allowed, rules=self._rules
+        )
         adapter = Adapter(body.name, body.path)
         tiers = frozenset(body.tiers or self._rules.tiers)
         results = await self._operations.adapters.load(adapter, tiers)
@@ -115,7 +124,10 @@ def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
     async def reload(request: Request) -> Response:
         check_admin(request, keys)
         changes = await reloads.reload()
-        changed = [{"setting": change.key, "before": change.before, "after": change.after} for change in changes]
+        changed = [
+            {"setting": change.key, "before": change.before, "after": change.after}
+            for change in changes
+        ]
         return json_response({"changed": changed})
 
     return Route(RELOAD, reload, methods=["POST"])
@@ -128,9 +140,13 @@ def check_admin(request: Request, keys: KeyStore) -> None:
     """
     if keys.required:
         if not context_of(request.scope).caller.admin:
-            raise NotAdminError("this key may not operate on replicas: 'qarr keys add NAME --admin' makes one that may")
+            raise NotAdminError(
+                "this key may not operate on replicas: 'qarr keys add NAME --admin' makes one that may"
+            )
         return
-    foreign_header = next((name for name in FOREIGN_HEADERS if name in request.headers), None)
+    foreign_header = next(
+        (name for name in FOREIGN_HEADERS if name in request.headers), None
+    )
     if foreign_header is not None:
         origin = f"this request came with the header {foreign_header}"
     elif request.client is None or not is_loopback(request.client.host):

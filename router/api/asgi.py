@@ -21,7 +21,8 @@ CONTEXT = "qarr.context"  # in a scope: what ``context_of`` returns
 LARGE_BODY = 1 << 16  # bytes
 CODINGS = ("gzip", "deflate", "zstd")  # that a request's body may have
 MAX_CODINGS = 2  # undoing a long list would keep other requests waiting
-ZSTD_WINDOW_BYTES = 1 << 23  # what RFC 8878 recommends that decoders support, and no more
+# what RFC 8878 recommends that decoders support, and no more
+ZSTD_WINDOW_BYTES = 1 << 23
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -82,14 +83,22 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 def _decode(body: bytes, content_encoding: str, limit: int) -> bytes:
     """Undo a body's codings, the last one first."""
-    codings = [name.strip().lower().removeprefix("x-") for name in content_encoding.split(",") if name.strip()]
+    codings = [
+        name.strip().lower().removeprefix("x-")
+        for name in content_encoding.split(",")
+        if name.strip()
+    ]
     if len(codings) > MAX_CODINGS:
-        raise UnknownCodingError(f"a body in {len(codings)} codings cannot be read: encode it once, or twice at most")
+        raise UnknownCodingError(
+            f"a body in {len(codings)} codings cannot be read: encode it once, or twice at most"
+        )
     for coding in reversed(codings):
         try:
             body = _decode_once(body, coding, limit)
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-            raise UnknownCodingError(f"the body is not {coding}, as its Content-Encoding says: {error}") from None
+            raise UnknownCodingError(
+                f"the body is not {coding}, as its Content-Encoding says: {error}"
+            ) from None
         if len(body) > limit:
             raise BodyTooLargeError(limit)
     return body
@@ -105,7 +114,9 @@ def _decode_once(body: bytes, coding: str, limit: int) -> bytes:
         return _decode_zstd(body, limit)
     if coding == "identity":
         return body
-    raise UnknownCodingError(f"Content-Encoding {coding[:40]!r} is not supported: {', '.join(CODINGS)} are")
+    raise UnknownCodingError(
+        f"Content-Encoding {coding[:40]!r} is not supported: {', '.join(CODINGS)} are"
+    )
 
 
 def _inflate(body: bytes, limit: int) -> bytes:
@@ -132,7 +143,8 @@ def _has_zlib_header(body: bytes) -> bool:
 def _decode_zstd(body: bytes, limit: int) -> bytes:
     decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
     content = decompressor.stream_reader(body).read(limit + 1)
-    if len(content) <= limit:  # read it again without a bound, since the bounded reader does not tell of its end
+    # read it again without a bound, since the bounded reader does not tell of its end
+    if len(content) <= limit:
         frame = decompressor.decompressobj()
         frame.decompress(body)
         if not frame.eof or frame.unused_data:
@@ -159,7 +171,11 @@ def cancel_on_disconnect(scope: Scope) -> None:
 
 
 def start_message(
-    headers: Mapping[str, str], media_type: str, more: Mapping[str, str], *, hold: bool = False
+    headers: Mapping[str, str],
+    media_type: str,
+    more: Mapping[str, str],
+    *,
+    hold: bool = False,
 ) -> Message:
     """Return the ASGI message that starts an answer of status 200; with ``hold`` it waits to be sent with what follows."""
     pairs = [(b"content-type", media_type.encode("latin-1"))]

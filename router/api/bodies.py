@@ -7,7 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import ErrorDetails, from_json, to_json
 from starlette.responses import Response
 
@@ -47,7 +54,9 @@ class ProviderBody(BaseModel):
 
     @field_validator("order", "only", "ignore")
     @classmethod
-    def _known_tiers(cls, names: list[str] | None, info: ValidationInfo) -> list[str] | None:
+    def _known_tiers(
+        cls, names: list[str] | None, info: ValidationInfo
+    ) -> list[str] | None:
         known: Sequence[TierName] | None = getattr(info.context, "tiers", None)
         for name in names or ():
             if known is not None and name not in known:
@@ -73,7 +82,11 @@ def provider_allowed(tiers: Sequence[TierName]) -> dict[str, str]:
 MAX_ERRORS = 10  # one answer lists no more
 MAX_NAME_CHARS = 100  # callers may name fields as they like
 MAX_RENDERED_CHARS = 50_000  # rendered errors are read so far: the first few take less
-BROKEN_STATES = {ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
+BROKEN_STATES = {
+    ReplicaStatus.FAILED,
+    ReplicaStatus.UNREACHABLE,
+    ReplicaStatus.QUARANTINED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +98,9 @@ class FieldProblem:
 
 class InvalidBodyError(Exception):
     def __init__(self, problems: tuple[FieldProblem, ...]) -> None:
-        super().__init__("; ".join(f"{problem.field}: {problem.problem}" for problem in problems))
+        super().__init__(
+            "; ".join(f"{problem.field}: {problem.problem}" for problem in problems)
+        )
         self.problems = problems
 
 
@@ -93,11 +108,16 @@ class InvalidBodyError(Exception):
 class Rules:
     limits: LimitSettings = field(default_factory=LimitSettings)
     tiers: tuple[TierName, ...] = STANDARD_TIERS  # requests may name these
-    tier_policy: TierPolicy = "require"  # applies to a tier named as a model, unless the request has a policy
+    # applies to a tier named as a model, unless the request has a policy
+    tier_policy: TierPolicy = "require"
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
-        return cls(limits=settings.limits, tiers=settings.tiers.names, tier_policy=settings.openai.tier_policy)
+        return cls(
+            limits=settings.limits,
+            tiers=settings.tiers.names,
+            tier_policy=settings.openai.tier_policy,
+        )
 
 
 STANDARD_RULES = Rules()
@@ -114,7 +134,9 @@ class SlaBody(BaseModel):
 
 class RoutingFields(BaseModel):
     # Strings are cached as in json_object.read_json.
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, cache_strings="keys"
+    )
 
     tier: str = "auto"
     tier_policy: TierPolicy = "prefer"
@@ -167,7 +189,9 @@ class AdapterBody(BaseModel):
 
     @field_validator("tiers")
     @classmethod
-    def _known_tiers(cls, tiers: list[TierName] | None, info: ValidationInfo) -> list[TierName] | None:
+    def _known_tiers(
+        cls, tiers: list[TierName] | None, info: ValidationInfo
+    ) -> list[TierName] | None:
         rules: Rules = info.context or STANDARD_RULES
         for tier in tiers or ():
             if tier not in rules.tiers:
@@ -200,7 +224,10 @@ class RemoveBody(BaseModel):
     now: bool = False
 
 
-REPLICA_ALLOWED = {"tier": "a tier of this router", "url": "an address like http://10.0.0.5:8000"}
+REPLICA_ALLOWED = {
+    "tier": "a tier of this router",
+    "url": "an address like http://10.0.0.5:8000",
+}
 REMOVE_ALLOWED = {"now": "true or false; true: open requests are not waited for"}
 
 
@@ -210,14 +237,19 @@ def parse_replica(body: bytes, tiers: Collection[TierName]) -> tuple[TierName, s
     for tier in tiers:
         if tier == replica.tier:
             return tier, replica.url
-    raise InvalidBodyError((FieldProblem("tier", "there is no such tier", ", ".join(tiers)),))
+    raise InvalidBodyError(
+        (FieldProblem("tier", "there is no such tier", ", ".join(tiers)),)
+    )
 
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
 def parsed(
-    model: type[Body], body: bytes, allowed: Callable[[Rules], Mapping[str, str]], rules: Rules = STANDARD_RULES
+    model: type[Body],
+    body: bytes,
+    allowed: Callable[[Rules], Mapping[str, str]],
+    rules: Rules = STANDARD_RULES,
 ) -> Body:
     """Parse a body; ``allowed`` returns the allowed values of each field.
 
@@ -226,7 +258,8 @@ def parsed(
     try:
         return model.model_validate_json(body, context=rules)
     except ValidationError as error:
-        raise InvalidBodyError(problems_of(error, allowed(rules))) from None  # pydantic's own text quotes the input
+        # pydantic's own text quotes the input
+        raise InvalidBodyError(problems_of(error, allowed(rules))) from None
 
 
 def routing_allowed(rules: Rules) -> dict[str, str]:
@@ -245,12 +278,19 @@ def routing_allowed(rules: Rules) -> dict[str, str]:
     }
 
 
-def problems_of(error: ValidationError, allowed: Mapping[str, str], *within: str) -> tuple[FieldProblem, ...]:
+def problems_of(
+    error: ValidationError, allowed: Mapping[str, str], *within: str
+) -> tuple[FieldProblem, ...]:
     """Return the errors that pydantic found in a body, or in the object ``within`` it, with what is allowed."""
-    problems = [_problem_of((*within, *details["loc"]), details, allowed=allowed) for details in first_errors(error)]
+    problems = [
+        _problem_of((*within, *details["loc"]), details, allowed=allowed)
+        for details in first_errors(error)
+    ]
     further = error.error_count() - len(problems)
     if further:
-        problems.append(FieldProblem("body", f"{further} more errors of this kind", "none"))
+        problems.append(
+            FieldProblem("body", f"{further} more errors of this kind", "none")
+        )
     return tuple(problems)
 
 
@@ -259,16 +299,22 @@ def first_errors(error: ValidationError) -> list[ErrorDetails]:
     if error.error_count() <= MAX_ERRORS:
         return error.errors(include_url=False, include_input=False)
     rendered = error.json(include_url=False, include_input=False, include_context=False)
-    errors: list[ErrorDetails] = from_json(rendered[:MAX_RENDERED_CHARS], allow_partial=True)
-    return [details for details in errors[:MAX_ERRORS] if "msg" in details]  # the last one may be cut
+    errors: list[ErrorDetails] = from_json(
+        rendered[:MAX_RENDERED_CHARS], allow_partial=True
+    )
+    # the last one may be cut
+    return [details for details in errors[:MAX_ERRORS] if "msg" in details]
 
 
-def _problem_of(location: tuple[int | str, ...], error: ErrorDetails, *, allowed: Mapping[str, str]) -> FieldProblem:
+def _problem_of(
+    location: tuple[int | str, ...], error: ErrorDetails, *, allowed: Mapping[str, str]
+) -> FieldProblem:
     """Return one of pydantic's errors, with the place of its field in the whole body."""
     field = ".".join(str(part)[:MAX_NAME_CHARS] for part in location)
     if not field:
         return FieldProblem("body", message_of(error), "a JSON object in UTF-8")
-    name = ".".join(part for part in location if isinstance(part, str))  # without the places in lists
+    # without the places in lists
+    name = ".".join(part for part in location if isinstance(part, str))
     if error["type"] == "extra_forbidden":
         members = _members(name.rpartition(".")[0], allowed)
         return FieldProblem(field, _unknown_field_text(location), ", ".join(members))
@@ -298,14 +344,20 @@ def message_of(error: ErrorDetails) -> str:
     if error["type"] == "json_invalid":
         return "is not JSON" + error["msg"].removeprefix("Invalid JSON")
     message = error["msg"].removeprefix("Value error, ")
-    subject, should, expected = message.partition(" should ")  # as in "Input should be" and "String should have"
+    # as in "Input should be" and "String should have"
+    subject, should, expected = message.partition(" should ")
     if should and subject.isalpha():
         return f"should {expected}"
     return message[:1].lower() + message[1:]
 
 
 def render_fleet(
-    fleet: FleetSnapshot, model: str, machine: str, sources: Mapping[str, str | None], *, inside: bool
+    fleet: FleetSnapshot,
+    model: str,
+    machine: str,
+    sources: Mapping[str, str | None],
+    *,
+    inside: bool,
 ) -> dict[str, Any]:
     """Return the fleet as the answer of ``GET /tiers``.
 
@@ -316,11 +368,15 @@ def render_fleet(
         "model": model,
         "machine": machine,
         "scope": "all" if inside else "own",
-        "tiers": [_render_tier(tier, sources, now, inside=inside) for tier in fleet.tiers],
+        "tiers": [
+            _render_tier(tier, sources, now, inside=inside) for tier in fleet.tiers
+        ],
     }
 
 
-def _render_tier(tier: TierSnapshot, sources: Mapping[str, str | None], now: float, *, inside: bool) -> dict[str, Any]:
+def _render_tier(
+    tier: TierSnapshot, sources: Mapping[str, str | None], now: float, *, inside: bool
+) -> dict[str, Any]:
     spec = tier.spec
     preparing = None
     detail = ""
@@ -360,11 +416,17 @@ def render_preparing(preparing: Preparing) -> dict[str, Any]:
     }
 
 
-def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(to_json(body), status, headers=headers, media_type="application/json")
+def json_response(
+    body: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(
+        to_json(body), status, headers=headers, media_type="application/json"
+    )
 
 
-def _render_replica(replica: ReplicaState, output_tokens: int, now: float, *, inside: bool) -> dict[str, Any]:
+def _render_replica(
+    replica: ReplicaState, output_tokens: int, now: float, *, inside: bool
+) -> dict[str, Any]:
     ttft_trend, tpot_trend = replica.trends.means(now, replica.speed)
     return {
         "id": replica.id,
@@ -435,7 +497,13 @@ def _render_speed(speed: SpeedModel | None, tpot_trend: float) -> Mapping[str, A
     }
 
 
-def health_of(fleet: FleetSnapshot, notes: Iterable[str] = (), *, serves: bool, inside: bool = True) -> dict[str, Any]:
+def health_of(
+    fleet: FleetSnapshot,
+    notes: Iterable[str] = (),
+    *,
+    serves: bool,
+    inside: bool = True,
+) -> dict[str, Any]:
     """Return whether requests are answered, and what an operator should look at; details, with addresses, if ``inside``."""
     tiers = [tier for tier in fleet.tiers if not tier.spec.absent]
     reasons = []

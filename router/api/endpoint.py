@@ -13,11 +13,24 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.asgi import CONTEXT, LARGE_BODY, apart, body_message, cancel_on_disconnect, read_body, start_message
+from router.api.asgi import (
+    CONTEXT,
+    LARGE_BODY,
+    apart,
+    body_message,
+    cancel_on_disconnect,
+    read_body,
+    start_message,
+)
 from router.api.bodies import Rules
 from router.api.paths import error_form
 from router.api.problems import describe
-from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhereError, StreamGoneError
+from router.api.resumable import (
+    ResumableStream,
+    ResumableStreams,
+    ResumedElsewhereError,
+    StreamGoneError,
+)
 from router.api.truncation import cutter_for
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import ActiveRequest
@@ -63,12 +76,15 @@ class Endpoint:
     path: str
     # reads a body; raises ``InvalidBodyError``, ``UnknownModelError`` or ``BeyondKeyError``
     parse: Callable[[bytes, RequestContext, Service], Call]
-    encoder: Callable[[Call, ActiveRequest, Receiver], Encoder]  # returns what writes the events of a streamed answer
+    # returns what writes the events of a streamed answer
+    encoder: Callable[[Call, ActiveRequest, Receiver], Encoder]
     # returns the body of an answer that is not streamed, and its media type
     unstreamed: Callable[[Call, ActiveRequest], Awaitable[tuple[bytes, str]]]
     resumes: bool = False  # whether ``Last-Event-ID`` goes on with a stream
 
-    async def read(self, body: bytes, context: RequestContext, service: Service) -> Call:
+    async def read(
+        self, body: bytes, context: RequestContext, service: Service
+    ) -> Call:
         """Parse a body, and cut its prompt if it fits no context and its caller has asked for that."""
         size = len(body)
         if size > LARGE_BODY:
@@ -99,7 +115,8 @@ class Answering:
         body = await read_body(scope, receive, server.max_body_bytes)
         cancel_on_disconnect(scope)
         last_event_id = context.sent.get(b"last-event-id")
-        if endpoint.resumes and last_event_id:  # the client has sent the body again, which the stream does not need
+        # the client has sent the body again, which the stream does not need
+        if endpoint.resumes and last_event_id:
             await self._resume(last_event_id, scope, receive, send)
             return
         call = await endpoint.read(body, context, service)
@@ -108,10 +125,15 @@ class Answering:
         out: Responder = scope[OUT]
         if call.streamed and server.silence_s:
             # If the first event is late, the head is sent before it is known which tier answers.
-            out.break_silences(server.silence_s, lambda: start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
+            out.break_silences(
+                server.silence_s,
+                lambda: start_message(context.headers, EVENT_STREAM, STREAM_HEADERS),
+            )
         if call.resumable:
             stream = service.streams.open(
-                context.caller.key_id, partial(self._respond, call, decision), request_id=context.request_id
+                context.caller.key_id,
+                partial(self._respond, call, decision),
+                request_id=context.request_id,
             )
             if stream is not None:
                 await self._read(stream, after=0, context=context, send=send)
@@ -119,14 +141,20 @@ class Answering:
             call = replace(call, resumable=False)
         await self._respond(call, decision, out)
 
-    async def _resume(self, last_event_id: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _resume(
+        self, last_event_id: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Send a stream's events after one that the client has; no content if that was the last."""
         context: RequestContext = scope[CONTEXT]
         streams = self.service.streams
-        stream, after = streams.find(last_event_id.decode("latin-1"), context.caller.key_id)
+        stream, after = streams.find(
+            last_event_id.decode("latin-1"), context.caller.key_id
+        )
         if stream.over and after == stream.newest:
             streams.drop(stream)
-            await Response(status_code=204, headers=context.headers)(scope, receive, send)
+            await Response(status_code=204, headers=context.headers)(
+                scope, receive, send
+            )
         else:
             await self._read(stream, after, context, send=send)
 
@@ -147,7 +175,12 @@ class Answering:
                 if not self.endpoint.resumes:
                     media_type = answer.media_type or EVENT_STREAM
                 await out.respond(
-                    start_message({**call.context.headers, **headers}, media_type, STREAM_HEADERS, hold=True)
+                    start_message(
+                        {**call.context.headers, **headers},
+                        media_type,
+                        STREAM_HEADERS,
+                        hold=True,
+                    )
                 )
             encoder = self.endpoint.encoder(call, active, out)
             try:
@@ -155,26 +188,44 @@ class Answering:
                 last_events = encoder.end()
             except UpstreamError as error:
                 answer.error = error
-                log.warning("request %s: %s on %s", call.context.request_id, error, answer.replica_id)
+                log.warning(
+                    "request %s: %s on %s",
+                    call.context.request_id,
+                    error,
+                    answer.replica_id,
+                )
                 last_events = encoder.failure(error)
             await out.end(last_events)
 
     async def _send_unstreamed(
-        self, call: Call, active: ActiveRequest, headers: Mapping[str, str], *, out: Responder
+        self,
+        call: Call,
+        active: ActiveRequest,
+        headers: Mapping[str, str],
+        *,
+        out: Responder,
     ) -> None:
         content, media_type = await self.endpoint.unstreamed(call, active)
         length = {"content-length": str(len(content))}
-        await out.respond(start_message({**call.context.headers, **headers}, media_type, length))
+        await out.respond(
+            start_message({**call.context.headers, **headers}, media_type, length)
+        )
         await out.respond(body_message(content, more=False))
 
-    async def _read(self, stream: ResumableStream, after: int, context: RequestContext, send: Send) -> None:
+    async def _read(
+        self, stream: ResumableStream, after: int, context: RequestContext, send: Send
+    ) -> None:
         """Send a resumable stream's events after number ``after``, and as its last event what ends it early."""
         has_started = False
 
         async def start(headers: Mapping[str, str]) -> None:
             nonlocal has_started
             has_started = True
-            await send(start_message({**headers, **context.headers}, EVENT_STREAM, STREAM_HEADERS))
+            await send(
+                start_message(
+                    {**headers, **context.headers}, EVENT_STREAM, STREAM_HEADERS
+                )
+            )
 
         try:
             await self.service.streams.read(stream, after, start=start, send=send)
@@ -185,7 +236,9 @@ class Answering:
             await send(body_message(event + SEPARATOR, more=False))
 
 
-def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[str, str]:
+def answer_headers(
+    active: ActiveRequest, settings: TelemetrySettings
+) -> dict[str, str]:
     """Return the headers that say who serves an answer, and why."""
     answer = active.answer
     decision = active.decision
@@ -193,7 +246,10 @@ def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[s
     if answer.overflow is not None:  # no tier answers
         headers = {"x-qarr-overflow": answer.overflow}
     else:
-        headers = {"x-qarr-tier": answer.tier, "x-qarr-precision": answer.spec.precision}
+        headers = {
+            "x-qarr-tier": answer.tier,
+            "x-qarr-precision": answer.spec.precision,
+        }
     headers["x-qarr-reason"] = reason_of(decision, answer)
     waited_for = active.slot or active.diverted
     if waited_for is not None and waited_for.waited_ms:

@@ -12,7 +12,15 @@ from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from msgspec.structs import replace
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,7 +47,14 @@ from router.api.problems import describe
 from router.api.provider import with_provider
 from router.api.truncation import Cutter
 from router.pipeline.registry import ActiveRequest
-from router.pipeline.request import Call, PromptText, RequestContext, chat_part, class_priority, session_of
+from router.pipeline.request import (
+    Call,
+    PromptText,
+    RequestContext,
+    chat_part,
+    class_priority,
+    session_of,
+)
 from router.policy.render import render_decision
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
@@ -70,7 +85,9 @@ Text = AfterValidator(_check_text)
 
 
 class MessageBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, cache_strings="keys"
+    )
 
     role: Literal["system", "user", "assistant"]
     content: Annotated[str, Text]
@@ -90,8 +107,12 @@ StopStrings = Annotated[list[StopString], BeforeValidator(_listed_stops)]
 class GenerateBody(RoutingFields):
     """The body of ``POST /generate`` and ``POST /route``. ``Rules`` are the validation context."""
 
-    messages: list[MessageBody] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    prompt: Annotated[str, Field(min_length=1), Text] | None = Field(None, validate_default=True)
+    messages: list[MessageBody] | None = Field(
+        None, min_length=1, max_length=MAX_MESSAGES
+    )
+    prompt: Annotated[str, Field(min_length=1), Text] | None = Field(
+        None, validate_default=True
+    )
     adapter: str | None = Field(None, min_length=1)
     system_prompt: Annotated[str, Text] | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -138,12 +159,16 @@ class GenerateBody(RoutingFields):
     @classmethod
     def _without_messages(cls, text: str | None, info: ValidationInfo) -> str | None:
         if text is not None and info.data.get("messages") is not None:
-            raise ValueError("is given, and so is messages, whose first may be the system's")
+            raise ValueError(
+                "is given, and so is messages, whose first may be the system's"
+            )
         return text
 
     @field_validator("max_tokens")
     @classmethod
-    def _within_token_limit(cls, tokens: int | None, info: ValidationInfo) -> int | None:
+    def _within_token_limit(
+        cls, tokens: int | None, info: ValidationInfo
+    ) -> int | None:
         limits = (info.context or STANDARD_RULES).limits
         if tokens is not None and tokens > limits.max_tokens:
             raise ValueError(f"is {tokens}")
@@ -227,13 +252,18 @@ def _check_adapter(adapter: str | None, fleet: Fleet) -> None:
     allowed = "none: no tier offers an adapter"
     if offered:
         allowed = f"one of {', '.join(offered)}"
-    raise InvalidBodyError((FieldProblem("adapter", f"{adapter[:100]!r} is offered by no tier", allowed),))
+    raise InvalidBodyError(
+        (FieldProblem("adapter", f"{adapter[:100]!r} is offered by no tier", allowed),)
+    )
 
 
 def _messages_of(body: GenerateBody) -> list[dict[str, str]]:
     """Return the chat that a body holds, or the one that its prompts make."""
     if body.messages is not None:
-        return [{"role": message.role, "content": message.content} for message in body.messages]
+        return [
+            {"role": message.role, "content": message.content}
+            for message in body.messages
+        ]
     user_message = {"role": "user", "content": body.prompt or ""}
     if body.system_prompt is None:
         return [user_message]
@@ -270,10 +300,20 @@ def _cut(call: Call, cutter: Cutter, *, is_chat: bool) -> Call:
     shorter_messages = _cut_messages(messages, cutter, is_chat=is_chat)
     if shorter_messages is None:
         return call
-    document = {**cast("Mapping[str, Any]", call.asked.document), "messages": shorter_messages}
+    document = {
+        **cast("Mapping[str, Any]", call.asked.document),
+        "messages": shorter_messages,
+    }
     engine_request = replace(call.asked, chat=shorter_messages, document=document)
-    shorter = replace(call, asked=engine_request, prompt=read_messages(shorter_messages, cutter.counter))
-    return replace(shorter, truncated=cutter.disclosed(shorter, len(messages) - len(shorter_messages)))
+    shorter = replace(
+        call,
+        asked=engine_request,
+        prompt=read_messages(shorter_messages, cutter.counter),
+    )
+    return replace(
+        shorter,
+        truncated=cutter.disclosed(shorter, len(messages) - len(shorter_messages)),
+    )
 
 
 def _cut_messages(
@@ -284,7 +324,9 @@ def _cut_messages(
     return cutter.prompt(messages)
 
 
-def read_messages(messages: Sequence[Mapping[str, str]], counter: TokenCounter) -> PromptText:
+def read_messages(
+    messages: Sequence[Mapping[str, str]], counter: TokenCounter
+) -> PromptText:
     """Return what routing reads of messages: of one prompt, perhaps after a system prompt, or of a longer chat."""
     if len(messages) == 1:
         return _read_prompt(None, messages[0]["content"], counter)
@@ -292,7 +334,8 @@ def read_messages(messages: Sequence[Mapping[str, str]], counter: TokenCounter) 
         return _read_prompt(messages[0]["content"], messages[1]["content"], counter)
     texts = [message["content"] for message in messages]
     parts = [
-        chat_part(message["role"], text, counter.count(text)) for message, text in zip(messages, texts, strict=True)
+        chat_part(message["role"], text, counter.count(text))
+        for message, text in zip(messages, texts, strict=True)
     ]
     prompt_tokens = sum(part.tokens for part in parts)
     return PromptText(
@@ -305,7 +348,9 @@ def read_messages(messages: Sequence[Mapping[str, str]], counter: TokenCounter) 
     )
 
 
-def _read_prompt(system_prompt: str | None, prompt: str, counter: TokenCounter) -> PromptText:
+def _read_prompt(
+    system_prompt: str | None, prompt: str, counter: TokenCounter
+) -> PromptText:
     """Return what routing reads of one prompt, whose tokens are counted later, when it is classified."""
     prompt_part = chat_part("user", prompt, -1)
     if system_prompt is None:
@@ -350,7 +395,12 @@ class TextEvents:
         return self._out.feed(events)
 
     def end(self) -> list[bytes]:
-        return [self._final_id() + b"event: done\ndata: " + to_json(closing(self._answer)) + SEPARATOR]
+        return [
+            self._final_id()
+            + b"event: done\ndata: "
+            + to_json(closing(self._answer))
+            + SEPARATOR
+        ]
 
     def failure(self, error: Exception) -> list[bytes]:
         event = describe(error).event(ErrorForm.PROBLEM, self._context.ids)
@@ -380,7 +430,11 @@ async def _unstreamed(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
 
 def closing(answer: EngineStream) -> dict[str, Any]:
     """Return what is said of an answer at its end: its token counts, who served it, and its times."""
-    members: dict[str, Any] = {"usage": answer.usage, "finish_reason": answer.finish_reason, "tier": answer.tier}
+    members: dict[str, Any] = {
+        "usage": answer.usage,
+        "finish_reason": answer.finish_reason,
+        "tier": answer.tier,
+    }
     if answer.overflow is not None:
         members["usage"] = answer.usage or None  # a foreign server may count nothing
         members["tier"] = None
@@ -394,7 +448,9 @@ def closing(answer: EngineStream) -> dict[str, Any]:
     return members
 
 
-GENERATE = Endpoint("/generate", parse=parse, encoder=TextEvents, unstreamed=_unstreamed, resumes=True)
+GENERATE = Endpoint(
+    "/generate", parse=parse, encoder=TextEvents, unstreamed=_unstreamed, resumes=True
+)
 
 
 async def decision_alone(service: Service, request: Request) -> Response:
@@ -404,10 +460,13 @@ async def decision_alone(service: Service, request: Request) -> Response:
     """
     context = context_of(request.scope)
     pipeline = service.pipeline
-    body = await read_body(request.scope, request.receive, service.settings.server.max_body_bytes)
+    body = await read_body(
+        request.scope, request.receive, service.settings.server.max_body_bytes
+    )
     call = await GENERATE.read(body, context, service)
     grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
-    used_tokens: int | None = None  # nothing counts against the quota if no decision is made
+    # nothing counts against the quota if no decision is made
+    used_tokens: int | None = None
     try:
         rendered = render_decision(await pipeline.decide(call, serve=False))
         used_tokens = 0

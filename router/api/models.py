@@ -25,7 +25,8 @@ ANY_TIER = {"auto": "auto", "qarr": "auto"}
 
 class Choice(NamedTuple):
     tier: str = "auto"  # a tier, or ``auto``
-    adapter: str | None = None  # the LoRA adapter of that name; None: the name is none of an adapter
+    # the LoRA adapter of that name; None: the name is none of an adapter
+    adapter: str | None = None
 
 
 # The names that most requests have, so that these are looked up and nothing is made for them.
@@ -38,7 +39,8 @@ PARAMETERS = (
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "min_p", "presence_penalty", "repetition_penalty",
     "response_format", "seed", "stop", "structured_outputs", "temperature", "top_k", "top_logprobs", "top_p",
 )  # fmt: skip
-UNDRAFTABLE = ("min_p", "logit_bias")  # vLLM 0.32 refuses these parameters with a draft, in its SamplingParams.
+# vLLM 0.32 refuses these parameters with a draft, in its SamplingParams.
+UNDRAFTABLE = ("min_p", "logit_bias")
 # OpenRouter's best and worst status.
 SERVING = 0
 NOT_SERVING = -10
@@ -50,7 +52,8 @@ class Models:
     settings: OpenAISettings
     model: str
     created: int
-    waiting: Callable[[TierName], int]  # requests in the router's queue that a tier may serve
+    # requests in the router's queue that a tier may serve
+    waiting: Callable[[TierName], int]
 
     async def answer(self, request: Request) -> Response:
         """Answer with one model, or with all that the caller may use."""
@@ -58,7 +61,10 @@ class Models:
         context = context_of(request.scope)
         allowed_tiers = context.caller.tiers
         if name is None:
-            return json_response({"object": "list", "data": self._cards(allowed_tiers)}, headers=context.headers)
+            return json_response(
+                {"object": "list", "data": self._cards(allowed_tiers)},
+                headers=context.headers,
+            )
         return json_response(self.card(name, allowed_tiers), headers=context.headers)
 
     async def endpoints(self, request: Request) -> Response:
@@ -82,11 +88,17 @@ class Models:
                 "tokenizer": "Other",
                 "instruct_type": None,
             },
-            "endpoints": [self._endpoint(tier) for tier in self.fleet.snapshot().tiers if tier.spec.name in tier_names],
+            "endpoints": [
+                self._endpoint(tier)
+                for tier in self.fleet.snapshot().tiers
+                if tier.spec.name in tier_names
+            ],
         }
         return json_response({"data": data}, headers=context.headers)
 
-    def card(self, name: str, allowed_tiers: frozenset[TierName] | None) -> dict[str, Any]:
+    def card(
+        self, name: str, allowed_tiers: frozenset[TierName] | None
+    ) -> dict[str, Any]:
         """Return what a caller who may use some tiers (None: all) is told about one model.
 
         ``UnknownModelError``: there is no model of this name, or the caller may use no tier behind it.
@@ -96,22 +108,34 @@ class Models:
             card = self._card(name, choice, allowed_tiers)
             if card["tiers"]:
                 return card
-        raise UnknownModelError(name, tuple(card["id"] for card in self._cards(allowed_tiers)))
+        raise UnknownModelError(
+            name, tuple(card["id"] for card in self._cards(allowed_tiers))
+        )
 
     def _cards(self, allowed_tiers: frozenset[TierName] | None) -> list[dict[str, Any]]:
         """Return all models that have one name each: those of tiers, aliases and adapters, without patterns."""
         names = model_names(self.settings, self.fleet)
-        choices = {name: Choice(tier) for name, tier in names.items() if "*" not in name}
+        choices = {
+            name: Choice(tier) for name, tier in names.items() if "*" not in name
+        }
         for adapter in adapter_names(self.fleet):
             choices.setdefault(adapter, Choice(adapter=adapter))
-        cards = [self._card(name, choice, allowed_tiers) for name, choice in choices.items()]
+        cards = [
+            self._card(name, choice, allowed_tiers) for name, choice in choices.items()
+        ]
         if allowed_tiers is None:
             return cards
         return [card for card in cards if card["tiers"]]
 
-    def _card(self, name: str, choice: Choice, allowed_tiers: frozenset[TierName] | None) -> dict[str, Any]:
+    def _card(
+        self, name: str, choice: Choice, allowed_tiers: frozenset[TierName] | None
+    ) -> dict[str, Any]:
         tier_names = [spec.name for spec in self._specs_behind(choice, allowed_tiers)]
-        served_by = [behind(tier) for tier in self.fleet.snapshot().tiers if tier.spec.name in tier_names]
+        served_by = [
+            behind(tier)
+            for tier in self.fleet.snapshot().tiers
+            if tier.spec.name in tier_names
+        ]
         max_model_len = max((tier["context_length"] for tier in served_by), default=0)
         return {
             "id": name,
@@ -126,7 +150,9 @@ class Models:
             "served_by": served_by,
         }
 
-    def _specs_behind(self, choice: Choice, allowed_tiers: frozenset[TierName] | None) -> Sequence[TierSpec]:
+    def _specs_behind(
+        self, choice: Choice, allowed_tiers: frozenset[TierName] | None
+    ) -> Sequence[TierSpec]:
         """Return the tiers that may serve a model's requests, of those that a caller may use (None: all)."""
         specs: Sequence[TierSpec] = self.fleet.specs
         if choice.tier != "auto":
@@ -181,7 +207,9 @@ def read_document(body: bytes) -> JsonObject:
     try:
         return JsonObject.parse(body)
     except NotJsonError as error:
-        raise InvalidBodyError((FieldProblem("body", str(error), "a JSON object in UTF-8"),)) from None
+        raise InvalidBodyError(
+            (FieldProblem("body", str(error), "a JSON object in UTF-8"),)
+        ) from None
 
 
 def model_names(settings: OpenAISettings, fleet: Fleet) -> dict[str, str]:
@@ -226,5 +254,7 @@ def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Cho
     if isinstance(name, str):
         choice = choice_of(name, settings, fleet)
     if choice is None:
-        raise UnknownModelError(str(name), (*model_names(settings, fleet), *adapter_names(fleet)))
+        raise UnknownModelError(
+            str(name), (*model_names(settings, fleet), *adapter_names(fleet))
+        )
     return choice

@@ -15,15 +15,35 @@ from starlette.requests import Request
 
 from classifier import TokenCounter
 from router.api.bodies import FieldProblem, InvalidBodyError
-from router.api.endpoint import Endpoint, Receiver, Service, engine_body, report_on, with_member
+from router.api.endpoint import (
+    Endpoint,
+    Receiver,
+    Service,
+    engine_body,
+    report_on,
+    with_member,
+)
 from router.api.models import read_document, resolve
 from router.api.openai import priority_to_send, routing_fields, undraftable_of
-from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, last_turn, other_parts, text_of
+from router.api.openai_prompt import (
+    PART_TOKENS,
+    SYSTEM_ROLES,
+    last_turn,
+    other_parts,
+    text_of,
+)
 from router.api.paths import MESSAGES, RESPONSES, error_form
 from router.api.problems import NotStoredError, describe
 from router.api.provider import provider_of, with_provider
 from router.pipeline.registry import ActiveRequest
-from router.pipeline.request import MAX_COUNT, Call, PromptText, RequestContext, chat_part, session_of
+from router.pipeline.request import (
+    MAX_COUNT,
+    Call,
+    PromptText,
+    RequestContext,
+    chat_part,
+    session_of,
+)
 from router.upstream.engine_request import EngineRequest, may_be_silent
 from router.upstream.errors import UpstreamError
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
@@ -32,7 +52,13 @@ from router.upstream.sse import SEPARATOR, AnswerFormat, Chunk, written
 from tiers.prefix_memory import Part
 
 # Types of Anthropic's blocks that are not counted as a part which is not text: they are read by themselves, or ignored.
-_NO_OTHER_PARTS = {"tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"}
+_NO_OTHER_PARTS = {
+    "tool_use",
+    "tool_result",
+    "tool_reference",
+    "thinking",
+    "redacted_thinking",
+}
 
 
 @dataclass(slots=True)
@@ -41,7 +67,8 @@ class Conversation:
     turns: list[dict[str, Any]] = field(default_factory=list)
     # further texts that are read: tools, calls of them, and what these returned
     extras: list[str] = field(default_factory=list)
-    other_parts: list[str] = field(default_factory=list)  # kinds of parts that are not text
+    # kinds of parts that are not text
+    other_parts: list[str] = field(default_factory=list)
 
     def add(self, role: Any, text: str) -> None:
         self.turns.append({"role": role, "content": text})
@@ -56,9 +83,14 @@ class Conversation:
     def prompt(self, counter: TokenCounter) -> PromptText:
         """Return what routing reads of the conversation."""
         texts = [turn["content"] for turn in self.turns]
-        parts = [chat_part(turn["role"], turn["content"], counter.count(turn["content"])) for turn in self.turns]
+        parts = [
+            chat_part(turn["role"], turn["content"], counter.count(turn["content"]))
+            for turn in self.turns
+        ]
         parts += [Part(text, counter.count(text)) for text in self.extras]
-        prompt_tokens = sum(part.tokens for part in parts) + PART_TOKENS * len(self.other_parts)
+        prompt_tokens = sum(part.tokens for part in parts) + PART_TOKENS * len(
+            self.other_parts
+        )
         return PromptText(
             text=last_turn(self.turns, texts),
             prompt_tokens=prompt_tokens,
@@ -89,7 +121,9 @@ def _read_message(message: dict[str, Any], conversation: Conversation) -> None:
     conversation.extras += [text_of(result.get("content")) for result in results]
     calls = [block for block in blocks if block.get("type") == "tool_use"]
     conversation.extras += [str(tool_call.get("input")) for tool_call in calls]
-    counted_blocks = [block for block in blocks if str(block.get("type")) not in _NO_OTHER_PARTS]
+    counted_blocks = [
+        block for block in blocks if str(block.get("type")) not in _NO_OTHER_PARTS
+    ]
     conversation.other_parts += other_parts(counted_blocks)
     for result in results:
         conversation.other_parts += other_parts(result.get("content"))
@@ -152,7 +186,9 @@ def read_response_body(document: JsonObject) -> Conversation:
     # The engine says what is wrong with a value that is no boolean.
     values["background"] = as_boolean(values["background"]) or None
     problems = [
-        FieldProblem(name, "needs stored responses, and none are stored here", _NEEDS_STORE[name])
+        FieldProblem(
+            name, "needs stored responses, and none are stored here", _NEEDS_STORE[name]
+        )
         for name, value in values.items()
         if value is not None
     ]
@@ -170,7 +206,8 @@ def _session_names(document: JsonObject) -> tuple[Any, Any, Any]:
 
 class _Api(NamedTuple):
     path: str
-    read: Callable[[JsonObject], Conversation]  # reads the conversation that a body holds
+    # reads the conversation that a body holds
+    read: Callable[[JsonObject], Conversation]
     limit_member: str  # the body's member that bounds the output tokens
     answers: AnswerFormat  # how engines' answers are read
 
@@ -181,18 +218,26 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
     document = read_document(body)
     conversation = api.read(document)
     choice = resolve(document, service.settings.openai, fleet)
-    fields, hint_field = routing_fields(document, context, choice.tier, rules=service.rules)
+    fields, hint_field = routing_fields(
+        document, context, choice.tier, rules=service.rules
+    )
     if fields.truncate is not None:
         raise InvalidBodyError((_cannot_truncate(api),))
     provider = provider_of(document, service.rules)
     named_limit = as_integer(document.get(api.limit_member))
-    max_tokens = service.settings.limits.default_max_tokens if named_limit is None else named_limit
+    max_tokens = (
+        service.settings.limits.default_max_tokens
+        if named_limit is None
+        else named_limit
+    )
     priority = priority_to_send(document, fields, context)
     is_streamed = as_boolean(document.get("stream"))
     return Call(
         context=context,
         prompt=conversation.prompt(service.pipeline.counter),
-        options=with_provider(fields.options(priority or 0, hint_field), provider, fleet),
+        options=with_provider(
+            fields.options(priority or 0, hint_field), provider, fleet
+        ),
         asked=EngineRequest(
             document=document,
             path=api.path,
@@ -252,7 +297,10 @@ class PassedEvents:
 
     def failure(self, error: UpstreamError) -> list[bytes]:
         form = error_form(self._context.route)
-        return [describe(error).event(form, self._context.ids, self._following_number()) + SEPARATOR]
+        return [
+            describe(error).event(form, self._context.ids, self._following_number())
+            + SEPARATOR
+        ]
 
     def _following_number(self) -> int:
         """Return the sequence number after that of the event sent last; 0 if it has none."""
@@ -265,14 +313,27 @@ class PassedEvents:
 
 _APIS = (
     _Api(MESSAGES, read_messages, limit_member="max_tokens", answers=MESSAGE_FORMAT),
-    _Api(RESPONSES, read_response_body, limit_member="max_output_tokens", answers=RESPONSE_FORMAT),
+    _Api(
+        RESPONSES,
+        read_response_body,
+        limit_member="max_output_tokens",
+        answers=RESPONSE_FORMAT,
+    ),
 )
 NAMED_EVENT_ENDPOINTS = [
-    Endpoint(api.path, parse=partial(_parse, api), encoder=PassedEvents, unstreamed=engine_body) for api in _APIS
+    Endpoint(
+        api.path,
+        parse=partial(_parse, api),
+        encoder=PassedEvents,
+        unstreamed=engine_body,
+    )
+    for api in _APIS
 ]
 
 
 async def stored_response(request: Request) -> None:
     """Refuse to read a response by its id."""
     response_id = request.path_params["id"][:100]
-    raise NotStoredError(f"responses are not stored here, so {response_id!r} cannot be read: keep the answer itself")
+    raise NotStoredError(
+        f"responses are not stored here, so {response_id!r} cannot be read: keep the answer itself"
+    )

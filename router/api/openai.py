@@ -95,14 +95,27 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
     pipeline = service.pipeline
     is_chat = path == CHAT
     document = read_document(body)
-    prompt = read_chat(document, pipeline.counter) if is_chat else read_completion(document, pipeline.counter)
+    prompt = (
+        read_chat(document, pipeline.counter)
+        if is_chat
+        else read_completion(document, pipeline.counter)
+    )
     choice = resolve(document, settings.openai, pipeline.fleet)
-    fields, hint_field = routing_fields(document, context, choice.tier, rules=service.rules)
+    fields, hint_field = routing_fields(
+        document, context, choice.tier, rules=service.rules
+    )
     provider = provider_of(document, service.rules)
-    sequences = _sequences(document, prompt, settings.limits.max_sequences, is_chat=is_chat)
+    sequences = _sequences(
+        document, prompt, settings.limits.max_sequences, is_chat=is_chat
+    )
     priority = priority_to_send(document, fields, context)
     engine_request = _engine_request(
-        document, path, context.request_id, priority=priority, choices=sequences, adapter=choice.adapter
+        document,
+        path,
+        context.request_id,
+        priority=priority,
+        choices=sequences,
+        adapter=choice.adapter,
     )
     named_limit = token_limit(document, chat=is_chat)
     cut = None
@@ -111,7 +124,9 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
     return Call(
         context=context,
         prompt=prompt,
-        options=with_provider(fields.options(priority or 0, hint_field), provider, pipeline.fleet),
+        options=with_provider(
+            fields.options(priority or 0, hint_field), provider, pipeline.fleet
+        ),
         asked=engine_request,
         max_tokens=_max_tokens(named_limit, settings.limits, is_chat=is_chat),
         limited=named_limit is not None,
@@ -119,12 +134,16 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
         streamed=engine_request.streamed,
         report=fields.report,
         undraftable=undraftable_of(document),
-        session=session_of(context, document.get("prompt_cache_key"), document.get("user")),
+        session=session_of(
+            context, document.get("prompt_cache_key"), document.get("user")
+        ),
         cut=cut,
     )
 
 
-def _max_tokens(named_limit: int | None, limits: LimitSettings, *, is_chat: bool) -> int:
+def _max_tokens(
+    named_limit: int | None, limits: LimitSettings, *, is_chat: bool
+) -> int:
     """Return the output tokens that each answer is expected to have at most, also if its caller names no limit."""
     max_tokens = named_limit
     if max_tokens is None:
@@ -133,7 +152,13 @@ def _max_tokens(named_limit: int | None, limits: LimitSettings, *, is_chat: bool
 
 
 def _engine_request(
-    document: JsonObject, path: str, request_id: str, *, priority: int | None, choices: int, adapter: str | None
+    document: JsonObject,
+    path: str,
+    request_id: str,
+    *,
+    priority: int | None,
+    choices: int,
+    adapter: str | None,
 ) -> EngineRequest:
     """Return what an engine is sent: the caller's body, and what of it the router needs to know."""
     is_chat = path == CHAT
@@ -141,8 +166,12 @@ def _engine_request(
     continuable = None
     asks_token_ids = False
     if is_streamed:
-        continuable = continuable_of(document, priority or 0, choices=choices, chat=is_chat)
-        asks_token_ids = continuable is not None or (is_chat and may_ask_token_ids(document))
+        continuable = continuable_of(
+            document, priority or 0, choices=choices, chat=is_chat
+        )
+        asks_token_ids = continuable is not None or (
+            is_chat and may_ask_token_ids(document)
+        )
     stream_options = document.get("stream_options")
     return EngineRequest(
         document=document,
@@ -151,7 +180,8 @@ def _engine_request(
         request_id=request_id,
         streamed=is_streamed,
         priority=priority,
-        wants_usage=isinstance(stream_options, dict) and as_boolean(stream_options.get("include_usage")),
+        wants_usage=isinstance(stream_options, dict)
+        and as_boolean(stream_options.get("include_usage")),
         chat=messages_in(document),
         asks_token_ids=asks_token_ids,
         may_be_silent=may_be_silent(document),
@@ -171,14 +201,19 @@ def _cut_chat(call: Call, cutter: Cutter) -> Call:
     document = call.asked.document
     assert isinstance(document, JsonObject)
     messages = document.get("messages")
-    if not all(isinstance(message, dict) for message in messages):  # the engine says best what is wrong with it
+    # the engine says best what is wrong with it
+    if not all(isinstance(message, dict) for message in messages):
         return call
     tool_tokens = sum(cutter.counter.count(text) for text in beside(document))
     kept_messages = cutter.chat(messages, tool_tokens)
     if kept_messages is None:
         return call
-    shorter = _with_prompt(call, cutter, "messages", prompt=kept_messages, read=read_chat)
-    return replace(shorter, truncated=cutter.disclosed(shorter, len(messages) - len(kept_messages)))
+    shorter = _with_prompt(
+        call, cutter, "messages", prompt=kept_messages, read=read_chat
+    )
+    return replace(
+        shorter, truncated=cutter.disclosed(shorter, len(messages) - len(kept_messages))
+    )
 
 
 def _cut_prompt(call: Call, cutter: Cutter) -> Call:
@@ -190,18 +225,31 @@ def _cut_prompt(call: Call, cutter: Cutter) -> Call:
 
 
 def _with_prompt(
-    call: Call, cutter: Cutter, member: str, *, prompt: Any, read: Callable[[JsonObject, TokenCounter], PromptText]
+    call: Call,
+    cutter: Cutter,
+    member: str,
+    *,
+    prompt: Any,
+    read: Callable[[JsonObject, TokenCounter], PromptText],
 ) -> Call:
     """Return a call whose body has another prompt in one of its members, which ``read`` reads."""
     document = call.asked.document
     assert isinstance(document, JsonObject)
-    shorter_document = JsonObject.parse(document.edited({member: json.dumps(prompt).encode()}))
-    engine_request = replace(call.asked, document=shorter_document, chat=messages_in(shorter_document))
-    return replace(call, asked=engine_request, prompt=read(shorter_document, cutter.counter))
+    shorter_document = JsonObject.parse(
+        document.edited({member: json.dumps(prompt).encode()})
+    )
+    engine_request = replace(
+        call.asked, document=shorter_document, chat=messages_in(shorter_document)
+    )
+    return replace(
+        call, asked=engine_request, prompt=read(shorter_document, cutter.counter)
+    )
 
 
 COMPLETION_ENDPOINTS = [
-    Endpoint(path, parse=partial(parse, path), encoder=RelayedEvents, unstreamed=engine_body)
+    Endpoint(
+        path, parse=partial(parse, path), encoder=RelayedEvents, unstreamed=engine_body
+    )
     for path in (CHAT, COMPLETIONS)
 ]
 
@@ -210,7 +258,9 @@ def undraftable_of(document: JsonObject) -> str:
     return " and ".join(name for name in UNDRAFTABLE if document.get(name))
 
 
-def routing_fields(document: JsonObject, context: RequestContext, model: str, rules: Rules) -> tuple[OpenAIFields, str]:
+def routing_fields(
+    document: JsonObject, context: RequestContext, model: str, rules: Rules
+) -> tuple[OpenAIFields, str]:
     """Return a request's routing options, and the field that names its tier; ``InvalidBodyError``: one is not valid."""
     header_options = _from_headers(context, rules)
     body_options = _from_body(document, rules)
@@ -219,7 +269,10 @@ def routing_fields(document: JsonObject, context: RequestContext, model: str, ru
         return _plain_fields(model, policy), "model"
     options = {**header_options, **body_options}
     if "sla" in options:
-        options["sla"] = {**header_options.get("sla", {}), **body_options.get("sla", {})}
+        options["sla"] = {
+            **header_options.get("sla", {}),
+            **body_options.get("sla", {}),
+        }
     if "tier" in body_options:
         hint_field = "qarr.tier"
     elif "tier" in header_options:
@@ -230,7 +283,9 @@ def routing_fields(document: JsonObject, context: RequestContext, model: str, ru
     return OpenAIFields.model_validate(options, context=rules), hint_field
 
 
-def _sequences(document: JsonObject, prompt: PromptText, max_sequences: int, *, is_chat: bool) -> int:
+def _sequences(
+    document: JsonObject, prompt: PromptText, max_sequences: int, *, is_chat: bool
+) -> int:
     """Return the answers that a request asks for: its prompts times the choices for each.
 
     ``InvalidBodyError``: they are more than ``max_sequences``.
@@ -238,7 +293,8 @@ def _sequences(document: JsonObject, prompt: PromptText, max_sequences: int, *, 
     field = "n"
     choices = as_integer(document.get("n")) or 1
     if not is_chat:
-        best_of = as_integer(document.get("best_of")) or 1  # older engines compute so many
+        # older engines compute so many
+        best_of = as_integer(document.get("best_of")) or 1
         if best_of > choices:
             field = "best_of"
             choices = best_of
@@ -247,7 +303,9 @@ def _sequences(document: JsonObject, prompt: PromptText, max_sequences: int, *, 
         return sequences
     if prompt.prompts > max_sequences:
         allowed = f"at most {max_sequences} prompts in one request"
-        raise InvalidBodyError((FieldProblem("prompt", f"has {prompt.prompts} prompts", allowed),))
+        raise InvalidBodyError(
+            (FieldProblem("prompt", f"has {prompt.prompts} prompts", allowed),)
+        )
     problem = f"asks for {str(choices)[:20]} answers"
     if prompt.prompts > 1:
         problem += f" for each of {prompt.prompts} prompts"
@@ -266,7 +324,11 @@ def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
         try:
             option = _header_option(path, text, rules)
         except ValueError:  # pydantic's errors are ValueErrors too
-            problems.append(FieldProblem(name.decode(), f"is {text[:40]!r}", _allowed(rules)[".".join(path)]))
+            problems.append(
+                FieldProblem(
+                    name.decode(), f"is {text[:40]!r}", _allowed(rules)[".".join(path)]
+                )
+            )
             continue
         if "sla" in option:
             options.setdefault("sla", {}).update(option["sla"])
@@ -296,18 +358,28 @@ def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
         fields = OpenAIFields.model_validate(options, context=rules)
     except ValidationError as error:
         allowed = _allowed(rules)
-        problems = tuple(_problem_of(details, allowed) for details in first_errors(error))
+        problems = tuple(
+            _problem_of(details, allowed) for details in first_errors(error)
+        )
         raise InvalidBodyError(problems) from None
     return fields.model_dump(exclude_unset=True)
 
 
 def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
     field = ".".join(map(str, error["loc"]))[:MAX_NAME_CHARS]
-    problem = "there is no such field" if error["type"] == "extra_forbidden" else message_of(error)
-    return FieldProblem(f"qarr.{field}".rstrip("."), problem, allowed.get(field, allowed[""]))
+    problem = (
+        "there is no such field"
+        if error["type"] == "extra_forbidden"
+        else message_of(error)
+    )
+    return FieldProblem(
+        f"qarr.{field}".rstrip("."), problem, allowed.get(field, allowed[""])
+    )
 
 
-def priority_to_send(document: JsonObject, fields: OpenAIFields, context: RequestContext) -> int | None:
+def priority_to_send(
+    document: JsonObject, fields: OpenAIFields, context: RequestContext
+) -> int | None:
     """Return the priority to send to the engine, within what the caller's key allows; None leaves the body's own."""
     if "priority" in fields.model_fields_set:
         return class_priority(context.caller, fields.priority, "qarr.priority")

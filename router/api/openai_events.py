@@ -62,9 +62,20 @@ class RelayedEvents:
         events = []
         answer = self._answer
         if answer.parts:
-            events.append(b": continued on " + " ".join(part.tier for part in answer.parts).encode())
-        if answer.failed_over and self._wants_usage and not self._has_sent_usage and answer.usage:
-            events.append(b"data: " + to_json({**self._template(), "choices": [], "usage": answer.usage}))
+            events.append(
+                b": continued on "
+                + " ".join(part.tier for part in answer.parts).encode()
+            )
+        if (
+            answer.failed_over
+            and self._wants_usage
+            and not self._has_sent_usage
+            and answer.usage
+        ):
+            events.append(
+                b"data: "
+                + to_json({**self._template(), "choices": [], "usage": answer.usage})
+            )
         if self._report is not None:
             events.append(self._report_event(self._report))
         events.append(DONE)
@@ -84,7 +95,11 @@ class RelayedEvents:
                 return None
         if self._hides_token_ids:
             event = self._without_token_ids(chunk)
-        if event is not None and chunk.finish_reason is not None and not self._wants_usage:
+        if (
+            event is not None
+            and chunk.finish_reason is not None
+            and not self._wants_usage
+        ):
             return self._with_fingerprint(event)
         return event
 
@@ -96,7 +111,8 @@ class RelayedEvents:
         if not chunk.token_ids and not chunk.prompt_ids:
             return event
         if chunk.blank and chunk.token_ids and not chunk.finish_reason:
-            return None  # only engines that are asked for token ids send a token whose text comes later
+            # only engines that are asked for token ids send a token whose text comes later
+            return None
         event = _with_null(event, b'"token_ids"')
         if chunk.prompt_ids:
             event = _with_null(event, b'"prompt_token_ids"')
@@ -112,15 +128,26 @@ class RelayedEvents:
     def _report_event(self, report: Mapping[str, Any]) -> bytes:
         """Return the event with the report: a chunk without choices, as clients expect one."""
         if self._answer.parts:
-            report = {**report, "continued_on": [part.tier for part in self._answer.parts]}
+            report = {
+                **report,
+                "continued_on": [part.tier for part in self._answer.parts],
+            }
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        empty_chunk = {"id": "", "object": kind, "created": 0, "model": "", "choices": []}
+        empty_chunk = {
+            "id": "",
+            "object": kind,
+            "created": 0,
+            "model": "",
+            "choices": [],
+        }
         return b"data: " + to_json({**empty_chunk, "qarr": report})
 
     def _template(self) -> dict[str, Any]:
         """Return the members that all chunks of the first engine share."""
         first_chunk = read_json(self._first_event[5:] or b"{}")
-        return {name: first_chunk.get(name) for name in ("id", "object", "created", "model")}
+        return {
+            name: first_chunk.get(name) for name in ("id", "object", "created", "model")
+        }
 
     def _continued_event(self, chunk: Chunk) -> bytes:
         """Return what another engine computed, as the first engine would have sent it."""

@@ -13,8 +13,10 @@ from router.pipeline.request import PromptText, chat_part
 from router.upstream.json_object import JsonObject
 from tiers.prefix_memory import Part
 
-SHORT_CHARS = 200  # a shorter last turn ("and now in Rust?") is read together with the user's previous turn
-PART_TOKENS = 1000  # assumed for each part that is not text: no tier's tokenizer can count those
+# a shorter last turn ("and now in Rust?") is read together with the user's previous turn
+SHORT_CHARS = 200
+# assumed for each part that is not text: no tier's tokenizer can count those
+PART_TOKENS = 1000
 SYSTEM_ROLES = ("system", "developer")
 # Known types of parts. Any other name is the caller's own text, which is not recorded.
 KINDS = (
@@ -41,7 +43,9 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
             tokens += counter.count(calls)
         parts.append(chat_part(message.get("role"), text + calls, tokens))
     other_kinds = _other_kinds(messages)
-    prompt_tokens = sum([part.tokens for part in parts]) + PART_TOKENS * len(other_kinds)
+    prompt_tokens = sum([part.tokens for part in parts]) + PART_TOKENS * len(
+        other_kinds
+    )
     return PromptText(
         text=turn,
         text_tokens=turn_tokens,
@@ -74,12 +78,22 @@ def _other_kinds(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def calls_in(message: Mapping[str, Any]) -> str:
     """Return the calls of tools in a message, which a model reads as well."""
-    return "".join([str(message[key]) for key in ("tool_calls", "function_call") if message.get(key)])
+    return "".join(
+        [
+            str(message[key])
+            for key in ("tool_calls", "function_call")
+            if message.get(key)
+        ]
+    )
 
 
 def beside(document: JsonObject) -> list[str]:
     """Return what a chat's template writes beside the messages: tools, functions and documents, as JSON."""
-    return [document.text_of(key) for key in ("tools", "functions", "documents") if document.get(key)]
+    return [
+        document.text_of(key)
+        for key in ("tools", "functions", "documents")
+        if document.get(key)
+    ]
 
 
 def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
@@ -88,7 +102,9 @@ def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
     prompts = prompt if isinstance(prompt, list) and not is_ids(prompt) else [prompt]
     texts = [item for item in prompts if isinstance(item, str)]
     id_lists = [item for item in prompts if is_ids(item)]
-    token_counts = [counter.count(text) for text in texts] + [len(ids) for ids in id_lists]
+    token_counts = [counter.count(text) for text in texts] + [
+        len(ids) for ids in id_lists
+    ]
     other_kinds: tuple[str, ...] = ()
     if id_lists and not texts:
         other_kinds = ("token ids",)
@@ -103,7 +119,9 @@ def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
     )
 
 
-def _first_prompt(texts: list[str], id_lists: list[list[int]], token_counts: list[int]) -> tuple[Part, ...]:
+def _first_prompt(
+    texts: list[str], id_lists: list[list[int]], token_counts: list[int]
+) -> tuple[Part, ...]:
     """Return the first prompt of a completion as an engine reads it; nothing if there is none."""
     if texts:
         return (Part(texts[0], token_counts[0]),)
@@ -146,7 +164,11 @@ def other_parts(content: Any) -> list[str]:
     """Return the kinds of the parts of a message's content that are not text."""
     if not isinstance(content, list):
         return []
-    kinds = [part.get("type") for part in content if isinstance(part, dict) and "text" not in part]
+    kinds = [
+        part.get("type")
+        for part in content
+        if isinstance(part, dict) and "text" not in part
+    ]
     return [_known_kind(kind) for kind in kinds if kind != "text"]
 
 
@@ -158,4 +180,8 @@ def _known_kind(kind: Any) -> str:
 
 def is_ids(item: Any) -> bool:
     """Tell whether an item is a list of token ids."""
-    return isinstance(item, list) and bool(item) and all(isinstance(number, int) for number in item)
+    return (
+        isinstance(item, list)
+        and bool(item)
+        and all(isinstance(number, int) for number in item)
+    )

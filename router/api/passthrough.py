@@ -19,7 +19,12 @@ from router.api.problems import NoEmbeddingsError
 from router.auth.quota import Quotas
 from router.settings import Settings
 from router.upstream.client import Pool, Upstream, no_answer, refusal
-from router.upstream.errors import EngineFailedError, EngineUnreachableError, NoSlotError, UpstreamError
+from router.upstream.errors import (
+    EngineFailedError,
+    EngineUnreachableError,
+    NoSlotError,
+    UpstreamError,
+)
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName
@@ -53,19 +58,29 @@ class Passthrough:
             targets.append(PassthroughTarget(replica.url, replica.api_key, body))
         return await self._pass_on(request, "tokens", targets, quota_tokens=0)
 
-    def _ready_replicas(self, allowed_tiers: frozenset[TierName] | None) -> list[Replica]:
+    def _ready_replicas(
+        self, allowed_tiers: frozenset[TierName] | None
+    ) -> list[Replica]:
         """Return the ready replicas of the tiers that a caller may use (None: all).
 
         Those come first whose circuit breaker lets requests pass, then the lowest precision, then the least load.
         """
         fleet = self.fleet
         now = time.monotonic()
-        ready = [replica for replica in fleet.replicas if replica.state.status is ReplicaStatus.READY]
+        ready = [
+            replica
+            for replica in fleet.replicas
+            if replica.state.status is ReplicaStatus.READY
+        ]
         if allowed_tiers is not None:
             ready = [replica for replica in ready if replica.spec.name in allowed_tiers]
 
         def preference(replica: Replica) -> tuple[bool, int, int]:
-            return (not replica.breaker.admits(now), fleet.rank(replica.spec.name), replica.state.in_flight)
+            return (
+                not replica.breaker.admits(now),
+                fleet.rank(replica.spec.name),
+                replica.state.in_flight,
+            )
 
         return sorted(ready, key=preference)
 
@@ -78,14 +93,28 @@ class Passthrough:
             raise NoEmbeddingsError(
                 "no engine here serves embeddings: the tiers generate text; set openai.embeddings_urls to one that does"
             )
-        targets = [PassthroughTarget(url, self.settings.engine.api_key, body) for url in urls]
-        return await self._pass_on(request, "embeddings", targets, quota_tokens=count_input(document.get("input")))
+        targets = [
+            PassthroughTarget(url, self.settings.engine.api_key, body) for url in urls
+        ]
+        return await self._pass_on(
+            request,
+            "embeddings",
+            targets,
+            quota_tokens=count_input(document.get("input")),
+        )
 
     async def _body(self, request: Request) -> bytes:
-        return await read_body(request.scope, request.receive, self.settings.server.max_body_bytes)
+        return await read_body(
+            request.scope, request.receive, self.settings.server.max_body_bytes
+        )
 
     async def _pass_on(
-        self, request: Request, pool: Pool, targets: Iterable[PassthroughTarget], *, quota_tokens: int
+        self,
+        request: Request,
+        pool: Pool,
+        targets: Iterable[PassthroughTarget],
+        *,
+        quota_tokens: int,
     ) -> Response:
         """Answer as one of some engines does; the request counts against the quota unless no engine had it."""
         context = context_of(request.scope)
@@ -94,7 +123,9 @@ class Passthrough:
         grant = await self.quotas.enter(context.caller, quota_tokens, context.limits)
         used_tokens: int | None = None
         try:
-            status, media_type, content = await self._first_answer(path, pool, targets, request_id=context.request_id)
+            status, media_type, content = await self._first_answer(
+                path, pool, targets, request_id=context.request_id
+            )
             used_tokens = quota_tokens
         except asyncio.CancelledError:
             used_tokens = quota_tokens  # an engine may have worked for it
@@ -107,15 +138,27 @@ class Passthrough:
         return Response(content, status, headers=context.headers, media_type=media_type)
 
     async def _first_answer(
-        self, path: str, pool: Pool, targets: Iterable[PassthroughTarget], *, request_id: str
+        self,
+        path: str,
+        pool: Pool,
+        targets: Iterable[PassthroughTarget],
+        *,
+        request_id: str,
     ) -> tuple[int, str, bytes]:
         """Return status, media type and body of the first answer; engines that would let it wait are asked last."""
         upstream = self.upstream
         failures: list[UpstreamError] = []
-        for target in sorted(targets, key=lambda target: not upstream.passes_at_once(target.url, pool)):
+        for target in sorted(
+            targets, key=lambda target: not upstream.passes_at_once(target.url, pool)
+        ):
             try:
                 return await upstream.pass_on(
-                    target.url, target.api_key, path, target.body, pool, request_id=request_id
+                    target.url,
+                    target.api_key,
+                    path,
+                    target.body,
+                    pool,
+                    request_id=request_id,
                 )
             except (EngineUnreachableError, EngineFailedError) as error:
                 failures.append(error)

@@ -16,11 +16,27 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from router.accounting.budgets import BudgetUnknownError, NoPriceError, OverBudgetError
-from router.api.asgi import CODINGS, ClientGoneError, ForeignHostError, ForeignPageError, UnknownCodingError, context_of
+from router.api.asgi import (
+    CODINGS,
+    ClientGoneError,
+    ForeignHostError,
+    ForeignPageError,
+    UnknownCodingError,
+    context_of,
+)
 from router.api.bodies import FieldProblem, InvalidBodyError, json_response
 from router.api.paths import ErrorForm, error_form
-from router.api.resumable import ResumedElsewhereError, StreamGoneError, UnknownStreamError
-from router.auth.api_keys import MICRO, BeyondKeyError, IssuerUnreachableError, UnauthorizedError
+from router.api.resumable import (
+    ResumedElsewhereError,
+    StreamGoneError,
+    UnknownStreamError,
+)
+from router.auth.api_keys import (
+    MICRO,
+    BeyondKeyError,
+    IssuerUnreachableError,
+    UnauthorizedError,
+)
 from router.auth.quota import OverQuotaError
 from router.pipeline.request import RequestContext
 from router.policy.decision import Decision, Refusal, RequestRefusedError
@@ -74,7 +90,10 @@ class NotAdminError(Exception):
 class DrainingError(Exception):
     """The router shuts down: it takes no new requests, or ends an open one at its deadline."""
 
-    def __init__(self, detail: str = "this router is shutting down and takes no new requests: try again") -> None:
+    def __init__(
+        self,
+        detail: str = "this router is shutting down and takes no new requests: try again",
+    ) -> None:
         super().__init__(detail)
 
 
@@ -88,13 +107,15 @@ class OpenAIStatus(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Problem:
     status: int
-    kind: str  # the last part of the problem's type and, with underscores, OpenAI's code
+    # the last part of the problem's type and, with underscores, OpenAI's code
+    kind: str
     title: str
     detail: str
     errors: tuple[FieldProblem, ...] = ()
     retry_after_s: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    openai: OpenAIStatus | None = None  # if OpenAI's status or code differ; Anthropic's status is OpenAI's
+    # if OpenAI's status or code differ; Anthropic's status is OpenAI's
+    openai: OpenAIStatus | None = None
     headers: Mapping[str, str] = field(default_factory=dict)  # additional headers
 
     @property
@@ -126,13 +147,19 @@ class Problem:
 
     def anthropic_body(self, ids: Mapping[str, str]) -> dict[str, Any]:
         """Return the problem as Anthropic's error object."""
-        error = {"type": _anthropic_type(self._openai_status.status), "message": self._message()}
+        error = {
+            "type": _anthropic_type(self._openai_status.status),
+            "message": self._message(),
+        }
         return {"type": "error", "error": error, "request_id": ids["request_id"]}
 
     def _message(self) -> str:
         if not self.errors:
             return self.detail
-        return "; ".join(f"{error.field}: {error.problem} (allowed: {error.allowed})" for error in self.errors)
+        return "; ".join(
+            f"{error.field}: {error.problem} (allowed: {error.allowed})"
+            for error in self.errors
+        )
 
     def event(self, form: ErrorForm, ids: Mapping[str, str], number: int = 0) -> bytes:
         """Return the event that ends a stream, without the empty line after it; ``number``: where events have numbers."""
@@ -166,13 +193,26 @@ class Problem:
         if self.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
             headers["connection"] = "close"  # the rest of the body stays unread
         if form is ErrorForm.PROBLEM:
-            return Response(to_json(self.body(context.ids)), self.status, headers=headers, media_type=MEDIA_TYPE)
-        body = self.anthropic_body(context.ids) if form is ErrorForm.ANTHROPIC else self.openai_body()
+            return Response(
+                to_json(self.body(context.ids)),
+                self.status,
+                headers=headers,
+                media_type=MEDIA_TYPE,
+            )
+        body = (
+            self.anthropic_body(context.ids)
+            if form is ErrorForm.ANTHROPIC
+            else self.openai_body()
+        )
         return json_response(body, self._openai_status.status, headers)
 
 
 # Types of errors by their status: those that OpenAI and Anthropic share, and Anthropic's further ones.
-_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
 _ANTHROPIC_TYPES = _OPENAI_TYPES | {
     404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
@@ -180,12 +220,18 @@ _CALLERS_MISTAKE = "invalid_request_error"
 
 
 def _openai_type(status: int) -> str:
-    usual_type = _CALLERS_MISTAKE if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    usual_type = (
+        _CALLERS_MISTAKE
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR
+        else "server_error"
+    )
     return _OPENAI_TYPES.get(status, usual_type)
 
 
 def _anthropic_type(status: int) -> str:
-    usual_type = _CALLERS_MISTAKE if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+    usual_type = (
+        _CALLERS_MISTAKE if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+    )
     return _ANTHROPIC_TYPES.get(status, usual_type)
 
 
@@ -257,7 +303,12 @@ def describe(error: Exception) -> Problem:
     for kind in type(error).__mro__:
         if kind in PROBLEMS:
             return PROBLEMS[kind](error)
-    return Problem(500, "internal-error", title="Internal error", detail="see the router's log for the request id")
+    return Problem(
+        500,
+        "internal-error",
+        title="Internal error",
+        detail="see the router's log for the request id",
+    )
 
 
 def is_known(error: Exception) -> bool:
@@ -277,22 +328,34 @@ def response_to(error: Exception, scope: Scope) -> Response:
         return Response(status_code=CLIENT_GONE)
     form = error_form(scope["path"])
     context = context_of(scope)
-    if form is not ErrorForm.PROBLEM and isinstance(error, EngineRefusedError) and error.body:
+    if (
+        form is not ErrorForm.PROBLEM
+        and isinstance(error, EngineRefusedError)
+        and error.body
+    ):
         return _engine_refusal(error, context, form)
     return describe(error).response(context, form)
 
 
-def _engine_refusal(error: EngineRefusedError, context: RequestContext, form: ErrorForm) -> Response:
+def _engine_refusal(
+    error: EngineRefusedError, context: RequestContext, form: ErrorForm
+) -> Response:
     """Return an engine's own refusal as it came, except to Anthropic's clients.
 
     vLLM has two forms of errors for these, and types of errors that Anthropic's API does not have.
     """
     if form is ErrorForm.ANTHROPIC:
-        return Problem(error.status, "engine-refused", title="", detail=error.detail).response(context, form)
-    return Response(error.body, error.status, headers=context.headers, media_type="application/json")
+        return Problem(
+            error.status, "engine-refused", title="", detail=error.detail
+        ).response(context, form)
+    return Response(
+        error.body, error.status, headers=context.headers, media_type="application/json"
+    )
 
 
-def _plain(status: int, kind: str, title: str, **more: Any) -> Callable[[Exception], Problem]:
+def _plain(
+    status: int, kind: str, title: str, **more: Any
+) -> Callable[[Exception], Problem]:
     """Return what makes a problem of exceptions that say it all in their text."""
 
     def describe_plainly(error: Exception) -> Problem:
@@ -307,7 +370,9 @@ def _at_field(
     """Return what makes a problem of exceptions that are about one field of the request."""
 
     def describe_field(error: Exception) -> Problem:
-        return Problem(status, kind, title, detail=str(error), errors=(field_problem(error),))
+        return Problem(
+            status, kind, title, detail=str(error), errors=(field_problem(error),)
+        )
 
     return describe_field
 
@@ -329,7 +394,11 @@ def _no_engine_answered(error: NoEngineAnsweredError) -> Problem:
 
 def _over_quota(error: OverQuotaError) -> Problem:
     if error.retry_after_s is None:
-        too_large = FieldProblem("max_tokens", str(error), f"prompt and output of at most {error.limit} tokens")
+        too_large = FieldProblem(
+            "max_tokens",
+            str(error),
+            f"prompt and output of at most {error.limit} tokens",
+        )
         return Problem(
             400,
             "over-token-quota",
@@ -352,7 +421,9 @@ def _over_quota(error: OverQuotaError) -> Problem:
 
 def _over_budget(error: OverBudgetError) -> Problem:
     if error.retry_after_s is None:
-        too_large = FieldProblem("max_tokens", str(error), f"less than {error.text} altogether")
+        too_large = FieldProblem(
+            "max_tokens", str(error), f"less than {error.text} altogether"
+        )
         return Problem(
             400,
             "larger-than-budget",
@@ -402,18 +473,32 @@ def _refused(error: RequestRefusedError) -> Problem:
     if decision.refusal is Refusal.TOO_LONG:
         return replace(problem, errors=(_too_long(decision),))
     if decision.requires_impossible_bounds:
-        looser = FieldProblem("sla", decision.reason, "looser bounds, or tier_policy 'prefer'")
-        return _lasting(problem, title.removesuffix(" now"), code="sla_unmet", field_problem=looser)
+        looser = FieldProblem(
+            "sla", decision.reason, "looser bounds, or tier_policy 'prefer'"
+        )
+        return _lasting(
+            problem, title.removesuffix(" now"), code="sla_unmet", field_problem=looser
+        )
     if decision.requires_absent_tier:
-        served = FieldProblem("tier", decision.reason, "a tier that this router serves: see GET /tiers")
+        served = FieldProblem(
+            "tier", decision.reason, "a tier that this router serves: see GET /tiers"
+        )
         absent_title = "This router does not serve the tier that the request requires"
         return _lasting(problem, absent_title, code="tier_absent", field_problem=served)
     return problem
 
 
-def _lasting(problem: Problem, title: str, *, code: str, field_problem: FieldProblem) -> Problem:
+def _lasting(
+    problem: Problem, title: str, *, code: str, field_problem: FieldProblem
+) -> Problem:
     """Return a refusal as one that the same request would always get, and that is therefore the caller's to mend."""
-    return replace(problem, status=422, title=title, errors=(field_problem,), openai=OpenAIStatus(400, code))
+    return replace(
+        problem,
+        status=422,
+        title=title,
+        errors=(field_problem,),
+        openai=OpenAIStatus(400, code),
+    )
 
 
 def _too_long(decision: Decision) -> FieldProblem:
@@ -421,9 +506,13 @@ def _too_long(decision: Decision) -> FieldProblem:
     room = decision.longest - query.prompt_tokens
     if room > 0:
         problem = f"{query.max_tokens} tokens after a prompt of {query.prompt_tokens}: {decision.reason}"
-        return FieldProblem("max_tokens", problem, f"at most {room}, or a shorter prompt")
+        return FieldProblem(
+            "max_tokens", problem, f"at most {room}, or a shorter prompt"
+        )
     allowed = f"less than {decision.longest} tokens; 'truncate' removes the oldest or the middle"
-    return FieldProblem("prompt", f"{query.prompt_tokens} tokens: {decision.reason}", allowed)
+    return FieldProblem(
+        "prompt", f"{query.prompt_tokens} tokens: {decision.reason}", allowed
+    )
 
 
 def _http(error: HTTPException) -> Problem:
@@ -432,18 +521,22 @@ def _http(error: HTTPException) -> Problem:
     headers = error.headers or {}
     detail = str(error.detail)
     if status == HTTPStatus.NOT_FOUND:
-        detail = (
-            "nothing is served at this path: try POST /generate or POST /v1/chat/completions; /openapi.json lists all"
-        )
+        detail = "nothing is served at this path: try POST /generate or POST /v1/chat/completions; /openapi.json lists all"
     elif status == HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"allowed: {headers.get('Allow', '')}"
     kind = status.phrase.lower().replace(" ", "-")
-    return Problem(int(status), kind, title=status.phrase, detail=detail, headers=headers)
+    return Problem(
+        int(status), kind, title=status.phrase, detail=detail, headers=headers
+    )
 
 
 def _invalid_body(error: InvalidBodyError) -> Problem:
     return Problem(
-        400, "invalid-request", title="The request body is not valid", detail=str(error), errors=error.problems
+        400,
+        "invalid-request",
+        title="The request body is not valid",
+        detail=str(error),
+        errors=error.problems,
     )
 
 

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from router.api.bodies import FieldProblem, InvalidBodyError, ProviderBody, Rules, problems_of, provider_allowed
+from router.api.bodies import (
+    FieldProblem,
+    InvalidBodyError,
+    ProviderBody,
+    Rules,
+    problems_of,
+    provider_allowed,
+)
 from router.pipeline.request import RoutingOptions
 from router.upstream.json_object import JsonObject
 from tiers.fleet import Fleet
@@ -26,10 +33,14 @@ def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
     try:
         return ProviderBody.model_validate(provider, context=rules)
     except ValidationError as error:
-        raise InvalidBodyError(problems_of(error, provider_allowed(rules.tiers), "provider")) from None
+        raise InvalidBodyError(
+            problems_of(error, provider_allowed(rules.tiers), "provider")
+        ) from None
 
 
-def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet: Fleet) -> RoutingOptions:
+def with_provider(
+    options: RoutingOptions, provider: ProviderBody | None, fleet: Fleet
+) -> RoutingOptions:
     """Return routing options with those of a ``provider`` object.
 
     ``InvalidBodyError``: no tier has a precision that it allows, or it contradicts the other options.
@@ -41,7 +52,11 @@ def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet:
     if provider.order is not None:
         first_tier = TierName(provider.order[0])
         if hint not in {None, first_tier}:
-            raise _invalid("order", f"names {first_tier}, and {hint_field} names {hint}", "the same tier in both")
+            raise _invalid(
+                "order",
+                f"names {first_tier}, and {hint_field} names {hint}",
+                "the same tier in both",
+            )
         hint = first_tier
         hint_field = "provider.order"
     precisions = None
@@ -60,7 +75,9 @@ def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet:
     return combined
 
 
-def _only(provider: ProviderBody, specs: Sequence[TierSpec]) -> frozenset[TierName] | None:
+def _only(
+    provider: ProviderBody, specs: Sequence[TierSpec]
+) -> frozenset[TierName] | None:
     """Return the tiers that may serve a request; None: all. ``InvalidBodyError``: none is left."""
     ignored = provider.ignore or []
     if provider.only is None and not ignored:
@@ -82,15 +99,23 @@ def _check_precisions(options: RoutingOptions, fleet: Fleet) -> None:
     allowed = options.precisions
     if allowed is None:
         return
-    specs = [spec for spec in fleet.specs if not spec.absent and _may_serve(spec.name, options)]
-    if any(spec.precision == UNKNOWN and not fleet.is_ready(spec.name) for spec in specs):
+    specs = [
+        spec
+        for spec in fleet.specs
+        if not spec.absent and _may_serve(spec.name, options)
+    ]
+    if any(
+        spec.precision == UNKNOWN and not fleet.is_ready(spec.name) for spec in specs
+    ):
         return
     if not specs or any(quantizations_of(spec.precision) <= allowed for spec in specs):
         return
     raise _invalid(
         "quantizations",
         problem=f"allows {', '.join(sorted(allowed))}, which no tier that may serve this has",
-        allowed="; ".join(f"{spec.name} has {_quantizations_text(spec)}" for spec in specs),
+        allowed="; ".join(
+            f"{spec.name} has {_quantizations_text(spec)}" for spec in specs
+        ),
     )
 
 

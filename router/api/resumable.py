@@ -49,7 +49,8 @@ class ResumableStream:
     def __init__(self, owner: str, max_bytes: int) -> None:
         self.id = secrets.token_urlsafe(12)  # secret: only the caller knows it
         self.owner = owner  # id of the caller's key
-        self.headers: Mapping[str, str] | None = None  # the answer's, or None until it begins
+        # the answer's, or None until it begins
+        self.headers: Mapping[str, str] | None = None
         self.over = False  # whether the last event is kept
         self.task: asyncio.Task[None] | None = None
         self.reader: object | None = None  # stands for the connection that reads it
@@ -62,7 +63,8 @@ class ResumableStream:
         self._is_ending = False  # whether the last event is among those that wait
         self._expiry: asyncio.TimerHandle | None = None
         self._fault: Exception | None = None
-        self.news = asyncio.Event()  # for the reader: the stream has begun, has another event, or has failed
+        # for the reader: the stream has begun, has another event, or has failed
+        self.news = asyncio.Event()
         self._has_room = asyncio.Event()
 
     @property
@@ -93,7 +95,9 @@ class ResumableStream:
     def _keep(self) -> bool:
         """Keep the events that wait, in the place of the oldest that were read; tell whether there was room for all."""
         while self._waiting_events:
-            event = f"id: {self.id}.{self.newest + 1}\n".encode() + self._waiting_events[0]
+            event = (
+                f"id: {self.id}.{self.newest + 1}\n".encode() + self._waiting_events[0]
+            )
             while self._kept_events and self._kept_bytes + len(event) > self._max_bytes:
                 if self.oldest > self._last_read:
                     return False
@@ -134,13 +138,18 @@ class ResumableStream:
             StreamGoneError: Events after ``after`` are no longer kept.
             Exception: The error that ended the stream.
         """
-        self._last_read = min(self._last_read, after)  # events that an earlier connection took may be lost with it
+        # events that an earlier connection took may be lost with it
+        self._last_read = min(self._last_read, after)
         while True:
             if self.reader is not reader:
-                raise ResumedElsewhereError("the stream was resumed on another connection, which has the rest")
+                raise ResumedElsewhereError(
+                    "the stream was resumed on another connection, which has the rest"
+                )
             start = after + 1 - self.oldest
             if start < 0:
-                raise StreamGoneError(f"events before {self.oldest} are no longer kept: ask again")
+                raise StreamGoneError(
+                    f"events before {self.oldest} are no longer kept: ask again"
+                )
             events = self._kept_events[start : start + BATCH_EVENTS]
             if not events:
                 if self._fault is not None:
@@ -168,7 +177,8 @@ class ResumableStreams:
         self.bounds = bounds
         self._streams: dict[str, ResumableStream] = {}
         self._owners_of_ended: dict[str, str] = {}  # keyed by the stream's id
-        self._cancelled_tasks: set[asyncio.Task[None]] = set()  # tasks of dropped streams that have not ended yet
+        # tasks of dropped streams that have not ended yet
+        self._cancelled_tasks: set[asyncio.Task[None]] = set()
 
     def open(self, owner: str, work: Work, request_id: str) -> ResumableStream | None:
         """Start a stream that only its owner's key may resume; None if the key, or nobody, may have another."""
@@ -182,7 +192,9 @@ class ResumableStreams:
 
     def _has_place(self, owner: str) -> bool:
         """Tell whether a key may have another stream, if need be in the place of one that is over and not being read."""
-        own_streams = [stream for stream in self._streams.values() if stream.owner == owner]
+        own_streams = [
+            stream for stream in self._streams.values() if stream.owner == owner
+        ]
         free = self.bounds.resume_streams - len(self._streams)
         if owner and len(own_streams) >= SHARE * max(free, 1):
             return self._drop_unread(own_streams)
@@ -202,15 +214,24 @@ class ResumableStreams:
         if digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS:
             number = int(digits)
         if number is not None and self._owners_of_ended.get(stream_id) == owner:
-            raise StreamGoneError(f"the stream ended, or was not resumed within {self.bounds.resume_s:g} s: ask again")
+            raise StreamGoneError(
+                f"the stream ended, or was not resumed within {self.bounds.resume_s:g} s: ask again"
+            )
         stream = self._streams.get(stream_id)
-        if number is None or stream is None or stream.owner != owner or number > stream.newest:
+        if (
+            number is None
+            or stream is None
+            or stream.owner != owner
+            or number > stream.newest
+        ):
             raise UnknownStreamError(
                 "Last-Event-ID names no event of a stream that this key may resume here: only streams asked for with "
                 '"resumable": true are kept; ask again without the header'
             )
         if number < stream.oldest - 1:
-            raise StreamGoneError(f"events before {stream.oldest} are no longer kept: ask again")
+            raise StreamGoneError(
+                f"events before {stream.oldest} are no longer kept: ask again"
+            )
         return stream, number
 
     async def read(
@@ -244,14 +265,22 @@ class ResumableStreams:
 
     def _wait_for_reader(self, stream: ResumableStream) -> None:
         """Drop a stream after a while, unless a connection reads it by then."""
-        stream.wait_for_reader(asyncio.get_running_loop().call_later(self.bounds.resume_s, self.drop, stream))
+        stream.wait_for_reader(
+            asyncio.get_running_loop().call_later(
+                self.bounds.resume_s, self.drop, stream
+            )
+        )
 
     def drop(self, stream: ResumableStream) -> None:
         """Forget a stream, but for its id if its caller knows that, and stop what makes it."""
         if self._streams.pop(stream.id, None) is None:
             return
         stream.wait_for_reader(None)
-        stream.failed(StreamGoneError(f"the stream was not resumed within {self.bounds.resume_s:g} s: ask again"))
+        stream.failed(
+            StreamGoneError(
+                f"the stream was not resumed within {self.bounds.resume_s:g} s: ask again"
+            )
+        )
         if stream.task is not None and not stream.task.done():
             self._cancelled_tasks.add(stream.task)
             stream.task.add_done_callback(self._cancelled_tasks.discard)

@@ -17,21 +17,33 @@ class LimitSettings(Section, reloads=AllBut()):
     """What one request may ask."""
 
     default_temperature: ClassVar[float] = 0.7
-    max_sequences: ClassVar[int] = 1024  # the most prompts times ``n`` that one OpenAI request may have
+    # the most prompts times ``n`` that one OpenAI request may have
+    max_sequences: ClassVar[int] = 1024
 
-    max_prompt_chars: int = Field(16_000, ge=1, description="Most characters in a prompt, and in a system prompt.")
-    max_prompt_words: int = Field(5_000, ge=1, description="Most words in a prompt, and in a system prompt.")
-    max_tokens: int = Field(4_096, ge=1, description="Highest `max_tokens` of a request.")
-    default_max_tokens: int = Field(256, ge=1, description="`max_tokens` of a request that gives none.")
+    max_prompt_chars: int = Field(
+        16_000, ge=1, description="Most characters in a prompt, and in a system prompt."
+    )
+    max_prompt_words: int = Field(
+        5_000, ge=1, description="Most words in a prompt, and in a system prompt."
+    )
+    max_tokens: int = Field(
+        4_096, ge=1, description="Highest `max_tokens` of a request."
+    )
+    default_max_tokens: int = Field(
+        256, ge=1, description="`max_tokens` of a request that gives none."
+    )
 
 
 class OpenAISettings(Section, reloads=AllBut()):
     """OpenAI's API."""
 
-    tier_policy: TierPolicy = Field("require", description="For a tier named as `model`; `prefer` makes it a hint.")
+    tier_policy: TierPolicy = Field(
+        "require", description="For a tier named as `model`; `prefer` makes it a hint."
+    )
     aliases: dict[str, Literal["auto"] | TierName] = Field(
         {}, description='More model names, as in `"gpt-*" = "auto"`.'
     )
     embeddings_urls: Annotated[tuple[BaseAddress, ...], AfterValidator(once)] = Field(
-        (), description="Engines that serve `/v1/embeddings`; the first one that answers is used."
+        (),
+        description="Engines that serve `/v1/embeddings`; the first one that answers is used.",
     )

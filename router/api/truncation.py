@@ -13,13 +13,21 @@ from typing import Any
 
 from classifier import TokenCounter
 from router.api.asgi import apart
-from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, calls_in, is_ids, other_parts, text_of
+from router.api.openai_prompt import (
+    PART_TOKENS,
+    SYSTEM_ROLES,
+    calls_in,
+    is_ids,
+    other_parts,
+    text_of,
+)
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.request import Call, Truncate
 from router.policy.decide import longest_context
 from tiers.spec import TemplateTokens
 
-CLOSE = 4  # tokens that a cut text may be shorter than it could be: to come nearer takes many more counts
+# tokens that a cut text may be shorter than it could be: to come nearer takes many more counts
+CLOSE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +50,43 @@ class Cutter:
         def count(chars: int) -> int:
             return self.counter.count(part(chars))
 
-        return part(_most_chars(count, len(text), max_tokens, all_tokens=self.counter.count(text)))
+        return part(
+            _most_chars(
+                count, len(text), max_tokens, all_tokens=self.counter.count(text)
+            )
+        )
 
     def ids(self, token_ids: list[int]) -> list[int]:
         """Return the last token ids that fit, or the first and last ones."""
         if len(token_ids) <= self.room:
             return token_ids
         end_tokens = self.room if self.how == "oldest" else self.room // 2
-        return token_ids[: self.room - end_tokens] + token_ids[len(token_ids) - end_tokens :]
+        return (
+            token_ids[: self.room - end_tokens]
+            + token_ids[len(token_ids) - end_tokens :]
+        )
 
-    def chat(self, messages: Sequence[dict[str, Any]], tool_tokens: int) -> list[dict[str, Any]] | None:
+    def chat(
+        self, messages: Sequence[dict[str, Any]], tool_tokens: int
+    ) -> list[dict[str, Any]] | None:
         """Return a chat that fits together with its tools; None: it cannot be cut so far."""
         sizes = [self._size(message) for message in messages]
         if self.how == "oldest":
             return self._without_oldest(messages, sizes, tool_tokens)
         return self._with_shorter_text(messages, sizes, tool_tokens)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]] | None:
         """Return one prompt, and perhaps a system prompt before it, that fit; None: it cannot be cut so far."""
         *system_messages, user_message = map(dict, messages)
-        system_tokens = sum(self.counter.count(message["content"]) for message in system_messages)
+        system_tokens = sum(
+            self.counter.count(message["content"]) for message in system_messages
+        )
         template_tokens = self._template_tokens(messages[0], len(messages))
-        text = self.text(user_message["content"], self.room - system_tokens - template_tokens)
+        text = self.text(
+            user_message["content"], self.room - system_tokens - template_tokens
+        )
         if not text:
             return None
         return [*system_messages, {**user_message, "content": text}]
@@ -82,8 +105,18 @@ class Cutter:
                     tokens -= sizes[number]
             while first_kept in dropped:
                 first_kept += 1
-            if tokens + self._template_tokens(messages[first_kept], len(messages) - len(dropped)) <= self.room:
-                return [message for number, message in enumerate(messages) if number not in dropped]
+            if (
+                tokens
+                + self._template_tokens(
+                    messages[first_kept], len(messages) - len(dropped)
+                )
+                <= self.room
+            ):
+                return [
+                    message
+                    for number, message in enumerate(messages)
+                    if number not in dropped
+                ]
         return None
 
     def _with_shorter_text(
@@ -93,7 +126,10 @@ class Cutter:
         longest: int | None = None
         longest_tokens = 0
         for number, message in enumerate(messages):
-            if not isinstance(message.get("content"), str) or message.get("role") in SYSTEM_ROLES:
+            if (
+                not isinstance(message.get("content"), str)
+                or message.get("role") in SYSTEM_ROLES
+            ):
                 continue
             tokens = self.counter.count(message["content"])
             if longest is None or tokens >= longest_tokens:
@@ -101,7 +137,9 @@ class Cutter:
                 longest_tokens = tokens
         if longest is None:
             return None
-        all_tokens = sum(sizes) + tool_tokens + self._template_tokens(messages[0], len(messages))
+        all_tokens = (
+            sum(sizes) + tool_tokens + self._template_tokens(messages[0], len(messages))
+        )
         excess = all_tokens - self.room
         if excess >= longest_tokens:
             return None
@@ -112,7 +150,9 @@ class Cutter:
 
     def _template_tokens(self, first: Mapping[str, Any], message_count: int) -> int:
         """Return the tokens that the chat template adds to a chat, by its first message."""
-        return self.template.conversation(message_count, system=first.get("role") in SYSTEM_ROLES)
+        return self.template.conversation(
+            message_count, system=first.get("role") in SYSTEM_ROLES
+        )
 
     def _size(self, message: dict[str, Any]) -> int:
         """Return the tokens of a message without the chat template."""
@@ -123,7 +163,9 @@ class Cutter:
 
     def disclosed(self, shorter: Call, dropped_messages: int) -> str:
         """Return what was cut, for people: ``shorter`` is the call after the cut."""
-        tokens = shorter.query(shorter.prompt.classify(self.counter), self.template).prompt_tokens
+        tokens = shorter.query(
+            shorter.prompt.classify(self.counter), self.template
+        ).prompt_tokens
         dropped_tokens = self.original_tokens - tokens
         return f"{self.how}; dropped_tokens={dropped_tokens}; dropped_messages={dropped_messages}"
 
@@ -137,7 +179,9 @@ async def cutter_for(call: Call, pipeline: Pipeline, size: int) -> Cutter | None
     room = longest_context(query, pipeline.fleet.snapshot()) - query.max_tokens
     if truncate is None or room <= 0 or query.prompt_tokens <= room:
         return None
-    return Cutter(truncate, query.prompt_tokens, room, counter=pipeline.counter, template=template)
+    return Cutter(
+        truncate, query.prompt_tokens, room, counter=pipeline.counter, template=template
+    )
 
 
 def cut_prompts(prompt: Any, cutter: Cutter) -> Any:
@@ -153,7 +197,9 @@ def cut_prompts(prompt: Any, cutter: Cutter) -> Any:
     return prompt
 
 
-def _most_chars(count: Callable[[int], int], chars: int, max_tokens: int, *, all_tokens: int) -> int:
+def _most_chars(
+    count: Callable[[int], int], chars: int, max_tokens: int, *, all_tokens: int
+) -> int:
     """Return how many of a text's characters have at most ``max_tokens``, and at most ``CLOSE`` fewer if possible.
 
     ``count`` returns the tokens of so many characters. The search halves what is left, and begins where the tokens would
@@ -186,8 +232,15 @@ def _droppable(messages: Sequence[dict[str, Any]]) -> list[range]:
     """
     roles = [message.get("role") for message in messages]
     first = _first_of_chat(roles)
-    last_of_user = max((number for number, role in enumerate(roles) if role == "user"), default=first - 1)
-    turn_starts = [number for number in range(first, last_of_user) if number == first or roles[number] == "user"]
+    last_of_user = max(
+        (number for number, role in enumerate(roles) if role == "user"),
+        default=first - 1,
+    )
+    turn_starts = [
+        number
+        for number in range(first, last_of_user)
+        if number == first or roles[number] == "user"
+    ]
     first_call = last_of_user + 1
     call_starts = [
         number

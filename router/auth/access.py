@@ -25,7 +25,8 @@ from router.settings import Settings
 
 log = logging.getLogger(f"qarr.{__name__}")
 RELOAD_S = 1.0  # A change of the file takes effect within this time.
-TOKENS_POLL_S = 1.0  # Time between two checks whether the issuer's keys must be read again.
+# Time between two checks whether the issuer's keys must be read again.
+TOKENS_POLL_S = 1.0
 FileState = tuple[int, int, int]  # Time of the last change, size and inode.
 
 
@@ -45,7 +46,9 @@ class KeyStore:
         reached_by_others: Whether the router serves an address that is not loopback.
     """
 
-    def __init__(self, path: Path, tokens: Tokens | None = None, *, allow_keyless: bool = False) -> None:
+    def __init__(
+        self, path: Path, tokens: Tokens | None = None, *, allow_keyless: bool = False
+    ) -> None:
         self.path = path
         self.tokens = tokens
         self._allow_keyless = allow_keyless
@@ -70,7 +73,11 @@ class KeyStore:
         self._allow_keyless = replacement._allow_keyless
         self._next_check_at = 0.0
         tokens = replacement.tokens
-        if tokens is None or self.tokens is None or tokens.settings != self.tokens.settings:
+        if (
+            tokens is None
+            or self.tokens is None
+            or tokens.settings != self.tokens.settings
+        ):
             self.tokens = tokens
 
     @property
@@ -94,7 +101,9 @@ class KeyStore:
         if self.tokens is not None and (self.tokens.fault or not self.tokens.in_force):
             notes.append("the keys of the tokens' issuer (jwt.jwks) cannot be read")
         if self._fault:
-            notes.append("the key file cannot be used: the keys read before stay in force")
+            notes.append(
+                "the key file cannot be used: the keys read before stay in force"
+            )
         return notes
 
     @property
@@ -110,14 +119,20 @@ class KeyStore:
             UnauthorizedError: The key or token is not known, was revoked, or has expired.
         """
         self._refresh()
-        if self.tokens is not None and key.count(".") == 2 and len(key) <= MOST_TOKEN_CHARS:  # noqa: PLR2004
+        if (
+            self.tokens is not None
+            and key.count(".") == 2  # noqa: PLR2004
+            and len(key) <= MOST_TOKEN_CHARS
+        ):
             return self.tokens.find(key, self.teams)
         caller = self._callers_by_hash.get(hash_key(key))
         if caller is None:
             raise UnauthorizedError("the key is not known here, or was revoked")
         if caller.expires is not None and time.time() >= caller.expires.timestamp():
             expiry = caller.expires.astimezone(UTC)
-            raise UnauthorizedError(f"the key expired at {expiry:%Y-%m-%dT%H:%M:%SZ}: ask for a new one")
+            raise UnauthorizedError(
+                f"the key expired at {expiry:%Y-%m-%dT%H:%M:%SZ}: ask for a new one"
+            )
         return caller
 
     def holds(self, caller: Caller) -> bool:
@@ -126,7 +141,9 @@ class KeyStore:
             return caller == ANONYMOUS
         if self.tokens is not None and self.tokens.holds(caller):
             return True
-        is_expired = caller.expires is not None and time.time() >= caller.expires.timestamp()
+        is_expired = (
+            caller.expires is not None and time.time() >= caller.expires.timestamp()
+        )
         return not is_expired and caller in self._callers_by_hash.values()
 
     async def renew(self) -> None:
@@ -158,7 +175,11 @@ class KeyStore:
             return
         self._fault = ""
         if has_changed:
-            log.info("keys read again from %s: %d in force", self.path, len(self._callers_by_hash))
+            log.info(
+                "keys read again from %s: %d in force",
+                self.path,
+                len(self._callers_by_hash),
+            )
 
     def _report(self, error: KeysError) -> None:
         """Log a fault of the key file once, not with every request."""
@@ -174,7 +195,9 @@ class KeyStore:
         if content is not None:
             self._take(content)
         elif self._does_file_require_keys:
-            raise KeysError(f"the key file {self.path} is gone: put it back, or serve without keys ('qarr keys off')")
+            raise KeysError(
+                f"the key file {self.path} is gone: put it back, or serve without keys ('qarr keys off')"
+            )
         else:
             file_state = None  # It may have gone between the two looks.
             self.version = None
@@ -202,7 +225,9 @@ def _file_state(path: Path) -> FileState | None:
         return None
     except OSError as error:
         # A file that cannot be looked at may hold keys, so requests must not pass without one.
-        raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
+        raise KeysError(
+            f"the key file {path} cannot be read: {error.strerror}"
+        ) from error
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
@@ -211,4 +236,6 @@ def open_access(settings: Settings) -> KeyStore:
     tokens: Tokens | None = None
     if settings.jwt.issuer:
         tokens = Tokens(settings.jwt, ca=settings.tls.ca)
-    return KeyStore(settings.auth.keys_file, tokens, allow_keyless=settings.auth.allow_keyless)
+    return KeyStore(
+        settings.auth.keys_file, tokens, allow_keyless=settings.auth.allow_keyless
+    )

@@ -15,7 +15,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 
 from router.policy.decision import Priority
 from router.policy.profiles import first_fault
@@ -24,7 +31,8 @@ from tiers.spec import TierName
 
 PREFIX = "qarr-"
 VERSION_DIGITS = 16  # A key file's version is this much of its digest.
-MICRO = 1_000_000  # Amounts of budgets are millionths of an engine-second and of the currency.
+# Amounts of budgets are millionths of an engine-second and of the currency.
+MICRO = 1_000_000
 Span = Literal["day", "month"]
 Unit = Literal["engine_us", "money_u"]
 
@@ -143,8 +151,12 @@ class Budget(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    engine_seconds_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
-    engine_seconds_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+    engine_seconds_per_day: float | None = Field(
+        None, gt=0, le=1e9, allow_inf_nan=False
+    )
+    engine_seconds_per_month: float | None = Field(
+        None, gt=0, le=1e9, allow_inf_nan=False
+    )
     money_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
     money_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
 
@@ -155,7 +167,11 @@ class Budget(BaseModel):
             ("month", "engine_us", self.engine_seconds_per_month),
             ("month", "money_u", self.money_per_month),
         )
-        return tuple(Limit(span, unit, round(amount * MICRO)) for span, unit, amount in budgets if amount is not None)
+        return tuple(
+            Limit(span, unit, round(amount * MICRO))
+            for span, unit, amount in budgets
+            if amount is not None
+        )
 
 
 TeamName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -185,17 +201,22 @@ class KeyRecord(Budget):
     expires: AwareDatetime | None = None
     team: TeamName | None = None
     over_budget: Literal["refuse", "cheapest"] = "refuse"
-    overflow: bool | None = None  # None is not written, because routers of older releases read the file.
+    # None is not written, because routers of older releases read the file.
+    overflow: bool | None = None
 
     @field_validator("tiers")
     @classmethod
-    def _some_tier(cls, tiers: tuple[TierName, ...] | None) -> tuple[TierName, ...] | None:
+    def _some_tier(
+        cls, tiers: tuple[TierName, ...] | None
+    ) -> tuple[TierName, ...] | None:
         if tiers == ():
             raise ValueError("a key needs at least one tier")
         return tiers
 
     def caller(self, teams: Mapping[str, TeamRecord]) -> Caller:
-        quota = Quota(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
+        quota = Quota(
+            self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests
+        )
         accounts = [Account(f"key:{self.id}", title="this key", limits=self.limits())]
         if self.team is not None and self.team in teams:
             accounts.append(teams[self.team].account)
@@ -234,7 +255,9 @@ class KeyFile(BaseModel):
 
     def callers(self) -> dict[str, Caller]:
         teams = self.by_name
-        return {key.sha256: key.caller(teams) for key in self.keys if key.revoked is None}
+        return {
+            key.sha256: key.caller(teams) for key in self.keys if key.revoked is None
+        }
 
 
 Record = TypeVar("Record", KeyRecord, TeamRecord)
@@ -265,7 +288,9 @@ def read_content(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
+        raise KeysError(
+            f"the key file {path} cannot be read: {error.strerror}"
+        ) from error
 
 
 def parse_key_file(content: bytes, path: Path) -> KeyFile:
@@ -273,7 +298,9 @@ def parse_key_file(content: bytes, path: Path) -> KeyFile:
     try:
         return KeyFile.model_validate_json(content)
     except ValidationError as error:
-        raise KeysError(f"the key file {path} is not valid: {first_fault(error)}") from None
+        raise KeysError(
+            f"the key file {path} is not valid: {first_fault(error)}"
+        ) from None
 
 
 def version_of(content: bytes) -> str:
@@ -290,13 +317,20 @@ def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
         KeysError: The name is in use, the name or a right is not valid, or the file cannot be used.
     """
     key = PREFIX + secrets.token_urlsafe(32)
-    fields = {"id": secrets.token_hex(4), "name": name, "sha256": hash_key(key), "created": datetime.now(UTC)}
+    fields = {
+        "id": secrets.token_hex(4),
+        "name": name,
+        "sha256": hash_key(key),
+        "created": datetime.now(UTC),
+    }
     record = _valid(KeyRecord, {**fields, **rights})
     _check_name(name)
     with _changing(path) as key_file:
         _check_name_is_unused(name, key_file)
         if record.team is not None and record.team not in key_file.by_name:
-            raise KeysError(f"there is no team {record.team!r}: make it with 'qarr keys team {record.team}'")
+            raise KeysError(
+                f"there is no team {record.team!r}: make it with 'qarr keys team {record.team}'"
+            )
         key_file.keys += (record,)
     return key, record
 
@@ -316,9 +350,13 @@ def _check_name(name: str) -> None:
 def _check_name_is_unused(name: str, key_file: KeyFile) -> None:
     """Refuse the name of a key in force, and any key's id."""
     if any(key.name == name and key.revoked is None for key in key_file.keys):
-        raise KeysError(f"there is a key named {name!r} already: revoke it first, or take another name")
+        raise KeysError(
+            f"there is a key named {name!r} already: revoke it first, or take another name"
+        )
     if any(key.id == name for key in key_file.keys):
-        raise KeysError(f"{name!r} is the id of another key, and 'qarr keys revoke' takes either: take another name")
+        raise KeysError(
+            f"{name!r} is the id of another key, and 'qarr keys revoke' takes either: take another name"
+        )
 
 
 def switch_keys(path: Path, *, on: bool) -> KeyFile:
@@ -329,7 +367,9 @@ def switch_keys(path: Path, *, on: bool) -> KeyFile:
     """
     with _changing(path) as key_file:
         if on and not any(key.revoked is None for key in key_file.keys):
-            raise KeysError(f"{path} has no key in force: make one first with 'qarr keys add NAME'")
+            raise KeysError(
+                f"{path} has no key in force: make one first with 'qarr keys add NAME'"
+            )
         key_file.required = None if on else False
     return key_file
 
@@ -346,11 +386,19 @@ def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
 def revoke_key(path: Path, id_or_name: str) -> KeyRecord:
     """Revoke a key, whose record stays, so that logs can still be read; ``KeysError`` if no such key is in force."""
     with _changing(path) as key_file:
-        matching = [key for key in key_file.keys if key.revoked is None and id_or_name in {key.id, key.name}]
+        matching = [
+            key
+            for key in key_file.keys
+            if key.revoked is None and id_or_name in {key.id, key.name}
+        ]
         if not matching:
-            raise KeysError(f"there is no key in force with the id or name {id_or_name!r}: 'qarr keys list' shows all")
+            raise KeysError(
+                f"there is no key in force with the id or name {id_or_name!r}: 'qarr keys list' shows all"
+            )
         revoked_key = matching[0].model_copy(update={"revoked": datetime.now(UTC)})
-        key_file.keys = tuple(revoked_key if key.id == revoked_key.id else key for key in key_file.keys)
+        key_file.keys = tuple(
+            revoked_key if key.id == revoked_key.id else key for key in key_file.keys
+        )
     return revoked_key
 
 
@@ -358,7 +406,9 @@ def _valid(kind: type[Record], fields: dict[str, object]) -> Record:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise KeysError(f"{first_fault(error)} (got {error.errors()[0]['input']!r})") from None
+        raise KeysError(
+            f"{first_fault(error)} (got {error.errors()[0]['input']!r})"
+        ) from None
 
 
 @contextmanager
@@ -372,9 +422,13 @@ def _changing(path: Path) -> Iterator[KeyFile]:
         with locked(real):
             key_file = read_key_file(real)
             yield key_file
-            replace_content(real, key_file.model_dump_json(indent=2, exclude_none=True).encode())
+            replace_content(
+                real, key_file.model_dump_json(indent=2, exclude_none=True).encode()
+            )
     except OSError as error:
-        raise KeysError(f"the key file {path} cannot be written: {_advice(error, real)}") from error
+        raise KeysError(
+            f"the key file {path} cannot be written: {_advice(error, real)}"
+        ) from error
 
 
 def _advice(error: OSError, real: Path) -> str:

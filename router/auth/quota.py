@@ -22,7 +22,15 @@ from typing import Literal, NamedTuple
 
 from router.aio import Finishing, end_tasks
 from router.auth.api_keys import Caller, Quota
-from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisLink, RedisState, RedisUse, Script, outage
+from router.redis_link import (
+    REDIS_TIMEOUT_S,
+    UNAVAILABLE,
+    RedisLink,
+    RedisState,
+    RedisUse,
+    Script,
+    outage,
+)
 from tiers.background import Faults
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -54,7 +62,9 @@ class OverQuotaError(Exception):
     ``asked``: tokens that the request may need.
     """
 
-    def __init__(self, resource: Resource, limit: int, asked: int, retry_after_s: float | None) -> None:
+    def __init__(
+        self, resource: Resource, limit: int, asked: int, retry_after_s: float | None
+    ) -> None:
         text = f"this key allows {limit} {_LIMITS[resource].unit}"
         if retry_after_s is None:
             text += f"; this request alone needs {asked}"
@@ -122,7 +132,9 @@ class QuotaGrant:
 
 
 class Quotas:
-    def __init__(self, redis_url: str = "", now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, redis_url: str = "", now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._local = LocalLedger(now)
         self._shared: RedisLedger | None = None
         if redis_url:
@@ -130,7 +142,8 @@ class Quotas:
         self._lost = False  # Whether Redis is lost, so that this process counts alone.
         # The name of the ledger in Redis, empty until Redis is asked. If it changes, Redis has lost the ledger.
         self._name = ""
-        self._open: dict[str, str] = {}  # The ids of keys, by the slots that they hold in Redis.
+        # The ids of keys, by the slots that they hold in Redis.
+        self._open: dict[str, str] = {}
         self._refunds: dict[str, Refund] = {}
         self._timeouts: set[asyncio.Timeout] = set()
         self._work = Finishing()
@@ -144,7 +157,9 @@ class Quotas:
             return None
         return self._shared.link.state
 
-    async def enter(self, caller: Caller, tokens: int, headers: dict[str, str]) -> QuotaGrant | None:
+    async def enter(
+        self, caller: Caller, tokens: int, headers: dict[str, str]
+    ) -> QuotaGrant | None:
         """Admit a request, or raise ``OverQuotaError``; None for a caller without limits.
 
         ``headers`` gets ``x-ratelimit-*``, also when it is denied.
@@ -156,18 +171,24 @@ class Quotas:
         if limit is not None and tokens > limit:
             raise OverQuotaError("tokens", limit, asked=tokens, retry_after_s=None)
         slot = secrets.token_hex(8)
-        demand = Refund(caller.key_id, second=None, requests=1, tokens=tokens, slot=slot)
+        demand = Refund(
+            caller.key_id, second=None, requests=1, tokens=tokens, slot=slot
+        )
         state: QuotaState | None = None
         if self._shared is not None and not self._lost:
             taking = self._take(self._shared, quota, demand)
-            state = await self._work.acquire(taking, partial(self._undo, self._shared, demand))
+            state = await self._work.acquire(
+                taking, partial(self._undo, self._shared, demand)
+            )
         in_redis = state is not None
         if state is None:
             state = self._local.acquire(caller.key_id, quota, tokens=tokens, slot=slot)
         headers.update(limit_headers(quota, state))
         if state.denied is not None:
             denied_limit = getattr(quota, _LIMITS[state.denied].field)
-            raise OverQuotaError(state.denied, denied_limit, asked=tokens, retry_after_s=state.wait_s)
+            raise OverQuotaError(
+                state.denied, denied_limit, asked=tokens, retry_after_s=state.wait_s
+            )
         if in_redis:
             self._open[slot] = caller.key_id
         return QuotaGrant(self, demand._replace(second=state.second), in_redis)
@@ -186,7 +207,9 @@ class Quotas:
         if self._shared is not None:
             await self._shared.aclose()
 
-    async def _take(self, shared: RedisLedger, quota: Quota, demand: Refund) -> QuotaState | None:
+    async def _take(
+        self, shared: RedisLedger, quota: Quota, demand: Refund
+    ) -> QuotaState | None:
         """Take what a request demands in Redis; None if Redis does not serve, and may have taken it nevertheless."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(shared))
@@ -195,7 +218,9 @@ class Quotas:
             async with self._bounded_wait():
                 if not self._name:
                     self._name, _ = await shared.link.name_of(LEDGER_NAME)
-                return await shared.acquire(demand.key_id, quota, tokens=demand.tokens, slot=demand.slot)
+                return await shared.acquire(
+                    demand.key_id, quota, tokens=demand.tokens, slot=demand.slot
+                )
         except UNAVAILABLE as error:
             self._refunds[demand.slot] = demand._replace(due=due)
             self._lose(shared, error)
@@ -211,7 +236,9 @@ class Quotas:
             finally:
                 self._timeouts.discard(timeout)
 
-    async def _undo(self, shared: RedisLedger, demand: Refund, state: QuotaState | None) -> None:
+    async def _undo(
+        self, shared: RedisLedger, demand: Refund, state: QuotaState | None
+    ) -> None:
         if state is not None and state.denied is None:
             await self._give_back(shared, demand._replace(second=state.second))
 
@@ -232,7 +259,10 @@ class Quotas:
         """Count alone from now on, and let no request wait for Redis any longer."""
         shared.link.state.fail(error)
         if not self._lost:
-            log.warning("Redis does not serve (%s): quotas are counted by this router alone", outage(error))
+            log.warning(
+                "Redis does not serve (%s): quotas are counted by this router alone",
+                outage(error),
+            )
         self._lost = True
         for timeout in self._timeouts:
             if not timeout.expired():
@@ -260,7 +290,11 @@ class Quotas:
             # Nothing is given back there meanwhile, so every slot that is restored is still in use.
             await shared.renew(self._open, restore=True)
         # While some are paid, others may become due.
-        while due_refunds := [unused for unused in self._refunds.values() if unused.due <= time.monotonic()]:
+        while due_refunds := [
+            unused
+            for unused in self._refunds.values()
+            if unused.due <= time.monotonic()
+        ]:
             for unused in due_refunds:
                 await self._refund(shared, unused)
         if self._lost:
@@ -287,7 +321,9 @@ class _Counts:
 
     def move_window(self, present: int) -> None:
         """Forget what has left the window; count what is in the future, since the clock was set back, as used now."""
-        for second in [second for second in self.seconds if second < present - WINDOW_S]:
+        for second in [
+            second for second in self.seconds if second < present - WINDOW_S
+        ]:
             del self.seconds[second]
         for second in [second for second in self.seconds if second > present]:
             requests, tokens = self.seconds.pop(second)
@@ -306,7 +342,9 @@ class LocalLedger:
         second = int(now)
         counts = self._counts_by_key[key_id]
         counts.move_window(second)
-        state = window_state(quota, counts.seconds, slots=len(counts.slots), tokens=tokens, now=now)
+        state = window_state(
+            quota, counts.seconds, slots=len(counts.slots), tokens=tokens, now=now
+        )
         if state.denied is None:
             counts.slots.add(slot)
             counts.add(second, requests=1, tokens=tokens)
@@ -321,7 +359,13 @@ class LocalLedger:
             counts.add(unused.second, requests=-unused.requests, tokens=-unused.tokens)
 
 
-def window_state(quota: Quota, seconds: Mapping[int, Sequence[int]], slots: int, tokens: int, now: float) -> QuotaState:
+def window_state(
+    quota: Quota,
+    seconds: Mapping[int, Sequence[int]],
+    slots: int,
+    tokens: int,
+    now: float,
+) -> QuotaState:
     """Tell whether one more request is within a quota, and what will be used; ``seconds``: requests and tokens by second."""
     requests_used = sum(used[0] for used in seconds.values())
     tokens_used = sum(used[1] for used in seconds.values())
@@ -332,18 +376,30 @@ def window_state(quota: Quota, seconds: Mapping[int, Sequence[int]], slots: int,
         wait_s = 1.0
     elif max_requests is not None and requests_used >= max_requests:
         denied = "requests"
-        wait_s = _seconds_until_free(seconds, 0, excess=requests_used + 1 - max_requests, now=now)
+        wait_s = _seconds_until_free(
+            seconds, 0, excess=requests_used + 1 - max_requests, now=now
+        )
     elif max_tokens is not None and tokens_used + tokens > max_tokens:
         denied = "tokens"
-        wait_s = _seconds_until_free(seconds, 1, excess=tokens_used + tokens - max_tokens, now=now)
+        wait_s = _seconds_until_free(
+            seconds, 1, excess=tokens_used + tokens - max_tokens, now=now
+        )
     else:
         wait_s = int(now) + WINDOW_S + 1 - now
         requests_used += 1
         tokens_used += tokens
-    return QuotaState(denied, requests=requests_used, tokens=tokens_used, wait_s=wait_s, second=int(now))
+    return QuotaState(
+        denied,
+        requests=requests_used,
+        tokens=tokens_used,
+        wait_s=wait_s,
+        second=int(now),
+    )
 
 
-def _seconds_until_free(seconds: Mapping[int, Sequence[int]], kind: int, excess: int, now: float) -> float:
+def _seconds_until_free(
+    seconds: Mapping[int, Sequence[int]], kind: int, excess: int, now: float
+) -> float:
     """Return the seconds until ``excess`` requests (``kind`` is 0) or tokens (1) have left the window."""
     for second, used in sorted(seconds.items()):
         excess -= used[kind]
@@ -361,25 +417,46 @@ class RedisLedger:
         self._give_back = Script.read(__file__, "quota_give_back.lua")
         self._renew = Script.read(__file__, "quota_renew.lua")
 
-    async def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
+    async def acquire(
+        self, key_id: str, quota: Quota, tokens: int, slot: str
+    ) -> QuotaState:
         """Take one request, its tokens and a slot, all or nothing; ``TimeoutError`` if Redis came to it too late."""
         gives_up_at = time.monotonic() + REDIS_TIMEOUT_S
         names = _names(key_id)
         limits = [-1 if limit is None else limit for limit in quota]
-        for _ in range(2):  # If Redis' clock was set ahead, the second attempt knows its time.
+        # If Redis' clock was set ahead, the second attempt knows its time.
+        for _ in range(2):
             deadline = await self.link.time_at(gives_up_at, names[0])
             args = [*limits, tokens, slot, WINDOW_S, LEASE_S, deadline]
-            denied, requests, tokens_used, wait_s, second, redis_time = await self.link.run(self._take, names, args)
+            (
+                denied,
+                requests,
+                tokens_used,
+                wait_s,
+                second,
+                redis_time,
+            ) = await self.link.run(self._take, names, args)
             self.link.learn_time(float(redis_time), names[0])
             if denied != LATE:
                 return QuotaState(
-                    denied or None, requests=requests, tokens=tokens_used, wait_s=float(wait_s), second=second
+                    denied or None,
+                    requests=requests,
+                    tokens=tokens_used,
+                    wait_s=float(wait_s),
+                    second=second,
                 )
         raise TimeoutError
 
     async def give_back(self, unused: Refund) -> None:
         second = "" if unused.second is None else unused.second
-        args = [second, unused.requests, unused.tokens, unused.slot, WINDOW_S + 2, LEASE_S]
+        args = [
+            second,
+            unused.requests,
+            unused.tokens,
+            unused.slot,
+            WINDOW_S + 2,
+            LEASE_S,
+        ]
         await self.link.run(self._give_back, _names(unused.key_id), args)
 
     async def renew(self, slots: Mapping[str, str], *, restore: bool = False) -> None:

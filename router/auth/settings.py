@@ -10,7 +10,18 @@ from pydantic import Field, model_validator
 
 from router.section import AllBut, Section, config_dir
 
-Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+Algorithm = Literal[
+    "RS256",
+    "RS384",
+    "RS512",
+    "PS256",
+    "PS384",
+    "PS512",
+    "ES256",
+    "ES384",
+    "ES512",
+    "EdDSA",
+]
 
 
 class AuthSettings(Section, reloads=AllBut()):
@@ -21,14 +32,17 @@ class AuthSettings(Section, reloads=AllBut()):
         description="File of the keys, kept as hashes. Once it exists, requests need a key, until `qarr keys off`.",
     )
     allow_keyless: bool = Field(
-        False, description="Serve without keys to everyone who reaches an address that is not loopback."
+        False,
+        description="Serve without keys to everyone who reaches an address that is not loopback.",
     )
 
 
 class ClaimSettings(Section, reloads=AllBut()):
     """Which claims of a JWT say who it is for, and what that caller may do."""
 
-    name: str = Field("sub", min_length=1, description="Claim of a token that names its caller.")
+    name: str = Field(
+        "sub", min_length=1, description="Claim of a token that names its caller."
+    )
     rights: str = Field(
         "qarr",
         min_length=1,
@@ -40,11 +54,13 @@ class JwtSettings(Section, reloads=AllBut()):
     """JWTs of an issuer, which let callers in as keys do."""
 
     issuer: str = Field(
-        "", description="Issuer of the tokens: their claim `iss`, to the letter; empty: tokens are not accepted."
+        "",
+        description="Issuer of the tokens: their claim `iss`, to the letter; empty: tokens are not accepted.",
     )
     audience: str = Field("", description="Audience that the claim `aud` must contain.")
     jwks: str = Field(
-        "", description="The issuer's public keys (JWKS): a file, or an address: https, or http on this machine."
+        "",
+        description="The issuer's public keys (JWKS): a file, or an address: https, or http on this machine.",
     )
     algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = Field(
         ("RS256", "ES256", "EdDSA"), description="Accepted signature algorithms."
@@ -56,10 +72,18 @@ class JwtSettings(Section, reloads=AllBut()):
         given = {"issuer": self.issuer, "audience": self.audience, "jwks": self.jwks}
         lacking = [name for name, value in given.items() if not value]
         if lacking and len(lacking) < len(given):
-            raise ValueError(f"{' and '.join(lacking)}: issuer, audience and jwks are given together, or none is")
+            raise ValueError(
+                f"{' and '.join(lacking)}: issuer, audience and jwks are given together, or none is"
+            )
         if "://" in self.jwks:
             address = urlsplit(self.jwks)
-            local = address.scheme == "http" and address.hostname in {"localhost", "127.0.0.1", "::1"}
+            local = address.scheme == "http" and address.hostname in {
+                "localhost",
+                "127.0.0.1",
+                "::1",
+            }
             if not address.hostname or not (address.scheme == "https" or local):
-                raise ValueError("jwks: a file, an address with https://, or with http:// of this machine is allowed")
+                raise ValueError(
+                    "jwks: a file, an address with https://, or with http:// of this machine is allowed"
+                )
         return self

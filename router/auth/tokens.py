@@ -42,12 +42,14 @@ log = logging.getLogger(f"qarr.{__name__}")
 AGAIN_S = 10.0  # Least time between two fetches.
 FETCH_S = 5.0  # Most time that a fetch takes, and that requests wait for it.
 REFRESH_S = 300.0  # Time between two fetches that nobody waits for.
-KEEP_S = 86_400.0  # The last keys stay in force for this time while the issuer does not answer.
+# The last keys stay in force for this time while the issuer does not answer.
+KEEP_S = 86_400.0
 LEEWAY_S = 30.0  # The issuer's clock and the router's may differ by this much.
 MOST_BYTES = 1 << 18  # Largest JWKS.
 MOST_TOKEN_CHARS = 8192
 MOST_REMEMBERED = 4096  # Most checked tokens that are remembered.
-NOT_RIGHTS = {"id", "name", "sha256", "created", "revoked", "expires"}  # Fields of a key's record that are not rights.
+# Fields of a key's record that are not rights.
+NOT_RIGHTS = {"id", "name", "sha256", "created", "revoked", "expires"}
 PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9@._|-]{1,56}")
 NO_TEAMS: Mapping[str, TeamRecord] = MappingProxyType({})
 REASONS = {
@@ -57,7 +59,8 @@ REASONS = {
     jwt.InvalidIssuerError: "the token is from another issuer",
     jwt.InvalidSignatureError: "the token's signature is not valid",
 }
-Signer = tuple[jwt.PyJWK, str | None]  # A public key of the issuer, and the algorithm that it is for; None: any.
+# A public key of the issuer, and the algorithm that it is for; None: any.
+Signer = tuple[jwt.PyJWK, str | None]
 
 
 class IssuerError(KeysError):
@@ -73,7 +76,11 @@ class Tokens:
     """
 
     def __init__(
-        self, settings: JwtSettings, now: Callable[[], float] = time.monotonic, *, ca: Path | None = None
+        self,
+        settings: JwtSettings,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        ca: Path | None = None,
     ) -> None:
         self.settings = settings
         self._now = now
@@ -81,9 +88,11 @@ class Tokens:
         self._url = settings.jwks if "://" in settings.jwks else None
         self._document: bytes | None = None  # The JWKS that the keys are from.
         self._signers: dict[str | None, Signer] = {}
-        self._read_at: float | None = None  # When the keys were last read, by the monotonic clock.
+        # When the keys were last read, by the monotonic clock.
+        self._read_at: float | None = None
         self._tried_at: float | None = None
-        self.fault = ""  # Why the keys could not be read the last time; empty if they could.
+        # Why the keys could not be read the last time; empty if they could.
+        self.fault = ""
         self._fetching: asyncio.Task[None] | None = None
         # When each token expires that was checked, and whose it is, by the token's hash.
         self._checked_tokens: dict[bytes, tuple[float, Caller]] = {}
@@ -101,7 +110,9 @@ class Tokens:
         digest = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
         now = time.time()
         if not self.in_force:
-            raise IssuerUnreachableError("the keys of the tokens' issuer cannot be read now: ask again")
+            raise IssuerUnreachableError(
+                "the keys of the tokens' issuer cannot be read now: ask again"
+            )
         if teams is not self._teams:
             self._checked_tokens.clear()
             self._teams = teams
@@ -121,7 +132,10 @@ class Tokens:
     def holds(self, caller: Caller) -> bool:
         """Tell whether a checked token that has not expired is this caller's."""
         now = time.time()
-        return any(holder == caller and now < expires_at for expires_at, holder in self._checked_tokens.values())
+        return any(
+            holder == caller and now < expires_at
+            for expires_at, holder in self._checked_tokens.values()
+        )
 
     async def renew(self) -> None:
         """Read the keys again, because one is not known: at most every ``AGAIN_S``; wait for it for ``FETCH_S``."""
@@ -149,7 +163,9 @@ class Tokens:
         if self._tried_at is not None and now - self._tried_at < least_interval_s:
             return
         self._tried_at = now
-        self._fetching = asyncio.create_task(self._read(), name="reading the issuer's keys")
+        self._fetching = asyncio.create_task(
+            self._read(), name="reading the issuer's keys"
+        )
         self._fetching.add_done_callback(self._done)
 
     def _done(self, _task: asyncio.Task[None]) -> None:
@@ -163,7 +179,10 @@ class Tokens:
                 async with asyncio.timeout(FETCH_S):
                     self._take(await fetch(self._url, self._ca))
         except (IssuerError, TimeoutError) as error:
-            text = str(error) or f"jwt.jwks: {self._url} does not answer within {FETCH_S:g} s"
+            text = (
+                str(error)
+                or f"jwt.jwks: {self._url} does not answer within {FETCH_S:g} s"
+            )
             if text != self.fault:
                 log.warning("%s; the keys read before stay in force for a day", text)
             self.fault = text
@@ -176,7 +195,9 @@ class Tokens:
         try:
             return Path(self.settings.jwks).read_bytes()
         except OSError as error:
-            raise IssuerError(f"{self.settings.jwks} cannot be read ({error.strerror})") from None
+            raise IssuerError(
+                f"{self.settings.jwks} cannot be read ({error.strerror})"
+            ) from None
 
     def _take(self, document: bytes) -> None:
         if document != self._document:
@@ -198,9 +219,14 @@ class Tokens:
             header = jwt.get_unverified_header(token)
             algorithm = header.get("alg")
             signer, signer_algorithm = self._signer(header.get("kid"))
-            if algorithm not in settings.algorithms or signer_algorithm not in {None, algorithm}:
+            if algorithm not in settings.algorithms or signer_algorithm not in {
+                None,
+                algorithm,
+            }:
                 allowed = ", ".join(settings.algorithms)
-                raise UnauthorizedError(f"the token's algorithm is not allowed; allowed are {allowed}")
+                raise UnauthorizedError(
+                    f"the token's algorithm is not allowed; allowed are {allowed}"
+                )
             claims: dict[str, Any] = jwt.decode(
                 token, signer.key, algorithms=[algorithm],
                 audience=settings.audience, issuer=settings.issuer, leeway=LEEWAY_S,
@@ -208,10 +234,22 @@ class Tokens:
             )  # fmt: skip
             return {**claims, "exp": float(claims["exp"])}
         except jwt.MissingRequiredClaimError as error:
-            raise UnauthorizedError(f"the token lacks the claim {error.claim}") from None
-        except (jwt.PyJWTError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            reasons = (reason for kind, reason in REASONS.items() if isinstance(error, kind))
-            raise UnauthorizedError(next(reasons, "the token is not a valid JWT")) from None
+            raise UnauthorizedError(
+                f"the token lacks the claim {error.claim}"
+            ) from None
+        except (
+            jwt.PyJWTError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            reasons = (
+                reason for kind, reason in REASONS.items() if isinstance(error, kind)
+            )
+            raise UnauthorizedError(
+                next(reasons, "the token is not a valid JWT")
+            ) from None
 
     def _signer(self, kid: str | None) -> Signer:
         """Return the issuer's key with this id; a token needs no id if there is one key only."""
@@ -219,9 +257,13 @@ class Tokens:
             return next(iter(self._signers.values()))
         signer = self._signers.get(kid)
         if signer is None and self.fault:
-            raise IssuerUnreachableError("the token's key is new here, and its issuer's cannot be read now: ask again")
+            raise IssuerUnreachableError(
+                "the token's key is new here, and its issuer's cannot be read now: ask again"
+            )
         if signer is None:
-            raise UnknownSignerError("the token is signed by a key that the issuer has not published")
+            raise UnknownSignerError(
+                "the token is signed by a key that the issuer has not published"
+            )
         return signer
 
     def _caller(self, claims: Mapping[str, Any]) -> Caller:
@@ -232,7 +274,9 @@ class Tokens:
         if not isinstance(subject, str) or not subject:
             raise UnauthorizedError(f"the token's claim {names.name} is no text")
         if not isinstance(rights, dict) or NOT_RIGHTS & rights.keys():
-            raise UnauthorizedError(f"the token's claim {names.rights} is no object of rights")
+            raise UnauthorizedError(
+                f"the token's claim {names.rights} is no object of rights"
+            )
         record = {
             "id": _key_id(subject),
             "name": subject[:100],
@@ -241,9 +285,13 @@ class Tokens:
             **rights,
         }
         try:
-            key = KeyRecord.model_validate_json(json.dumps(record, default=str), strict=True)
+            key = KeyRecord.model_validate_json(
+                json.dumps(record, default=str), strict=True
+            )
         except ValidationError as error:
-            raise UnauthorizedError(f"the token's claim {names.rights}: {first_fault(error)}") from None
+            raise UnauthorizedError(
+                f"the token's claim {names.rights}: {first_fault(error)}"
+            ) from None
         if key.team is not None and key.team not in self._teams:
             raise UnauthorizedError(
                 f"the token's claim {names.rights}: there is no team {key.team!r} ('qarr keys team')"
@@ -270,8 +318,12 @@ def parse(document: bytes, source: str) -> dict[str | None, Signer]:
     try:
         for published in json.loads(document)["keys"]:
             if published.get("kty") != "oct" and published.get("use", "sig") == "sig":
-                with suppress(jwt.PyJWTError):  # Keys of a kind that is not known here are left out.
-                    signers[published.get("kid")] = (jwt.PyJWK.from_dict(published), published.get("alg"))
+                # Keys of a kind that is not known here are left out.
+                with suppress(jwt.PyJWTError):
+                    signers[published.get("kid")] = (
+                        jwt.PyJWK.from_dict(published),
+                        published.get("alg"),
+                    )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise IssuerError(f"{source} is not a JWKS ({type(error).__name__})") from None
     if not signers:
@@ -283,9 +335,12 @@ async def fetch(url: str, ca: Path | None = None) -> bytes:
     """Return what an issuer publishes; ``IssuerError`` if it does not answer as it should."""
     document = b""
     try:
-        verify = await asyncio.to_thread(client_context, ca)  # It reads the system's authorities from disk.
+        # It reads the system's authorities from disk.
+        verify = await asyncio.to_thread(client_context, ca)
         async with (
-            httpx.AsyncClient(timeout=FETCH_S, trust_env=False, verify=verify) as client,
+            httpx.AsyncClient(
+                timeout=FETCH_S, trust_env=False, verify=verify
+            ) as client,
             client.stream("GET", url) as answer,
         ):
             if answer.status_code != httpx.codes.OK:
@@ -293,7 +348,9 @@ async def fetch(url: str, ca: Path | None = None) -> bytes:
             async for part in answer.aiter_bytes():
                 document += part
                 if len(document) > MOST_BYTES:
-                    raise IssuerError(f"{url} answers with more than {MOST_BYTES} bytes")
+                    raise IssuerError(
+                        f"{url} answers with more than {MOST_BYTES} bytes"
+                    )
     except TrustError as error:
         raise IssuerError(f"{url} cannot be asked: {error}") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:

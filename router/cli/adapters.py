@@ -14,10 +14,17 @@ from tiers.errors import OperationError
 from tiers.spec import TierName
 
 LOAD_S = 300.0
-adapters_app = typer.Typer(help="Show the LoRA adapters of the running fleet; load and unload them.")
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name that requests give as their model.")]
+adapters_app = typer.Typer(
+    help="Show the LoRA adapters of the running fleet; load and unload them."
+)
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name that requests give as their model.")
+]
 PathArgument = Annotated[
-    str, typer.Argument(metavar="FOLDER", help="Folder in PEFT's format, on the engines' machine.")
+    str,
+    typer.Argument(
+        metavar="FOLDER", help="Folder in PEFT's format, on the engines' machine."
+    ),
 ]
 ONLY_TIER = "Load it into this tier's engines only (repeat for more)."
 TierOption = Annotated[list[TierName] | None, tiers_option(ONLY_TIER)]
@@ -34,13 +41,21 @@ def adapters_list(context: typer.Context, *, router: RouterApiClient) -> None:
 @adapters_app.command("load")
 @with_options
 def adapters_load(
-    name: NameArgument, folder: PathArgument, tier: TierOption = None, *, router: RouterApiClient
+    name: NameArgument,
+    folder: PathArgument,
+    tier: TierOption = None,
+    *,
+    router: RouterApiClient,
 ) -> None:
     """Load an adapter into running engines. They need `lora.at_run_time`, and load it again after each restart.
 
     A restart of `qarr up` forgets it: name it in `lora.adapters` to keep it.
     """
-    body: dict[str, Any] = {"name": name, "path": folder, **({"tiers": list(tier)} if tier else {})}
+    body: dict[str, Any] = {
+        "name": name,
+        "path": folder,
+        **({"tiers": list(tier)} if tier else {}),
+    }
     _report(router.ask("/admin/adapters", "POST", body, timeout_s=LOAD_S))
 
 
@@ -70,5 +85,7 @@ def _print_adapters(tiers: Sequence[dict[str, Any]]) -> None:
         return
     table = Table("adapter", "tiers", box=None)
     for name in names:
-        table.add_row(name, ", ".join(tier["tier"] for tier in tiers if name in tier["adapters"]))
+        table.add_row(
+            name, ", ".join(tier["tier"] for tier in tiers if name in tier["adapters"])
+        )
     print_table(table, 200)

@@ -25,27 +25,47 @@ KEY_NEEDED = "the router needs a key: give one with --key or in the variable QAR
 NOT_FOUND = {"detail": "Not Found"}  # as vLLM's server has it; a router names the path
 END_OF_FIRST = "-----END CERTIFICATE-----"
 UrlOption = Annotated[
-    str, typer.Option(help="The running router; by default the one of the settings.", envvar="QARR_URL")
+    str,
+    typer.Option(
+        help="The running router; by default the one of the settings.",
+        envvar="QARR_URL",
+    ),
 ]
 KeyOption = Annotated[
-    str, typer.Option(help="A key for the router; operations need one made with --admin.", envvar="QARR_KEY")
+    str,
+    typer.Option(
+        help="A key for the router; operations need one made with --admin.",
+        envvar="QARR_KEY",
+    ),
 ]
 
 
 class RouterApiClient:
     """A client of the running router, which is looked for with the first request."""
 
-    def __init__(self, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None) -> None:
+    def __init__(
+        self, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None
+    ) -> None:
         self.url, self._key, self._config = url, key, config
 
     @cached_property
     def http(self) -> httpx.Client:
         self.url, verify = find_router(self.url, self._config)
         headers = authorization(self._key)
-        return httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=verify)
+        return httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=TIMEOUT_S,
+            trust_env=False,
+            verify=verify,
+        )
 
     def ask(
-        self, path: str, method: str = "GET", body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
+        self,
+        path: str,
+        method: str = "GET",
+        body: dict[str, Any] | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> dict[str, Any]:
         """Return the JSON object with which the router answers, or raise ``OperationError``."""
         try:
@@ -61,17 +81,24 @@ class RouterApiClient:
         if response.status_code == httpx.codes.NOT_FOUND and answer == NOT_FOUND:
             raise OperationError(self._no_router(path, response))
         if response.is_error:
-            wrong = [f"{e['field']}: {e['problem']} (allowed: {e['allowed']})" for e in answer.get("errors", ())]
+            wrong = [
+                f"{e['field']}: {e['problem']} (allowed: {e['allowed']})"
+                for e in answer.get("errors", ())
+            ]
             raise OperationError("; ".join(wrong) or str(answer.get("detail", answer)))
         return answer
 
     def _no_router(self, path: str, response: httpx.Response) -> str:
-        otherwise = f"{self.url}{path} answered HTTP {response.status_code}: is this a router?"
+        otherwise = (
+            f"{self.url}{path} answered HTTP {response.status_code}: is this a router?"
+        )
         return why_no_router(self.url, self.http.get, otherwise)
 
     def no_answer(self, error: Exception) -> OperationError:
         why = tls_fault(error) or str(error) or "no reason given"
-        return OperationError(f"no router answers at {self.url} ({why}): 'make up' starts one, --url names another")
+        return OperationError(
+            f"no router answers at {self.url} ({why}): 'make up' starts one, --url names another"
+        )
 
 
 def engine_version(get: Callable[[str], httpx.Response | None]) -> str | None:
@@ -83,7 +110,9 @@ def engine_version(get: Callable[[str], httpx.Response | None]) -> str | None:
     return None
 
 
-def why_no_router(url: str, get: Callable[[str], httpx.Response | None], otherwise: str) -> str:
+def why_no_router(
+    url: str, get: Callable[[str], httpx.Response | None], otherwise: str
+) -> str:
     """Say that an engine answers at an address where a router is meant; ``otherwise``, if none does."""
     version = engine_version(get)
     if version is None:
@@ -91,7 +120,9 @@ def why_no_router(url: str, get: Callable[[str], httpx.Response | None], otherwi
     return f"{url} is an engine (vLLM {version}), not a router: give the router's address with --url or QARR_URL"
 
 
-def find_router(url: str, config: Path | None = None) -> tuple[str, ssl.SSLContext | bool]:
+def find_router(
+    url: str, config: Path | None = None
+) -> tuple[str, ssl.SSLContext | bool]:
     """Return a running router's URL, by default that of the settings, and its trusted certificates; print the URL.
 
     ``SettingsError``: the settings are not valid, or name no port.
@@ -102,7 +133,9 @@ def find_router(url: str, config: Path | None = None) -> tuple[str, ssl.SSLConte
     else:
         settings = load_settings(config)
         if not named and not settings.server.port:
-            raise SettingsError("server.port is 0, any free port: name the running router with --url or QARR_URL")
+            raise SettingsError(
+                "server.port is 0, any free port: name the running router with --url or QARR_URL"
+            )
         verify, named = trusted(settings, named), named or own_url(settings)
     err.print(plain(f"router {named}"))
     return named, verify
@@ -110,7 +143,10 @@ def find_router(url: str, config: Path | None = None) -> tuple[str, ssl.SSLConte
 
 def own_url(settings: Settings, port: int | None = None) -> str:
     """Return where this machine reaches the router of the settings, or a router like it on another port."""
-    host, scheme = settings.server.host, "http" if settings.tls.certificate is None else "https"
+    host, scheme = (
+        settings.server.host,
+        "http" if settings.tls.certificate is None else "https",
+    )
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return http_url(host, settings.server.port if port is None else port, scheme)
 
@@ -146,7 +182,8 @@ def _only_own(tls: TlsSettings) -> ssl.SSLContext:
     assert tls.certificate is not None
     own, end, _ = tls.certificate.read_text("ascii").partition(END_OF_FIRST)
     context = ssl.create_default_context(cadata=own + end)
-    if tls.ca is not None:  # the settings may name another certificate than the one that is still in use
+    # the settings may name another certificate than the one that is still in use
+    if tls.ca is not None:
         context.load_verify_locations(tls.ca)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = False
@@ -166,7 +203,9 @@ def is_alone(context: typer.Context) -> bool:
     for name in context.params if context.invoked_subcommand is not None else ():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"give --{name} after '{context.invoked_subcommand}', which would not get it here")
+            raise typer.BadParameter(
+                f"give --{name} after '{context.invoked_subcommand}', which would not get it here"
+            )
     return context.invoked_subcommand is None
 
 

@@ -23,14 +23,26 @@ if TYPE_CHECKING:
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
+    Path | None,
+    typer.Option(
+        "--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE"
+    ),
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Hugging Face id, model folder, or the built-in default.", metavar="MODEL")
+    str | None,
+    typer.Option(
+        "--model",
+        help="Hugging Face id, model folder, or the built-in default.",
+        metavar="MODEL",
+    ),
 ]
 CalibrationOption = Annotated[
     Path | None,
-    typer.Option("--calibration", help='Your own prompts for AWQ: JSON lines with a "text" field.', metavar="FILE"),
+    typer.Option(
+        "--calibration",
+        help='Your own prompts for AWQ: JSON lines with a "text" field.',
+        metavar="FILE",
+    ),
 ]
 SHORTEST_ID = 6  # characters of a trace or request id that find it
 
@@ -53,7 +65,10 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
-        made = {name: make(**{part: given.pop(part) for part in parts}) for name, (make, parts) in groups.items()}
+        made = {
+            name: make(**{part: given.pop(part) for part in parts})
+            for name, (make, parts) in groups.items()
+        }
         command(**made, **given)
 
     expanded = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in shown]
@@ -81,7 +96,9 @@ def is_confirmed(question: str) -> bool:
 
 def check_tier(tier: TierName, settings: Settings) -> None:
     if tier not in settings.tiers.names:
-        raise typer.BadParameter(f"there is no tier {tier}: the settings have {', '.join(settings.tiers.names)}")
+        raise typer.BadParameter(
+            f"there is no tier {tier}: the settings have {', '.join(settings.tiers.names)}"
+        )
 
 
 def tier_settings(settings: Settings) -> list[Any]:
@@ -118,7 +135,11 @@ def printable(text: str) -> str:
 
 
 def output(piped_width: int) -> Console:
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else piped_width)
+    return Console(
+        highlight=False,
+        markup=False,
+        width=None if sys.stdout.isatty() else piped_width,
+    )
 
 
 def print_table(table: Table, piped_width: int = 140) -> None:

@@ -35,13 +35,21 @@ from tiers.simulated.demo import (
 )
 from tiers.spec import PRECISIONS, TierName
 
-EXACT = FitError(median=0, p95=0)  # the speeds are computed as the engines compute theirs
-KEPT_VARIABLES = ("QARR_SERVER__HOST", "QARR_SERVER__PORT", "QARR_TELEMETRY__LOG", "QARR_ENGINE__LOG_DIR")
+# the speeds are computed as the engines compute theirs
+EXACT = FitError(median=0, p95=0)
+KEPT_VARIABLES = (
+    "QARR_SERVER__HOST",
+    "QARR_SERVER__PORT",
+    "QARR_TELEMETRY__LOG",
+    "QARR_ENGINE__LOG_DIR",
+)
 WHY_THIS_PLAN = "Why these precisions, these GPUs and this load:"
 
 
 def demo(
-    load: Annotated[str, typer.Option(help="Made-up requests a second; 0: none.", metavar="RATE")] = f"{LOAD:g}/s",
+    load: Annotated[
+        str, typer.Option(help="Made-up requests a second; 0: none.", metavar="RATE")
+    ] = f"{LOAD:g}/s",
     port: PortOption = None,
 ) -> None:
     """Try router and page on simulated engines: no model runs. Ctrl-C stops everything."""
@@ -52,13 +60,22 @@ def demo(
         config = _write_settings(Path(folder), rate)
         with listen(load_settings(config, {"server": {"port": port}})) as sock:
             port = sock.getsockname()[1]
-        with simulated_engines(own_url(load_settings(config, {"server": {"port": port}})), rate) as urls:
+        with simulated_engines(
+            own_url(load_settings(config, {"server": {"port": port}})), rate
+        ) as urls:
             tiers = {tier: {"urls": (url,)} for tier, url in urls.items()}
             _keep_speeds(load_settings(config, {"tiers": tiers}))
-            err.print(f"[bold yellow]{notice(rate)}[/]\n{WHY_THIS_PLAN} {PLAN}", highlight=False)
+            err.print(
+                f"[bold yellow]{notice(rate)}[/]\n{WHY_THIS_PLAN} {PLAN}",
+                highlight=False,
+            )
             if left_out:
-                err.print(f"The demo has its own settings; left out: {', '.join(left_out)}")
-            load_again = partial(load_settings, config, {"server": {"port": port}, "tiers": tiers})
+                err.print(
+                    f"The demo has its own settings; left out: {', '.join(left_out)}"
+                )
+            load_again = partial(
+                load_settings, config, {"server": {"port": port}, "tiers": tiers}
+            )
             serve_engines(load_again, started, counts_tokens=False)
 
 
@@ -90,12 +107,20 @@ def _write_settings(folder: Path, rate: float) -> Path:
 
 def _keep_speeds(settings: Settings) -> None:
     """Write the speed profile of the simulated engines, so that the first decision knows what each tier takes."""
-    identities: Mapping[TierName, str | None] = {tier: settings.tiers.of(tier).urls[0] for tier in PRECISIONS}
+    identities: Mapping[TierName, str | None] = {
+        tier: settings.tiers.of(tier).urls[0] for tier in PRECISIONS
+    }
     fits = []
     for tier, runs_on in demo_hardware().items():
         speed = asdict(roofline_speed(runs_on))
-        figures = {name: value for name, value in speed.items() if name not in {"profiled", "learned"}}
-        fits.append(Fit(tier=tier, ttft_error=EXACT, tpot_error=EXACT, samples=0, **figures))
+        figures = {
+            name: value
+            for name, value in speed.items()
+            if name not in {"profiled", "learned"}
+        }
+        fits.append(
+            Fit(tier=tier, ttft_error=EXACT, tpot_error=EXACT, samples=0, **figures)
+        )
     profile = LatencyProfile(
         created=datetime.now(UTC),
         model=MODEL,

@@ -15,7 +15,9 @@ TIMEOUT_S = 3.0
 
 
 def health(
-    ready: Annotated[bool, typer.Option("--ready", help="Also ask whether a tier serves.")] = False,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Also ask whether a tier serves.")
+    ] = False,
     url: UrlOption = "",
     config: ConfigOption = None,
 ) -> None:
@@ -25,7 +27,9 @@ def health(
     context = unverified(settings)
     try:
         path = "/readyz" if ready else "/healthz"
-        answer = httpx.get(url + path, timeout=TIMEOUT_S, trust_env=False, verify=context)
+        answer = httpx.get(
+            url + path, timeout=TIMEOUT_S, trust_env=False, verify=context
+        )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         said, good = f"no answer ({type(error).__name__}: {error})", False
     else:

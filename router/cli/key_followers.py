@@ -50,7 +50,9 @@ class KeyFollowers:
         """Return what routers say before the change."""
         self._version_before = self._version()
         with self._client() as client:
-            self._before = [seen for url in self._urls if (seen := _ask(client, url)) is not None]
+            self._before = [
+                seen for url in self._urls if (seen := _ask(client, url)) is not None
+            ]
         return self._before
 
     def follow(self) -> None:
@@ -60,7 +62,11 @@ class KeyFollowers:
         """
         if not self._before:
             looked = ", ".join(self._urls) or "no address, since server.port is 0"
-            err.print(plain(f"no running router was seen ({looked}): one that reads {self._path} follows in a second"))
+            err.print(
+                plain(
+                    f"no running router was seen ({looked}): one that reads {self._path} follows in a second"
+                )
+            )
             return
         with self._client() as client:
             for seen in self._before:
@@ -76,13 +82,23 @@ class KeyFollowers:
                 return
             time.sleep(POLL_S)
         if now is None:
-            err.print(plain(f"the router at {before.url} does not answer any more: see whether it follows"))
+            err.print(
+                plain(
+                    f"the router at {before.url} does not answer any more: see whether it follows"
+                )
+            )
             return
         said = "; ".join(now.reasons) or "it names no reason"
-        text = printable(f"the router at {now.url} has not taken it over within {FOLLOW_S:g} s ({said})")
+        text = printable(
+            f"the router at {now.url} has not taken it over within {FOLLOW_S:g} s ({said})"
+        )
         if before.version is not None and before.version == self._version_before:
             raise KeysError(f"{text}: the keys from before are still in force there")
-        err.print(plain(f"{text}: it reads another file than {self._path}, or cannot read this one"))
+        err.print(
+            plain(
+                f"{text}: it reads another file than {self._path}, or cannot read this one"
+            )
+        )
 
     def _version(self) -> str | None:
         content = read_content(self._path)
@@ -109,7 +125,10 @@ def _ask(client: httpx.Client, url: str) -> SeenRouter | None:
         answer: dict[str, Any] = client.get(f"{url}/health").json()
         keys = answer["keys"]
         return SeenRouter(
-            url, needs_keys=bool(keys["required"]), version=keys["version"], reasons=tuple(map(str, answer["reasons"]))
+            url,
+            needs_keys=bool(keys["required"]),
+            version=keys["version"],
+            reasons=tuple(map(str, answer["reasons"])),
         )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
         return None

@@ -44,7 +44,8 @@ from tiers.spec import TierName
 _DURATION = re.compile(r"([1-9]\d{0,5})([dh])")
 _SPANS = {"d": "days", "h": "hours"}
 keys_app = typer.Typer(
-    help="Make, list and revoke the keys that requests carry; switch keys off and on.", no_args_is_help=True
+    help="Make, list and revoke the keys that requests carry; switch keys off and on.",
+    no_args_is_help=True,
 )
 keys_app.command("usage")(keys_usage)
 TIERS_HELP = "A tier that the key may use (repeat for more); by default all."
@@ -55,25 +56,38 @@ EXPIRES_HELP = "Valid until: 2027-01-31 (its end, UTC), or 30d, 12h."
 TEAM_HELP = "Team whose budgets it shares ('qarr keys team')."
 OVERFLOW_HELP = "Allow its prompts to be sent to overflow.url when all tiers are full."
 YES_HELP = "Make the first key without asking."
-LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="By default no limit.")]
+LimitOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="By default no limit.")
+]
 
 
 def _amount(name: str) -> Any:
-    return typer.Option(name, metavar="AMOUNT", help="Budget of a UTC day or month; by default none.")
+    return typer.Option(
+        name, metavar="AMOUNT", help="Budget of a UTC day or month; by default none."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetOptions:
     """Budgets, as the key file names them."""
 
-    engine_seconds_per_day: Annotated[float | None, _amount("--engine-seconds-day")] = None
-    engine_seconds_per_month: Annotated[float | None, _amount("--engine-seconds-month")] = None
+    engine_seconds_per_day: Annotated[float | None, _amount("--engine-seconds-day")] = (
+        None
+    )
+    engine_seconds_per_month: Annotated[
+        float | None, _amount("--engine-seconds-month")
+    ] = None
     money_per_day: Annotated[float | None, _amount("--money-day")] = None
     money_per_month: Annotated[float | None, _amount("--money-month")] = None
 
     def check(self, settings: Settings) -> None:
-        if settings.budgets.replica_hour is None and (self.money_per_day, self.money_per_month) != (None, None):
-            raise KeysError("a budget of money needs a price: set budgets.replica_hour, that of an hour of one replica")
+        if settings.budgets.replica_hour is None and (
+            self.money_per_day,
+            self.money_per_month,
+        ) != (None, None):
+            raise KeysError(
+                "a budget of money needs a price: set budgets.replica_hour, that of an hour of one replica"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +96,17 @@ class RightsOptions(BudgetOptions):
 
     tiers: Annotated[list[TierName] | None, tiers_option(TIERS_HELP)] = None
     over: Annotated[str, typer.Option(help=OVER_HELP)] = "clamp"
-    max_priority: Annotated[str, typer.Option(help="Highest priority: interactive, standard or batch.")] = "interactive"
+    max_priority: Annotated[
+        str, typer.Option(help="Highest priority: interactive, standard or batch.")
+    ] = "interactive"
     requests_per_minute: LimitOption = None
     tokens_per_minute: LimitOption = None
     concurrent_requests: LimitOption = None
     admin: Annotated[bool, typer.Option("--admin", help=ADMIN_HELP)] = False
     over_budget: Annotated[str, typer.Option(help=OVER_BUDGET_HELP)] = "refuse"
-    expires: Annotated[str | None, typer.Option(metavar="DATE|DURATION", help=EXPIRES_HELP)] = None
+    expires: Annotated[
+        str | None, typer.Option(metavar="DATE|DURATION", help=EXPIRES_HELP)
+    ] = None
     team: Annotated[str | None, typer.Option(metavar="NAME", help=TEAM_HELP)] = None
     overflow: Annotated[bool, typer.Option("--overflow", help=OVERFLOW_HELP)] = False
 
@@ -96,7 +114,9 @@ class RightsOptions(BudgetOptions):
 @keys_app.command("add")
 @with_options
 def keys_add(
-    name: Annotated[str, typer.Argument(help="Name of the key, shown in lists and logs.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the key, shown in lists and logs.")
+    ],
     options: RightsOptions,
     yes: Annotated[bool, typer.Option("--yes", help=YES_HELP)] = False,
     url: UrlOption = "",
@@ -111,7 +131,10 @@ def keys_add(
     for tier in options.tiers or ():
         check_tier(tier, settings)
     options.check(settings)
-    rights = asdict(options) | {"tiers": options.tiers or None, "overflow": options.overflow or None}
+    rights = asdict(options) | {
+        "tiers": options.tiers or None,
+        "overflow": options.overflow or None,
+    }
     if options.expires is not None:
         rights["expires"] = expiry(options.expires, datetime.now(UTC))
     is_first = read_content(path) is None
@@ -121,11 +144,17 @@ def keys_add(
         _confirm_first(keyless_routers, path)
     key, record = add_key(path, name, **rights)
     typer.echo(key)
-    err.print(plain(f"key {record.id} for {name}, in {path}; this is the only time that it is shown"))
+    err.print(
+        plain(
+            f"key {record.id} for {name}, in {path}; this is the only time that it is shown"
+        )
+    )
     if read_key_file(path).is_off:
         err.print("keys are off: requests need none until 'qarr keys on'")
     elif is_first:
-        err.print("it is the first one: from now on every request needs a key ('qarr keys off' ends that)")
+        err.print(
+            "it is the first one: from now on every request needs a key ('qarr keys off' ends that)"
+        )
     followers.follow()
 
 
@@ -151,7 +180,9 @@ def keys_off(url: UrlOption = "", config: ConfigOption = None) -> None:
     """
     settings = load_settings(config)
     if settings.jwt.issuer:
-        raise KeysError("jwt.issuer is set, so requests need a token or a key: take it out first")
+        raise KeysError(
+            "jwt.issuer is set, so requests need a token or a key: take it out first"
+        )
     if not settings.auth.allow_keyless and not is_loopback(settings.server.host):
         raise KeysError(
             f"server.host is {settings.server.host}, which others can reach: set auth.allow_keyless = true first, to "
@@ -160,7 +191,9 @@ def keys_off(url: UrlOption = "", config: ConfigOption = None) -> None:
     followers = KeyFollowers(settings, url)
     followers.look()
     kept = switch_keys(settings.auth.keys_file, on=False)
-    typer.echo(f"requests need no key; {_in_force(kept.keys)} stay in {settings.auth.keys_file} for 'qarr keys on'")
+    typer.echo(
+        f"requests need no key; {_in_force(kept.keys)} stay in {settings.auth.keys_file} for 'qarr keys on'"
+    )
     followers.follow()
 
 
@@ -171,7 +204,9 @@ def keys_on(url: UrlOption = "", config: ConfigOption = None) -> None:
     followers = KeyFollowers(settings, url)
     followers.look()
     kept = switch_keys(settings.auth.keys_file, on=True)
-    typer.echo(f"requests need a key: {_in_force(kept.keys)} in {settings.auth.keys_file}")
+    typer.echo(
+        f"requests need a key: {_in_force(kept.keys)} in {settings.auth.keys_file}"
+    )
     followers.follow()
 
 
@@ -182,19 +217,33 @@ def _in_force(keys: Sequence[KeyRecord]) -> str:
 
 @keys_app.command("list")
 def keys_list(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, config: ConfigOption = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    config: ConfigOption = None,
 ) -> None:
     """List all keys by id and name, revoked ones too. The keys themselves are not kept."""
     file = read_key_file(load_settings(config).auth.keys_file)
     keys = file.keys
     if as_json:
-        typer.echo("[" + ",\n".join(k.model_dump_json(exclude={"sha256"}) for k in keys) + "]")
+        typer.echo(
+            "[" + ",\n".join(k.model_dump_json(exclude={"sha256"}) for k in keys) + "]"
+        )
         return
     if not keys:
         typer.echo("no keys: make one with 'qarr keys add NAME'")
         return
     limits = ("requests/min", "tokens/min", "at once")
-    table = Table("id", "name", "made", "state", "tiers", "priority", *limits, "team", "admin", box=None)
+    table = Table(
+        "id",
+        "name",
+        "made",
+        "state",
+        "tiers",
+        "priority",
+        *limits,
+        "team",
+        "admin",
+        box=None,
+    )
     for key in keys:
         table.add_row(*_row(key))
     print_table(table, 160)
@@ -214,19 +263,25 @@ def keys_team(
     settings = load_settings(config)
     path = settings.auth.keys_file
     if not read_keys(path):
-        raise KeysError(f"there is no key file {path}: make a key first with 'qarr keys add NAME'")
+        raise KeysError(
+            f"there is no key file {path}: make a key first with 'qarr keys add NAME'"
+        )
     options.check(settings)
     followers = KeyFollowers(settings, url)
     followers.look()
     team = set_team(path, name, **asdict(options))
-    budgets = ", ".join(limit.text(settings.budgets.currency) for limit in team.limits())
+    budgets = ", ".join(
+        limit.text(settings.budgets.currency) for limit in team.limits()
+    )
     typer.echo(f"team {name}: {budgets or 'no budget'}")
     followers.follow()
 
 
 @keys_app.command("revoke")
 def keys_revoke(
-    id_or_name: Annotated[str, typer.Argument(metavar="ID|NAME", help="As 'qarr keys list' shows it.")],
+    id_or_name: Annotated[
+        str, typer.Argument(metavar="ID|NAME", help="As 'qarr keys list' shows it.")
+    ],
     url: UrlOption = "",
     config: ConfigOption = None,
 ) -> None:
@@ -239,7 +294,9 @@ def keys_revoke(
     typer.echo(f"revoked key {gone.id} of {printable(gone.name)}")
     file = read_key_file(path)
     if not file.is_off and all(key.revoked is not None for key in file.keys):
-        err.print("no key is in force, so nobody is served: 'qarr keys add NAME' makes one, 'qarr keys off' needs none")
+        err.print(
+            "no key is in force, so nobody is served: 'qarr keys add NAME' makes one, 'qarr keys off' needs none"
+        )
     followers.follow()
 
 
@@ -250,7 +307,9 @@ def expiry(text: str, now: datetime) -> datetime:
         if found is not None:
             ends = now + timedelta(**{_SPANS[found[2]]: int(found[1])})
         else:
-            ends = datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC) + timedelta(days=1)
+            ends = datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC) + timedelta(
+                days=1
+            )
     except (ValueError, OverflowError):
         ends = now
     if ends <= now:

@@ -35,7 +35,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "settings": ("show_settings", "show_settings", "Look"),
 }
 HIDDEN = {"router"}
-SHOWN = [name for name in COMMANDS if name not in HIDDEN]  # in the help, and as suggestions for a mistyped name
+# in the help, and as suggestions for a mistyped name
+SHOWN = [name for name in COMMANDS if name not in HIDDEN]
 # Errors that end a command with their text, and where they are defined.
 EXPECTED = (
     ("router.section", "SettingsError"),
@@ -54,13 +55,19 @@ EXPECTED = (
 
 def main() -> None:
     """Run the command; expected errors end it with their text and status 2, not with a traceback."""
-    if os.getpid() == 1:  # in a container, where the kernel keeps a signal from a process that does not handle it
+    # in a container, where the kernel keeps a signal from a process that does not handle it
+    if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     named = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        make_app((named,) if named in COMMANDS else () if named == "--version" else SHOWN)()
+        make_app(
+            (named,) if named in COMMANDS else () if named == "--version" else SHOWN
+        )()
     except Exception as error:
-        if not isinstance(error, tuple(getattr(import_module(module), name) for module, name in EXPECTED)):
+        if not isinstance(
+            error,
+            tuple(getattr(import_module(module), name) for module, name in EXPECTED),
+        ):
             raise
         fail(str(error))
 
@@ -92,7 +99,13 @@ def _print_version(wanted: bool) -> None:  # noqa: FBT001  typer's callback
 
 def _root(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
+        ),
     ] = False,
 ) -> None:
     pass

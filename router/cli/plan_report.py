@@ -9,7 +9,15 @@ from typing import Any, cast
 from rich.table import Table
 
 from router.cli.common import output, print_table
-from router.cli.plan_result import AS_SET, DOES_NOT_CARRY, PLANNED, Kind, Plan, PlanReport, alone_name
+from router.cli.plan_result import (
+    AS_SET,
+    DOES_NOT_CARRY,
+    PLANNED,
+    Kind,
+    Plan,
+    PlanReport,
+    alone_name,
+)
 from tiers.plan import machine_name
 from tiers.sizing.capacity import MOST_BUSY
 from tiers.sizing.fleet import EngineType, Fleet, Load
@@ -56,8 +64,13 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "budget": load.budget,
         "currency": plan.currency,
         "plan": _fleet_json(plan.best, load.mean, report),
-        "alone": {tier: _fleet_json(fleet, load.mean, report) for tier, fleet in plan.alone.items()},
-        "as_set": _fleet_json(plan.as_set.fleet, load.mean, report) if plan.as_set is not None else None,
+        "alone": {
+            tier: _fleet_json(fleet, load.mean, report)
+            for tier, fleet in plan.alone.items()
+        },
+        "as_set": _fleet_json(plan.as_set.fleet, load.mean, report)
+        if plan.as_set is not None
+        else None,
         "as_set_obstacle": _as_set_obstacle(plan),
         "planned_for": _planned_for(plan.best),
     }
@@ -67,7 +80,9 @@ def show(report: PlanReport) -> None:
     """Print a plan for people."""
     target, plan = report.target, report.plan
     say = output(WIDTH).print
-    say(f"{target.name}: {target.model.parameters / 1e9:.3g} billion parameters{_active(report)}")
+    say(
+        f"{target.name}: {target.model.parameters / 1e9:.3g} billion parameters{_active(report)}"
+    )
     say(
         f"{_hardware(report)}; {_load_words(plan)}prompts of {report.demand.prompt_tokens:,} and answers of "
         f"{report.demand.output_tokens:,} tokens\n",
@@ -75,7 +90,10 @@ def show(report: PlanReport) -> None:
     )
     print_table(_engines_table(report))
     if plan.largest:
-        say(f"\nThe largest loads{_course_words(report)}, engines {MOST_BUSY:.0%} busy:", soft_wrap=False)
+        say(
+            f"\nThe largest loads{_course_words(report)}, engines {MOST_BUSY:.0%} busy:",
+            soft_wrap=False,
+        )
         print_table(_largest_table(report))
     if plan.load is not None:
         if plan.share is not None:
@@ -83,7 +101,10 @@ def show(report: PlanReport) -> None:
         else:
             say("")
         print_table(_fleets_table(report, plan.load))
-    if plan.best is not None and len({engine.tier for engine, _ in plan.best.counts}) > 1:
+    if (
+        plan.best is not None
+        and len({engine.tier for engine, _ in plan.best.counts}) > 1
+    ):
         say("")
         print_table(kinds_table(plan.best))
     say("")
@@ -107,11 +128,14 @@ def _engine_json(engine: EngineType) -> dict[str, Any]:
     return {"gpu": engine.gpu or None, "price_per_hour": engine.price, **fields}
 
 
-def _fleet_json(fleet: Fleet | None, requests_per_s: float, report: PlanReport) -> dict[str, Any] | None:
+def _fleet_json(
+    fleet: Fleet | None, requests_per_s: float, report: PlanReport
+) -> dict[str, Any] | None:
     if fleet is None:
         return None
     return {
-        "cost_per_hour": fleet.price,  # or GPUs, or machines, where there is no currency
+        # or GPUs, or machines, where there is no currency
+        "cost_per_hour": fleet.price,
         "cost_per_million_tokens": _cost_of_million(fleet, requests_per_s, report),
         "answers_lost": fleet.lost,
         "ttft_ms": fleet.ttft_ms,
@@ -119,7 +143,10 @@ def _fleet_json(fleet: Fleet | None, requests_per_s: float, report: PlanReport) 
         "loss_budget": fleet.loss_budget,  # of the policy
         "shares": fleet.shares,
         "gpus": fleet.gpus,
-        "engines": [{**_engine_json(engine), "replicas": count} for engine, count in fleet.counts],
+        "engines": [
+            {**_engine_json(engine), "replicas": count}
+            for engine, count in fleet.counts
+        ],
     }
 
 
@@ -145,11 +172,20 @@ def _planned_for(best: Fleet | None) -> list[dict[str, Any]]:
     flows: list[dict[str, Any]] = []
     for (kind, tier), share in best.sent.items() if best is not None else ():
         prompt_class, complexity = cast("Kind", kind)
-        flows.append({"class": prompt_class, "complexity": complexity, "tier": tier, "share": share})
+        flows.append(
+            {
+                "class": prompt_class,
+                "complexity": complexity,
+                "tier": tier,
+                "share": share,
+            }
+        )
     return flows
 
 
-def _cost_of_million(fleet: Fleet, requests_per_s: float, report: PlanReport) -> float | None:
+def _cost_of_million(
+    fleet: Fleet, requests_per_s: float, report: PlanReport
+) -> float | None:
     if report.plan.currency is None:
         return None
     tokens_per_s = requests_per_s * report.demand.output_tokens
@@ -166,7 +202,10 @@ def _active(report: PlanReport) -> str:
 def _hardware(report: PlanReport) -> str:
     if not report.plan.gpus:
         return machine_name()
-    kinds = [f"{count} x {gpu.name}" if count else gpu.name for gpu, count in report.plan.gpus.items()]
+    kinds = [
+        f"{count} x {gpu.name}" if count else gpu.name
+        for gpu, count in report.plan.gpus.items()
+    ]
     return ", ".join(kinds)
 
 
@@ -206,7 +245,13 @@ def _notes(report: PlanReport) -> list[str]:
         speed = f"{target.speed}; engines {MOST_BUSY:.0%} busy"
     losses = "measured" if target.answers else "published"
     priced = [] if plan.prices is None else [f"prices: {plan.prices}"]
-    return [*plan.notes, *_ignored_words(plan), f"speed: {speed}", f"losses: {losses}", *priced]
+    return [
+        *plan.notes,
+        *_ignored_words(plan),
+        f"speed: {speed}",
+        f"losses: {losses}",
+        *priced,
+    ]
 
 
 def _ignored_words(plan: Plan) -> list[str]:
@@ -223,7 +268,15 @@ def _ignored_words(plan: Plan) -> list[str]:
 def _engines_table(report: PlanReport) -> Table:
     plan = report.plan
     table = Table("tier", "precision", "one engine on", box=None)
-    columns = ("weights", "KV a token", f"at {report.demand.context}", "batch", "TTFT ms", "ms/token", "requests/s")
+    columns = (
+        "weights",
+        "KV a token",
+        f"at {report.demand.context}",
+        "batch",
+        "TTFT ms",
+        "ms/token",
+        "requests/s",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     for engine in _shown_engines(plan):
@@ -245,8 +298,17 @@ def _engines_table(report: PlanReport) -> Table:
 
 def _shown_engines(plan: Plan) -> list[EngineType]:
     """Return the smallest engine of each precision on each kind of GPU, and those of the fleets that are shown."""
-    fleets = [plan.best, *plan.alone.values(), *(each.fleet for each in plan.largest.values() if each is not None)]
-    used = {id(engine) for fleet in fleets if fleet is not None for engine, _ in fleet.counts}
+    fleets = [
+        plan.best,
+        *plan.alone.values(),
+        *(each.fleet for each in plan.largest.values() if each is not None),
+    ]
+    used = {
+        id(engine)
+        for fleet in fleets
+        if fleet is not None
+        for engine, _ in fleet.counts
+    }
     smallest: dict[tuple[TierName, str], EngineType] = {}
     for engine in plan.engines:
         smallest.setdefault((engine.tier, engine.gpu), engine)
@@ -289,7 +351,14 @@ def _without_largest(name: str, plan: Plan) -> str:
 def _fleets_table(report: PlanReport, load: Load) -> Table:
     plan = report.plan
     table = Table("fleet", "engines", box=None)
-    for name in ("share of requests", _price_title(plan), "1M tokens", "lost of 100", "TTFT ms", "ms/token"):
+    for name in (
+        "share of requests",
+        _price_title(plan),
+        "1M tokens",
+        "lost of 100",
+        "TTFT ms",
+        "ms/token",
+    ):
         table.add_column(name, justify="right")
     for name, fleet in _fleets(plan).items():
         if fleet is None:
@@ -326,7 +395,9 @@ def _price_title(plan: Plan) -> str:
 
 
 def _engines_of(fleet: Fleet) -> str:
-    named: Sequence[str] = [_engine_words(engine, count) for engine, count in fleet.counts]
+    named: Sequence[str] = [
+        _engine_words(engine, count) for engine, count in fleet.counts
+    ]
     return ", ".join(named)
 
 

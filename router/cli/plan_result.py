@@ -36,9 +36,12 @@ class Target:
     gpus: Mapping[GpuKind, int | None]  # empty: this machine's processor
     speed: str | None  # where speeds are from, for people; None: they are not known
     paces: Mapping[TierName, SpeedModel]  # measured
-    weights: Mapping[TierName, int]  # of finished checkpoints as engines hold them, in bytes
-    answers: Mapping[TierName, Sequence[AnswerCount]]  # measured; empty: losses are published ones
-    notes: Sequence[str] = ()  # what of the input does not enter the plan, or enters it in a way that must be said
+    # of finished checkpoints as engines hold them, in bytes
+    weights: Mapping[TierName, int]
+    # measured; empty: losses are published ones
+    answers: Mapping[TierName, Sequence[AnswerCount]]
+    # what of the input does not enter the plan, or enters it in a way that must be said
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 OTHER_FORMATS = "only fast (4 bits), balanced (FP8) and precise (BF16) are planned so far, not tiers of other formats"
-_VLLM_ARGUMENTS = "what vLLM's arguments and variables change in memory and speed is not known"
+_VLLM_ARGUMENTS = (
+    "what vLLM's arguments and variables change in memory and speed is not known"
+)
 _WAITING = "planned requests wait until a sequence is free, however many there are and however long it takes"
 _LENGTHS = "--prompt, --output and --context say how long requests are"
 _TIMEOUTS = "planned answers take as long as they take; none is broken off"
@@ -89,7 +91,9 @@ class IgnoredSetting:
 
 def ignored_settings(settings: Settings, *, on_gpus: bool) -> list[IgnoredSetting]:
     """Return the settings, of those with another value than the default, that do not enter a plan although they might."""
-    added = [f"tiers.{name}" for name in settings.tiers.names if name not in STANDARD_TIERS]
+    added = [
+        f"tiers.{name}" for name in settings.tiers.names if name not in STANDARD_TIERS
+    ]
     ignored = [IgnoredSetting(setting, OTHER_FORMATS) for setting in added]
     reasons = IGNORED | (IGNORED_ON_GPUS if on_gpus else IGNORED_ON_A_PROCESSOR)
     for change in changes(Settings(), settings):

@@ -14,7 +14,13 @@ from rich.table import Table
 
 from router.cli.client import TIMEOUT_S, UrlOption, find_router, why_no_router
 from router.cli.common import ConfigOption, Progress, print_table, tiers_option
-from router.policy.profiles import REFERENCE, LatencyProfile, ProfileError, QualityProfile, load_latency
+from router.policy.profiles import (
+    REFERENCE,
+    LatencyProfile,
+    ProfileError,
+    QualityProfile,
+    load_latency,
+)
 from router.profiling.client import NoRouterError, RouterClient
 from router.profiling.lm_eval import CLASSES, import_runs, read_classes
 from router.profiling.measure_latency import LatencyPlan, measure_latency
@@ -26,22 +32,33 @@ from router.settings import load_settings
 from tiers.spec import TierName
 
 T = TypeVar("T")
-TASKS_HELP = "Tasks with checks, as JSON lines (docs/routing.md); by default a built-in suite."
+TASKS_HELP = (
+    "Tasks with checks, as JSON lines (docs/routing.md); by default a built-in suite."
+)
 PARALLEL_HELP = "Tasks at once; by default as many as the engines compute at once."
-ADAPTER_HELP = "Measure a LoRA adapter, on the tiers that offer it, instead of the model."
+ADAPTER_HELP = (
+    "Measure a LoRA adapter, on the tiers that offer it, instead of the model."
+)
 RUN_HELP = "Run code that the model writes, in a sandbox, for tasks that need it."
 LM_EVAL_HELP = "Samples that lm-evaluation-harness logged, of one tier or of all (repeat for more folders)."
 CLASSES_HELP = "Classes of further harness tasks by pattern, JSON or TOML."
 TIER_HELP = "Only this tier (repeat for more); by default all that are ready."
-profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
+profile_app = typer.Typer(
+    help="Measure the loss and the speed of a running fleet's tiers.",
+    no_args_is_help=True,
+)
 
 
 @profile_app.command("quality")
 def profile_quality(
     url: UrlOption = "",
     tasks: Annotated[Path, typer.Option(help=TASKS_HELP, show_default=False)] = TASKS,
-    parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help=PARALLEL_HELP)] = None,
-    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
+    parallel: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help=PARALLEL_HELP)
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)
+    ] = None,
     run_code: Annotated[bool, typer.Option("--run-code", help=RUN_HELP)] = False,
     config: ConfigOption = None,
 ) -> None:
@@ -60,13 +77,17 @@ def profile_quality(
         runs=passes if run_code else None,
     )
     if run_code:
-        log("code that the model writes is run in a sandbox: no network, no files, 2 s and 512 MiB each")
+        log(
+            "code that the model writes is run in a sandbox: no network, no files, 2 s and 512 MiB each"
+        )
 
     def progress(step: str, done: int, total: int) -> None:
         log(f"{done} of {total}: {step}")
 
     with only_one(folder):
-        profile = _connected(url, config, lambda client: measure(client, plan, progress))
+        profile = _connected(
+            url, config, lambda client: measure(client, plan, progress)
+        )
         path = keep_quality(folder, profile)
     _show(profile)
     log(str(path))
@@ -74,9 +95,13 @@ def profile_quality(
 
 @profile_app.command("import")
 def profile_import(
-    lm_eval: Annotated[list[str], typer.Option(metavar="[TIER=]DIR", help=LM_EVAL_HELP)],
+    lm_eval: Annotated[
+        list[str], typer.Option(metavar="[TIER=]DIR", help=LM_EVAL_HELP)
+    ],
     url: UrlOption = "",
-    classes: Annotated[Path | None, typer.Option(help=CLASSES_HELP, show_default=False)] = None,
+    classes: Annotated[
+        Path | None, typer.Option(help=CLASSES_HELP, show_default=False)
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Make the loss profile of runs of lm-evaluation-harness, one for each tier, instead of measuring it.
@@ -93,14 +118,21 @@ def profile_import(
     _show(imported.profile)
     for tier, samples in imported.unpaired.items():
         if samples:
-            log(f"{samples} samples of {tier} left out: {REFERENCE} has none of the same prompt")
+            log(
+                f"{samples} samples of {tier} left out: {REFERENCE} has none of the same prompt"
+            )
     log(str(path))
 
 
 @profile_app.command("latency")
 def profile_latency(
     url: UrlOption = "",
-    step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="How long one step may take, about.")] = 8.0,
+    step: Annotated[
+        float,
+        typer.Option(
+            min=0.5, metavar="SECONDS", help="How long one step may take, about."
+        ),
+    ] = 8.0,
     tier: Annotated[list[TierName] | None, tiers_option(TIER_HELP)] = None,
     config: ConfigOption = None,
 ) -> None:
@@ -113,7 +145,11 @@ def profile_latency(
     log = Progress()
     plan = LatencyPlan(step_s=step, tiers=tuple(tier or ()))
     with only_one(folder):
-        found = _connected(url, config, lambda client: measure_latency(client, plan, lambda what, *_: log(what)))
+        found = _connected(
+            url,
+            config,
+            lambda client: measure_latency(client, plan, lambda what, *_: log(what)),
+        )
         path = keep_latency(folder, found)
     _show_latency(load_latency(path))
     log(str(path))
@@ -127,20 +163,32 @@ def _tier_and_folder(text: str) -> tuple[TierName | None, Path]:
     try:
         return TierName(tier), Path(path)
     except ValueError:
-        raise typer.BadParameter(f"{tier!r} is no tier's name", param_hint="--lm-eval") from None
+        raise typer.BadParameter(
+            f"{tier!r} is no tier's name", param_hint="--lm-eval"
+        ) from None
 
 
-def _connected(url: str, config: Path | None, work: Callable[[RouterClient], Coroutine[Any, Any, T]]) -> T:
+def _connected(
+    url: str,
+    config: Path | None,
+    work: Callable[[RouterClient], Coroutine[Any, Any, T]],
+) -> T:
     """Return what work with a router gives, which does not measure itself at the moment."""
     url, verify = find_router(url, config)
 
     async def run() -> T:
-        async with RouterClient(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
+        async with RouterClient(
+            url, os.environ.get("QARR_KEY", ""), verify=verify
+        ) as client:
             try:
                 measuring = (await client.fleet()).measuring
             except NoRouterError as error:
-                with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify) as engine:
-                    raise NoRouterError(why_no_router(url, engine.get, str(error))) from None
+                with httpx.Client(
+                    base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify
+                ) as engine:
+                    raise NoRouterError(
+                        why_no_router(url, engine.get, str(error))
+                    ) from None
             if measuring is not None:
                 raise ProfileError(
                     f"the router at {url} measures its {measuring} itself: wait until it is done ('qarr doctor' shows its "
@@ -152,8 +200,16 @@ def _connected(url: str, config: Path | None, work: Callable[[RouterClient], Cor
 
 
 def _show_latency(profile: LatencyProfile) -> None:
-    typer.echo(f"{profile.model} on {profile.machine}; {len(profile.samples)} requests. Times in milliseconds.")
-    columns = ("TTFT", "fit off by %", "decode step", "fit off by %", "slower beside the others")
+    typer.echo(
+        f"{profile.model} on {profile.machine}; {len(profile.samples)} requests. Times in milliseconds."
+    )
+    columns = (
+        "TTFT",
+        "fit off by %",
+        "decode step",
+        "fit off by %",
+        "slower beside the others",
+    )
     table = Table("tier", *columns, box=None)
     for fit in profile.fits:
         beyond = fit.step_ms_beyond_knee
@@ -174,23 +230,52 @@ def _show(profile: QualityProfile) -> None:
         f"{profile.model}, measured with {profile.tasks}. Of the answers that {REFERENCE} or the tier gets right: worse, "
         "better, net."
     )
-    table = Table("class", "complexity", "tier", f"{REFERENCE} right", "answers", "worse", "better", "net %", box=None)
+    table = Table(
+        "class",
+        "complexity",
+        "tier",
+        f"{REFERENCE} right",
+        "answers",
+        "worse",
+        "better",
+        "net %",
+        box=None,
+    )
     for count in profile.counts:
         answers, worse, better = count.flips
         net = f"{100 * (worse - better) / answers:.1f}" if answers else "-"
         right = f"{count.right} of {count.asked}"
         kind = count.prompt_class.value, count.complexity.value
-        table.add_row(*kind, count.tier, right, str(answers), str(worse), str(better), net)
+        table.add_row(
+            *kind, count.tier, right, str(answers), str(worse), str(better), net
+        )
     print_table(table)
     if not any(count.diagnosis for count in profile.counts):
         return
-    typer.echo("\nHow much tokens differ from the reference's (not whether answers get worse):")
-    table = Table("class", "tier", "tokens", "not first choice %", "KL nats", "regret nats", box=None)
+    typer.echo(
+        "\nHow much tokens differ from the reference's (not whether answers get worse):"
+    )
+    table = Table(
+        "class",
+        "tier",
+        "tokens",
+        "not first choice %",
+        "KL nats",
+        "regret nats",
+        box=None,
+    )
     for count in profile.counts:
         found = count.diagnosis
         if found is not None:
-            figures = f"{found.disagreement * 100:.1f}", f"{found.kl:.3f}", f"{found.regret:.3f}"
+            figures = (
+                f"{found.disagreement * 100:.1f}",
+                f"{found.kl:.3f}",
+                f"{found.regret:.3f}",
+            )
             table.add_row(
-                f"{count.prompt_class.value}, {count.complexity.value}", count.tier, str(found.tokens), *figures
+                f"{count.prompt_class.value}, {count.complexity.value}",
+                count.tier,
+                str(found.tokens),
+                *figures,
             )
     print_table(table)

@@ -21,8 +21,12 @@ from router.settings import Settings, changes, leaves, load_settings
 
 
 def show_settings(
-    name: Annotated[str, typer.Argument(help="Only this setting or section.", show_default=False)] = "",
-    as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
+    name: Annotated[
+        str, typer.Argument(help="Only this setting or section.", show_default=False)
+    ] = "",
+    as_schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema, for editors.")
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
     """List settings with defaults and meanings, then what file and environment set; checks both."""
@@ -30,9 +34,15 @@ def show_settings(
     if as_schema:
         typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
         return
-    found = [row for row in rows() if not name or fnmatchcase(name, row[0]) or row[0].startswith(f"{name}.")]
+    found = [
+        row
+        for row in rows()
+        if not name or fnmatchcase(name, row[0]) or row[0].startswith(f"{name}.")
+    ]
     if not found:
-        raise typer.BadParameter(f"there is no setting {name}: 'qarr settings' lists them")
+        raise typer.BadParameter(
+            f"there is no setting {name}: 'qarr settings' lists them"
+        )
     table = Table("setting", "default", "reloads", "meaning", box=None)
     for row in found:
         table.add_row(*(cell.replace("`", "") for cell in row))
@@ -58,12 +68,19 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
     """Yield each setting's name, default, whether it reloads, and meaning; code in the last ones is in backticks."""
     for key, field, reloads in leaves(Settings):
         name = ".".join(key)
-        yield name, _default(name, field), "yes" if reloads else "no", field.description or ""
+        yield (
+            name,
+            _default(name, field),
+            "yes" if reloads else "no",
+            field.description or "",
+        )
 
 
 def _default(name: str, field: FieldInfo) -> str:
     if name == "tiers.*.max_model_len":
-        return ", ".join(f"{tier} `{own['max_model_len']}`" for tier, own in DEFAULT_LENGTHS.items())
+        return ", ".join(
+            f"{tier} `{own['max_model_len']}`" for tier, own in DEFAULT_LENGTHS.items()
+        )
     value = field.get_default(call_default_factory=True, validated_data={})
     if value == runtime_dir():
         return "`<runtime>`"

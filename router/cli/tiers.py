@@ -30,7 +30,9 @@ from tiers.lifecycle.operations import Kind
 from tiers.preparing import Preparing
 from tiers.spec import TierName
 
-tiers_app = typer.Typer(help="Show the running fleet; add, remove, drain, resume, restart and recycle its replicas.")
+tiers_app = typer.Typer(
+    help="Show the running fleet; add, remove, drain, resume, restart and recycle its replicas."
+)
 POLL_S = 0.5
 COMING = {"starting", "warming"}
 NARROW = 130  # columns of a terminal
@@ -43,10 +45,23 @@ OPERATIONS: dict[Kind, str] = {
 }
 INTERRUPTING: set[Kind] = {"drain", "restart"}
 TargetArgument = Annotated[
-    str, typer.Argument(metavar="TIER|REPLICA", help="One replica, or all of a tier, one after another.")
+    str,
+    typer.Argument(
+        metavar="TIER|REPLICA", help="One replica, or all of a tier, one after another."
+    ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Do not ask when no replica would be left that serves.")]
-EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="Address of the engine, as http://10.0.0.5:8000.")]
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Do not ask when no replica would be left that serves."
+    ),
+]
+EngineArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL", help="Address of the engine, as http://10.0.0.5:8000."
+    ),
+]
 
 
 @tiers_app.callback(invoke_without_command=True)
@@ -62,7 +77,9 @@ def _operation(kind: Kind) -> Callable[..., None]:
         for replica in _replicas(router.ask("/tiers"), target):
             _follow(router, kind, replica)
 
-    def operate_on_serving(target: TargetArgument, *, force: ForceOption = False, router: RouterApiClient) -> None:
+    def operate_on_serving(
+        target: TargetArgument, *, force: ForceOption = False, router: RouterApiClient
+    ) -> None:
         fleet = router.ask("/tiers")
         replicas = _replicas(fleet, target)
         if not force:
@@ -80,7 +97,9 @@ TierArgument = Annotated[TierName, typer.Argument(parser=TierName, metavar="TIER
 
 @tiers_app.command("add")
 @with_options
-def tiers_add(tier: TierArgument, engine: EngineArgument, *, router: RouterApiClient) -> None:
+def tiers_add(
+    tier: TierArgument, engine: EngineArgument, *, router: RouterApiClient
+) -> None:
     """Add an engine that runs elsewhere to a tier. It is warmed up and compared before it gets requests.
 
     A restart of the router forgets it: name it in `tiers.<name>.urls` or in `discovery.file` to keep it.
@@ -101,8 +120,15 @@ def tiers_add(tier: TierArgument, engine: EngineArgument, *, router: RouterApiCl
 @tiers_app.command("remove")
 @with_options
 def tiers_remove(
-    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="The replica's id, or its engine's URL.")],
-    now: Annotated[bool, typer.Option("--now", help="Do not wait for open requests.")] = False,
+    replica: Annotated[
+        str,
+        typer.Argument(
+            metavar="REPLICA", help="The replica's id, or its engine's URL."
+        ),
+    ],
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not wait for open requests.")
+    ] = False,
     *,
     force: ForceOption = False,
     router: RouterApiClient,
@@ -129,30 +155,58 @@ def tiers_record(tier: TierArgument, config: ConfigOption = None) -> None:
     canary = make_canary(settings)
     count = canary.accept(tier)
     deleted = f"{count} records deleted in {canary.path}; " if count else ""
-    typer.echo(f"{tier}: {deleted}starts and resumes of the next hour are accepted and recorded")
+    typer.echo(
+        f"{tier}: {deleted}starts and resumes of the next hour are accepted and recorded"
+    )
 
 
 def _confirm_outage(fleet: dict[str, Any], kind: Kind, replicas: list[str]) -> None:
     """Ask before an operation that would leave no replica of any tier that serves; ``OperationError``: it is not to be."""
-    ready = {replica["id"] for tier in fleet["tiers"] for replica in tier["replicas"] if replica["state"] == "ready"}
+    ready = {
+        replica["id"]
+        for tier in fleet["tiers"]
+        for replica in tier["replicas"]
+        if replica["state"] == "ready"
+    }
     # A tier's replicas are restarted one after another, so others serve meanwhile if there are any.
-    stopping = [{replica} for replica in replicas] if kind == "restart" else [set(replicas)]
+    stopping = (
+        [{replica} for replica in replicas] if kind == "restart" else [set(replicas)]
+    )
     if not ready or not any(ready <= stopped for stopped in stopping):
         return
     names = ", ".join(sorted(ready))
-    err.print(plain(f"no other replica of any tier is ready: after {kind} of {names} every request gets 503"))
+    err.print(
+        plain(
+            f"no other replica of any tier is ready: after {kind} of {names} every request gets 503"
+        )
+    )
     if not is_confirmed(f"{kind.capitalize()} {names} all the same?"):
-        raise OperationError(f"{kind} was not begun; where nobody can be asked, --force begins it")
+        raise OperationError(
+            f"{kind} was not begun; where nobody can be asked, --force begins it"
+        )
 
 
-def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, Any] | None = None) -> None:
+def _follow(
+    router: RouterApiClient,
+    kind: Kind,
+    replica: str,
+    body: dict[str, Any] | None = None,
+) -> None:
     operation = router.ask(f"/admin/replicas/{replica}/{kind}", "POST", body)
     progress = Progress()
     while True:
         successor, detail = operation["successor"], operation["detail"]
         found = _find(router.ask("/tiers"), successor or replica)
-        state = "gone" if found is GONE else f"{found['state']}, {found['in_flight']} in flight"
-        progress(f"{replica}: {detail} ({state})" if successor else f"{replica}: {detail} (is {state})")
+        state = (
+            "gone"
+            if found is GONE
+            else f"{found['state']}, {found['in_flight']} in flight"
+        )
+        progress(
+            f"{replica}: {detail} ({state})"
+            if successor
+            else f"{replica}: {detail} (is {state})"
+        )
         if operation["state"] != "running":
             break
         time.sleep(POLL_S)
@@ -165,42 +219,63 @@ def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, A
 def _named(fleet: dict[str, Any], replica: str) -> str:
     known = [r for tier in fleet["tiers"] for r in tier["replicas"]]
     for each in known:
-        if replica == each["id"] or (each["url"] and normalised(replica) == normalised(each["url"])):
+        if replica == each["id"] or (
+            each["url"] and normalised(replica) == normalised(each["url"])
+        ):
             return str(each["id"])
-    raise OperationError(f"there is no replica {replica!r}: {', '.join(r['id'] for r in known)}")
+    raise OperationError(
+        f"there is no replica {replica!r}: {', '.join(r['id'] for r in known)}"
+    )
 
 
 def _replicas(fleet: dict[str, Any], target: str) -> list[str]:
-    by_tier = {tier["tier"]: [r["id"] for r in tier["replicas"]] for tier in fleet["tiers"]}
+    by_tier = {
+        tier["tier"]: [r["id"] for r in tier["replicas"]] for tier in fleet["tiers"]
+    }
     if by_tier.get(target):
         return list(by_tier[target])
     known = [replica for replicas in by_tier.values() for replica in replicas]
     if target not in known:
-        raise OperationError(f"there is no tier or replica {target!r}: {', '.join([*by_tier, *known])}")
+        raise OperationError(
+            f"there is no tier or replica {target!r}: {', '.join([*by_tier, *known])}"
+        )
     return [target]
 
 
 def _find(fleet: dict[str, Any], replica_id: str) -> dict[str, Any]:
-    found = (r for tier in fleet["tiers"] for r in tier["replicas"] if r["id"] == replica_id)
+    found = (
+        r for tier in fleet["tiers"] for r in tier["replicas"] if r["id"] == replica_id
+    )
     return next(found, GONE)
 
 
 def _print_fleet(fleet: dict[str, Any]) -> None:
     typer.echo(f"{fleet['model']} on {fleet['machine']}")
     if fleet.get("scope") == "own":
-        typer.echo("only operators' keys see where engines are, and why one is not ready")
+        typer.echo(
+            "only operators' keys see where engines are, and why one is not ready"
+        )
     loads = ("in flight", "served", "failed", "KV cache", "ms/token")
     columns = ("tier", "replica", "state", "precision", *loads, "pid", "url")
-    narrow = output(200).width < NARROW  # ids are worth more than addresses, which are cut first
+    # ids are worth more than addresses, which are cut first
+    narrow = output(200).width < NARROW
     table, details = Table(*(columns[:-2] if narrow else columns), box=None), {}
     for tier in fleet["tiers"]:
         for replica in tier["replicas"]:
-            table.add_row(tier["tier"], *(_row(replica)[:-2] if narrow else _row(replica)))
+            table.add_row(
+                tier["tier"], *(_row(replica)[:-2] if narrow else _row(replica))
+            )
             accepted = replica.get("draft_acceptance")
-            drafts = "" if accepted is None else f"{accepted:.0%} of drafted tokens accepted"
-            details[replica["id"]] = "; ".join(filter(None, (_detail(replica["detail"], tier), drafts)))
+            drafts = (
+                "" if accepted is None else f"{accepted:.0%} of drafted tokens accepted"
+            )
+            details[replica["id"]] = "; ".join(
+                filter(None, (_detail(replica["detail"], tier), drafts))
+            )
         if not tier["replicas"]:
-            table.add_row(tier["tier"], "-", tier["state"], *"-" * (len(table.columns) - 3))
+            table.add_row(
+                tier["tier"], "-", tier["state"], *"-" * (len(table.columns) - 3)
+            )
             details[tier["tier"]] = _detail(tier.get("detail"), tier)
     print_table(table, 200)
     for name, detail in details.items():  # whole, whatever the terminal's width
@@ -210,7 +285,9 @@ def _print_fleet(fleet: dict[str, Any]) -> None:
 
 def _detail(said: str | None, tier: dict[str, Any]) -> str:
     """Return why something is not ready, or what its tier needs before it serves for the first time."""
-    text = said or (Preparing(**tier["preparing"]).text if tier.get("preparing") else "")
+    text = said or (
+        Preparing(**tier["preparing"]).text if tier.get("preparing") else ""
+    )
     return printable(text.partition("\n")[0].partition(". Last lines of")[0])
 
 

@@ -17,7 +17,15 @@ from rich.table import Table
 
 from router.accounting.database import Database
 from router.accounting.ledgers import ledger_of
-from router.accounting.usage import Row, Use, day_of, read_usage, render_row, summed, used_budgets
+from router.accounting.usage import (
+    Row,
+    Use,
+    day_of,
+    read_usage,
+    render_row,
+    summed,
+    used_budgets,
+)
 from router.auth.api_keys import MICRO, KeyFile, KeysError, read_key_file
 from router.cli.common import ConfigOption, print_table, printable
 from router.redis_link import UNAVAILABLE, outage
@@ -29,9 +37,19 @@ FORMULA = ("=", "+", "-", "@")  # how a cell begins that a spreadsheet would com
 
 def keys_usage(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print usage by day, key, team and tier as CSV.")] = False,
-    first: Annotated[str, typer.Option("--from", metavar="DAY", help="First UTC day of usage, as in 2027-01-31.")] = "",
-    last: Annotated[str, typer.Option("--to", metavar="DAY", help="Last UTC day of usage.")] = "",
+    as_csv: Annotated[
+        bool,
+        typer.Option("--csv", help="Print usage by day, key, team and tier as CSV."),
+    ] = False,
+    first: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="DAY", help="First UTC day of usage, as in 2027-01-31."
+        ),
+    ] = "",
+    last: Annotated[
+        str, typer.Option("--to", metavar="DAY", help="Last UTC day of usage.")
+    ] = "",
     config: ConfigOption = None,
 ) -> None:
     """Show how far budgets are used, when they renew, and what keys used. Running routers write it every second."""
@@ -39,21 +57,32 @@ def keys_usage(
     try:
         days = [day_of(day) if day else "" for day in (first, last)]
     except ValueError:
-        raise KeysError(f"--from {first[:40]!r}, --to {last[:40]!r}: days as in 2027-01-31 are allowed") from None
+        raise KeysError(
+            f"--from {first[:40]!r}, --to {last[:40]!r}: days as in 2027-01-31 are allowed"
+        ) from None
     file = read_key_file(settings.auth.keys_file)
     try:
         budgets, rows = asyncio.run(_read(settings, file, *days))
     except (*UNAVAILABLE, sqlite3.Error) as error:
         raise KeysError(f"usage cannot be read: {outage(error)}") from error
     names = {key.id: key.name for key in file.keys}
-    usage = [render_row(row, use, names, priced=settings.budgets.replica_hour is not None) for row, use in rows]
+    usage = [
+        render_row(row, use, names, priced=settings.budgets.replica_hour is not None)
+        for row, use in rows
+    ]
     if as_json:
         typer.echo(to_json({"budgets": budgets, "usage": usage}, indent=2))
     elif as_csv:
         writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(
-            {**row, "name": f"'{row['name']}" if row["name"].startswith(FORMULA) else row["name"]} for row in usage
+            {
+                **row,
+                "name": f"'{row['name']}"
+                if row["name"].startswith(FORMULA)
+                else row["name"],
+            }
+            for row in usage
         )
     else:
         _print(budgets, rows, names)
@@ -72,22 +101,52 @@ async def _read(
         await database.aclose()
 
 
-def _print(budgets: list[dict[str, Any]], rows: list[tuple[Row, Use]], names: Mapping[str, str]) -> None:
+def _print(
+    budgets: list[dict[str, Any]], rows: list[tuple[Row, Use]], names: Mapping[str, str]
+) -> None:
     table = Table("key", "team", "budget", "used", "of", "share", "renews", box=None)
     for each in budgets:
         share = f"{each['used'] / each['limit']:.0%}"
         whose = printable(each["name"] or "-"), each["team"] or "-"
-        table.add_row(*whose, each["budget"], f"{each['used']:.6g}", f"{each['limit']:.6g}", share, each["renews"])
+        table.add_row(
+            *whose,
+            each["budget"],
+            f"{each['used']:.6g}",
+            f"{each['limit']:.6g}",
+            share,
+            each["renews"],
+        )
     if budgets:
         print_table(table)
     else:
-        typer.echo("no key has a budget: see 'qarr keys add --help' and 'qarr keys team --help'")
-    used = Table("key", "team", "requests", "prompt", "cached", "output", "engine-s", "saved", box=None)
+        typer.echo(
+            "no key has a budget: see 'qarr keys add --help' and 'qarr keys team --help'"
+        )
+    used = Table(
+        "key",
+        "team",
+        "requests",
+        "prompt",
+        "cached",
+        "output",
+        "engine-s",
+        "saved",
+        box=None,
+    )
     for (key, team), use in summed(rows).items():
         tokens = use.prompt_tokens, use.cached_tokens, use.output_tokens
-        engine, saved = use.engine_us / MICRO, (use.highest_engine_us - use.engine_us) / MICRO
+        engine, saved = (
+            use.engine_us / MICRO,
+            (use.highest_engine_us - use.engine_us) / MICRO,
+        )
         numbers = map(str, (use.requests, *tokens))
-        used.add_row(printable(names.get(key, key)), team or "-", *numbers, f"{engine:.6g}", f"{saved:.6g}")
+        used.add_row(
+            printable(names.get(key, key)),
+            team or "-",
+            *numbers,
+            f"{engine:.6g}",
+            f"{saved:.6g}",
+        )
     if rows:
         typer.echo("")
         print_table(used)

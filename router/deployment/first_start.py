@@ -36,7 +36,8 @@ from tiers.preparing import about
 from tiers.spec import EngineLaunch, TierName, TierSpec
 
 log = logging.getLogger(f"qarr.{__name__}")
-NICENESS = 15  # of the quantizer beside engines, which take precedence; it gets all of idle cores
+# of the quantizer beside engines, which take precedence; it gets all of idle cores
+NICENESS = 15
 REPORTS = 4  # lines for a step whose parts are counted
 HOW_TO_MEND = "remove the cause, run 'qarr model prepare', and start 'qarr up' again"
 
@@ -90,7 +91,10 @@ class FirstStart:
         fleet, settings = self._supervisor.fleet, self._deployment.settings
         for number in range(sum(spec.replicas for spec in self._specs.values())):
             check_port_free(HOST, settings.engine.base_port + number)
-        fleet.preparations.expect(self._missing, DEFAULT_WEIGHTS if self._options.model == DEFAULT_MODEL else None)
+        fleet.preparations.expect(
+            self._missing,
+            DEFAULT_WEIGHTS if self._options.model == DEFAULT_MODEL else None,
+        )
         self._began = time.monotonic()
         loop = asyncio.get_running_loop()
 
@@ -99,11 +103,15 @@ class FirstStart:
 
         def on_made(checkpoint: Checkpoint) -> None:
             launches, plan = self._launches(checkpoint)
-            asyncio.run_coroutine_threadsafe(self._start(checkpoint, launches, plan), loop).result()
+            asyncio.run_coroutine_threadsafe(
+                self._start(checkpoint, launches, plan), loop
+            ).result()
             if not self._missing:
                 raise _Enough
 
-        making = asyncio.create_task(asyncio.to_thread(prepare, self._options, progress, on_made), name="making")
+        making = asyncio.create_task(
+            asyncio.to_thread(prepare, self._options, progress, on_made), name="making"
+        )
         try:
             await asyncio.shield(making)
         except _Enough:
@@ -121,9 +129,20 @@ class FirstStart:
         if made.tier in self._missing:
             self._missing.remove(made.tier)
             spec = self._specs[made.tier]
-            self._specs[made.tier] = with_checkpoint(spec, made, engine_args(settings, made.tier))
-            self._specs = {spec.name: spec for spec in with_drafts(tuple(self._specs.values()), settings)}
-        check_alike({name: spec.checkpoint for name, spec in self._specs.items() if spec.checkpoint is not None})
+            self._specs[made.tier] = with_checkpoint(
+                spec, made, engine_args(settings, made.tier)
+            )
+            self._specs = {
+                spec.name: spec
+                for spec in with_drafts(tuple(self._specs.values()), settings)
+            }
+        check_alike(
+            {
+                name: spec.checkpoint
+                for name, spec in self._specs.items()
+                if spec.checkpoint is not None
+            }
+        )
         for spec in self._specs.values():
             check_draft(spec)
         known = self._plan
@@ -135,20 +154,28 @@ class FirstStart:
                 return [], None
             specs = tuple(self._specs.values())
             self._plan = plan_of(settings, machine, specs, made.path)
-            self._specs = {spec.name: spec for spec in without(self._plan.left_out, specs)}
+            self._specs = {
+                spec.name: spec for spec in without(self._plan.left_out, specs)
+            }
             self._missing -= set(self._plan.left_out)
         assert self._plan is not None
-        launches = make_launches(tuple(self._specs.values()), self._plan, settings, model)
-        return [launch for launch in launches if launch.tier.name not in self._launched], (
-            self._plan if known is None else None
+        launches = make_launches(
+            tuple(self._specs.values()), self._plan, settings, model
         )
+        return [
+            launch for launch in launches if launch.tier.name not in self._launched
+        ], (self._plan if known is None else None)
 
-    async def _start(self, made: Checkpoint, launches: list[EngineLaunch], plan: Plan | None) -> None:
+    async def _start(
+        self, made: Checkpoint, launches: list[EngineLaunch], plan: Plan | None
+    ) -> None:
         if self._over:
             return
         fleet, now = self._supervisor.fleet, time.monotonic()
         if made.tier in fleet.preparations.to_make:
-            self._say(f"{made.tier}: its checkpoint is made, in {now - self._began:.0f} s")
+            self._say(
+                f"{made.tier}: its checkpoint is made, in {now - self._began:.0f} s"
+            )
         self._began = now
         fleet.preparations.made(made.tier)
         if made.tier is TierName.PRECISE:
@@ -172,7 +199,11 @@ class FirstStart:
             return
         preparations.step(message, done, total)
         now = preparations.of(tier)
-        left = f"; ready in {about(now.remaining_s)}" if now and now.remaining_s is not None else ""
+        left = (
+            f"; ready in {about(now.remaining_s)}"
+            if now and now.remaining_s is not None
+            else ""
+        )
         self._steps(f"{tier}: {message}", done, total, left)
 
     def _start_without_drafts(self) -> None:
@@ -186,12 +217,19 @@ class FirstStart:
             return
         self._specs.update({spec.name: spec for spec in waiting})
         every = make_launches(
-            tuple(self._specs.values()), self._plan, self._deployment.settings, self._deployment.model
+            tuple(self._specs.values()),
+            self._plan,
+            self._deployment.settings,
+            self._deployment.model,
         )
         for spec in waiting:
             self._supervisor.fleet.configure(spec)
-            self._say(f"{spec.name:12} starts without its draft, whose checkpoint could not be made")
-        self._supervisor.launch([launch for launch in every if launch.tier.name not in self._launched])
+            self._say(
+                f"{spec.name:12} starts without its draft, whose checkpoint could not be made"
+            )
+        self._supervisor.launch(
+            [launch for launch in every if launch.tier.name not in self._launched]
+        )
         self._launched.update(spec.name for spec in waiting)
 
     def _failed(self, error: Exception) -> None:
@@ -204,4 +242,6 @@ class FirstStart:
             raise error
         for tier in self._supervisor.fleet.preparations.fail(f"{error}; {HOW_TO_MEND}"):
             log.error("the checkpoint of %s could not be made: %s", tier, error)
-            self._say(f"{tier:12} failed: its checkpoint could not be made: {error}; {HOW_TO_MEND}")
+            self._say(
+                f"{tier:12} failed: its checkpoint could not be made: {error}; {HOW_TO_MEND}"
+            )

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from classifier import EstimatingCounter, ModelTokenCounter, TokenCounter, TokenizerError, extract
+from classifier import (
+    EstimatingCounter,
+    ModelTokenCounter,
+    TokenCounter,
+    TokenizerError,
+    extract,
+)
 from router.deployment.settings import LoraSettings, TierSettings
 from router.settings import Settings
 from router.telemetry.tracing import engine_target
@@ -19,14 +25,31 @@ from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.cluster.runner import RayOptions
 from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatchError
-from tiers.plan import Machine, Plan, machine_name, make_plan, model_config, read_machine
+from tiers.plan import (
+    Machine,
+    Plan,
+    machine_name,
+    make_plan,
+    model_config,
+    read_machine,
+)
 from tiers.ranking import rising
-from tiers.spec import UNKNOWN, Adapter, Adapters, Draft, EngineLaunch, TierName, TierSpec
+from tiers.spec import (
+    UNKNOWN,
+    Adapter,
+    Adapters,
+    Draft,
+    EngineLaunch,
+    TierName,
+    TierSpec,
+)
 
 HOST = "127.0.0.1"
 
 
-def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, model: str) -> tuple[EngineLaunch, ...]:
+def make_launches(
+    specs: Sequence[TierSpec], plan: Plan, settings: Settings, model: str
+) -> tuple[EngineLaunch, ...]:
     """Return how engines are started, in the order of their ports; those without a checkpoint have only a port."""
     engines = [(spec, number) for spec in specs for number in range(spec.replicas)]
     return tuple(
@@ -56,7 +79,11 @@ def engine_args(settings: Settings, tier: TierName) -> tuple[str, ...]:
 def whole_args(settings: Settings, spec: TierSpec) -> tuple[str, ...]:
     """Return the same after the parsers of the model's family, if its checkpoint is here."""
     given = engine_args(settings, spec.name)
-    return (*parser_args(spec.checkpoint, given), *given) if spec.checkpoint is not None else given
+    return (
+        (*parser_args(spec.checkpoint, given), *given)
+        if spec.checkpoint is not None
+        else given
+    )
 
 
 def speed_machine(settings: Settings) -> str:
@@ -66,11 +93,15 @@ def speed_machine(settings: Settings) -> str:
         tier = settings.tiers.of(name)
         if not tier.replicas_here:
             continue
-        ways = [f"draft {tier.draft} x {Draft(tier.draft).tokens}"] if tier.draft else []
+        ways = (
+            [f"draft {tier.draft} x {Draft(tier.draft).tokens}"] if tier.draft else []
+        )
         if named_for(name, settings.lora) or settings.lora.at_run_time:
             ways.append("LoRA")
         if (world := tier.tensor_parallel * tier.pipeline_parallel) > 1:
-            ways.append(f"{world} GPUs ({tier.tensor_parallel} x {tier.pipeline_parallel})")
+            ways.append(
+                f"{world} GPUs ({tier.tensor_parallel} x {tier.pipeline_parallel})"
+            )
         if ways:
             found.append(f"{name}: {', '.join(ways)}")
     return "; ".join([machine_name(), *found])
@@ -82,12 +113,15 @@ class Deployment:
 
     settings: Settings
     specs: tuple[TierSpec, ...]  # the tiers, by rising precision
-    launches: tuple[EngineLaunch, ...]  # engines to start here at once; none if checkpoints are missing
+    # engines to start here at once; none if checkpoints are missing
+    launches: tuple[EngineLaunch, ...]
     plan: Plan  # how they share the machine
     counter: TokenCounter  # counts tokens as the engines do, once there is a checkpoint
     model: str  # the model's name
-    missing: tuple[TierName, ...] = ()  # tiers to run here whose checkpoints must be made first
-    tokenizer: Path | None = None  # folder of the model's tokenizer; None: none is known yet
+    # tiers to run here whose checkpoints must be made first
+    missing: tuple[TierName, ...] = ()
+    # folder of the model's tokenizer; None: none is known yet
+    tokenizer: Path | None = None
     ray: RayOptions | None = None  # engines to place on a Ray cluster; None: none
 
     @property
@@ -117,12 +151,21 @@ def make_deployment(
     prepared = {c.tier: c for c in checkpoints}
     tiers = settings.tiers
     specs = tuple(
-        tier_spec(name, tiers.of(name), prepared, engine_args(settings, name), named_by(settings, name))
+        tier_spec(
+            name,
+            tiers.of(name),
+            prepared,
+            engine_args(settings, name),
+            named_by(settings, name),
+        )
         for name in tiers.names
     )
     specs = rising(specs, {})
     if not start_engines:
-        specs = tuple(elsewhere(spec) if spec.urls or spec.named_by else replace(spec, replicas=0) for spec in specs)
+        specs = tuple(
+            elsewhere(spec) if spec.urls or spec.named_by else replace(spec, replicas=0)
+            for spec in specs
+        )
     if not any(spec.urls or spec.named_by or spec.replicas for spec in specs):
         raise PlanError(
             "every tier is left out: tiers.fast.replicas, balanced and precise are 0, and neither urls, dns nor "
@@ -138,7 +181,9 @@ def make_deployment(
             f"there is no engine environment at {settings.engine.python}: run 'make engine-env', or set engine.python to "
             f"an interpreter that has vLLM"
         )
-    folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
+    folders = {
+        spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None
+    }
     check_alike(folders)
     for spec in local:
         check_draft(spec)
@@ -148,7 +193,16 @@ def make_deployment(
     extract("", counter)  # reads the weights now, not at the first request
     if missing:
         model = slug(settings.model.name)
-        return Deployment(settings, specs, (), Plan("", ()), LateCounter(counter), model, missing, folder)
+        return Deployment(
+            settings,
+            specs,
+            (),
+            Plan("", ()),
+            LateCounter(counter),
+            model,
+            missing,
+            folder,
+        )
     plan = plan_of(settings, read_machine(), local)
     specs, local = without(plan.left_out, specs), without(plan.left_out, local)
     precise = prepared.get(TierName.PRECISE)
@@ -157,17 +211,37 @@ def make_deployment(
     return Deployment(settings, specs, launches, plan, counter, model, tokenizer=folder)
 
 
-def plan_of(settings: Settings, machine: Machine, local: Sequence[TierSpec], base: Path | None = None) -> Plan:
+def plan_of(
+    settings: Settings,
+    machine: Machine,
+    local: Sequence[TierSpec],
+    base: Path | None = None,
+) -> Plan:
     """Share the machine; where memory does not suffice, tiers for whose engines the settings do not ask are left out."""
     tiers = {name: settings.tiers.of(name) for name in settings.tiers.names}
     drafts = {tier.draft for tier in tiers.values()}
-    asked = {name for name, tier in tiers.items() if tier.checkpoint or tier.replicas is not None}
+    asked = {
+        name
+        for name, tier in tiers.items()
+        if tier.checkpoint or tier.replicas is not None
+    }
     optional = set(tiers) - asked - drafts
-    return make_plan(machine, local, kv_cache_gib=settings.engine.cpu_kv_cache_gib, base=base, optional=optional)
+    return make_plan(
+        machine,
+        local,
+        kv_cache_gib=settings.engine.cpu_kv_cache_gib,
+        base=base,
+        optional=optional,
+    )
 
 
-def without(left_out: Sequence[TierName], specs: Sequence[TierSpec]) -> tuple[TierSpec, ...]:
-    return tuple(replace(spec, replicas=0, checkpoint=None) if spec.name in left_out else spec for spec in specs)
+def without(
+    left_out: Sequence[TierName], specs: Sequence[TierSpec]
+) -> tuple[TierSpec, ...]:
+    return tuple(
+        replace(spec, replicas=0, checkpoint=None) if spec.name in left_out else spec
+        for spec in specs
+    )
 
 
 def prepare_options(settings: Settings) -> PrepareOptions:
@@ -205,7 +279,11 @@ def tier_spec(
     if not spec.replicas:
         return replace(spec, precision=told_precision(UNKNOWN, spec.stated_precision))
     if tier.checkpoint is not None:
-        return replace(spec, checkpoint=tier.checkpoint, precision=checkpoint_precision(tier.checkpoint, args))
+        return replace(
+            spec,
+            checkpoint=tier.checkpoint,
+            precision=checkpoint_precision(tier.checkpoint, args),
+        )
     return with_checkpoint(spec, prepared[name], args) if name in prepared else spec
 
 
@@ -217,12 +295,25 @@ def named_by(settings: Settings, tier: TierName) -> tuple[str, ...]:
 def elsewhere(spec: TierSpec) -> TierSpec:
     """Return a tier as its engines given by URL have it, whatever is started here besides."""
     precision = told_precision(UNKNOWN, spec.stated_precision)
-    return replace(spec, checkpoint=None, digest=None, replicas=0, draft=None, adapters=(), precision=precision)
+    return replace(
+        spec,
+        checkpoint=None,
+        digest=None,
+        replicas=0,
+        draft=None,
+        adapters=(),
+        precision=precision,
+    )
 
 
 def with_checkpoint(spec: TierSpec, made: Checkpoint, args: Sequence[str]) -> TierSpec:
     precision = checkpoint_precision(made.path, args)
-    return replace(spec, checkpoint=made.path, digest=made.manifest.weights_digest, precision=precision)
+    return replace(
+        spec,
+        checkpoint=made.path,
+        digest=made.manifest.weights_digest,
+        precision=precision,
+    )
 
 
 def named_counter(folder: Path) -> TokenCounter:
@@ -262,7 +353,9 @@ class LateCounter(TokenCounter):
 
 
 def with_drafts(
-    specs: Sequence[TierSpec], settings: Settings, prepared: Mapping[TierName, Checkpoint] = MappingProxyType({})
+    specs: Sequence[TierSpec],
+    settings: Settings,
+    prepared: Mapping[TierName, Checkpoint] = MappingProxyType({}),
 ) -> tuple[TierSpec, ...]:
     """Return the tiers with the folders of their drafts, as far as they are made.
 
@@ -277,7 +370,9 @@ def with_drafts(
             found.append(replace(spec, draft=draft if spec.replicas else None))
             continue
         if draft.source not in here:
-            found.append(replace(spec, draft=replace(draft, checkpoint=Path(draft.source))))
+            found.append(
+                replace(spec, draft=replace(draft, checkpoint=Path(draft.source)))
+            )
             continue
         tier = TierName(draft.source)
         if rising.index(tier) >= rising.index(spec.name):
@@ -286,7 +381,9 @@ def with_drafts(
             )
         made = prepared[tier].path if tier in prepared else None
         own = settings.tiers.of(tier)
-        folder = (here[tier].checkpoint if tier in here else None) or own.checkpoint or made
+        folder = (
+            (here[tier].checkpoint if tier in here else None) or own.checkpoint or made
+        )
         if folder is None and not own.replicas_here:
             raise PlanError(
                 f"tiers.{spec.name}.draft is {tier}, whose checkpoint is not made: run 'qarr model prepare', let its "
@@ -301,11 +398,19 @@ def check_draft(spec: TierSpec) -> None:
     draft = None if spec.draft is None else spec.draft.checkpoint
     if draft is None or spec.checkpoint is None:
         return
-    own, its = identity(spec.checkpoint).tokenizer_digest, identity(draft).tokenizer_digest
+    own, its = (
+        identity(spec.checkpoint).tokenizer_digest,
+        identity(draft).tokenizer_digest,
+    )
     try:
-        size, its_size = (model_config(folder).get("vocab_size") for folder in (spec.checkpoint, draft))
+        size, its_size = (
+            model_config(folder).get("vocab_size")
+            for folder in (spec.checkpoint, draft)
+        )
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"tiers.{spec.name}.draft: {error}: a folder with a config.json is needed") from error
+        raise CheckpointError(
+            f"tiers.{spec.name}.draft: {error}: a folder with a config.json is needed"
+        ) from error
     if own != its or size != its_size:
         raise TokenizerMismatchError(
             f"tiers.{spec.name}.draft has another vocabulary: {spec.name} ({spec.checkpoint}) has {size} tokens, digest "
@@ -319,20 +424,35 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 reserves memory
 
 
 def named_for(tier: TierName, lora: LoraSettings) -> tuple[str, ...]:
-    return tuple(sorted(name for name, own in lora.adapters.items() if not own.tiers or tier in own.tiers))
+    return tuple(
+        sorted(
+            name
+            for name, own in lora.adapters.items()
+            if not own.tiers or tier in own.tiers
+        )
+    )
 
 
-def with_adapters(specs: Sequence[TierSpec], lora: LoraSettings) -> tuple[TierSpec, ...]:
-    return tuple(replace(spec, adapters=named_for(spec.name, lora)) if spec.replicas else spec for spec in specs)
+def with_adapters(
+    specs: Sequence[TierSpec], lora: LoraSettings
+) -> tuple[TierSpec, ...]:
+    return tuple(
+        replace(spec, adapters=named_for(spec.name, lora)) if spec.replicas else spec
+        for spec in specs
+    )
 
 
 def adapters_of(spec: TierSpec, lora: LoraSettings) -> Adapters:
     """Return what a tier's engines are started with for LoRA; ``PlanError``: a folder holds no adapter."""
     named = named_for(spec.name, lora)
-    loaded = tuple(Adapter(name, str(lora.adapters[name].path.absolute())) for name in named)
+    loaded = tuple(
+        Adapter(name, str(lora.adapters[name].path.absolute())) for name in named
+    )
     ranks = [_rank(name, lora.adapters[name].path) for name in named]
     highest = max([*ranks, lora.max_rank if lora.at_run_time else 1])
-    return Adapters(loaded, next(rank for rank in RANKS if rank >= highest), lora.at_run_time)
+    return Adapters(
+        loaded, next(rank for rank in RANKS if rank >= highest), lora.at_run_time
+    )
 
 
 def check_adapters(local: Sequence[TierSpec], lora: LoraSettings) -> None:
@@ -355,7 +475,11 @@ def _rank(name: str, folder: Path) -> int:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         kind, rank = config["peft_type"], config["r"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"{where}: {error}: a folder of PEFT with an {CONFIG} is needed") from error
+        raise PlanError(
+            f"{where}: {error}: a folder of PEFT with an {CONFIG} is needed"
+        ) from error
     if kind != "LORA" or not isinstance(rank, int) or not 1 <= rank <= RANKS[-1]:
-        raise PlanError(f"{where}: it is of kind {kind} and rank {rank}; LORA of rank 1 to {RANKS[-1]} is allowed")
+        raise PlanError(
+            f"{where}: it is of kind {kind} and rank {rank}; LORA of rank 1 to {RANKS[-1]} is allowed"
+        )
     return rank

@@ -37,7 +37,9 @@ def listen(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()  # every address of IPv4 too
     try:
-        sock = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=both)
+        sock = socket.create_server(
+            (host, port), family=family, backlog=2048, dualstack_ipv6=both
+        )
     except OSError as error:
         raise ListenError(
             f"cannot listen on {host}:{port} ({error.strerror}): end what listens there, or choose another port (--port)"

@@ -32,13 +32,16 @@ from tiers.fleet import Fleet
 from tiers.lifecycle.command import engine_options, engine_variables
 from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpec
 
-GPU_SHARE = 0.9  # of the memory of a GPU that an engine has for itself, vLLM's own default
+# of the memory of a GPU that an engine has for itself, vLLM's own default
+GPU_SHARE = 0.9
 FOLLOW_S = 0.5  # between two looks at the engines' file
 ACROSS_NODES = ("--distributed-executor-backend", "ray")
 OF_THE_NODE = {"VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"}  # variables that its actor sets
 
 
-def make_ray_deployment(settings: Settings, checkpoints: Sequence[Checkpoint]) -> Deployment:
+def make_ray_deployment(
+    settings: Settings, checkpoints: Sequence[Checkpoint]
+) -> Deployment:
     """Lay out a fleet on a Ray cluster, whose nodes have the checkpoints under the same paths.
 
     ``TierError``: a checkpoint is missing, tiers differ in tokenizer, or a tier's resources cannot be right.
@@ -56,7 +59,11 @@ def make_ray_deployment(settings: Settings, checkpoints: Sequence[Checkpoint]) -
     file = settings.discovery.file or folder / "engines.json"
     job = Job(
         address=settings.ray.address,
-        replicas=tuple(wanted for spec in specs for wanted in wanted_replicas(spec, settings, model)),
+        replicas=tuple(
+            wanted
+            for spec in specs
+            for wanted in wanted_replicas(spec, settings, model)
+        ),
         engines_file=str(file.absolute()),
         status_file=str(folder.absolute() / "status.json"),
         log_dir=str(settings.engine.log_dir.absolute()),
@@ -67,21 +74,35 @@ def make_ray_deployment(settings: Settings, checkpoints: Sequence[Checkpoint]) -
     follows = settings.model_copy(
         update={
             "engine": settings.engine.model_copy(update={"api_key": key}),
-            "discovery": DiscoverySettings(file=file, interval_s=min(settings.discovery.interval_s, FOLLOW_S)),
-            "lora": settings.lora.model_copy(update={"adapters": {}}),  # the router finds them at the engines
+            "discovery": DiscoverySettings(
+                file=file, interval_s=min(settings.discovery.interval_s, FOLLOW_S)
+            ),
+            # the router finds them at the engines
+            "lora": settings.lora.model_copy(update={"adapters": {}}),
         }
     )
-    deployment = make_deployment(follows, (), start_engines=False, tokenizer=specs[0].checkpoint)
-    return replace(deployment, model=model, ray=RayOptions(settings.ray.python, folder, job, key))
+    deployment = make_deployment(
+        follows, (), start_engines=False, tokenizer=specs[0].checkpoint
+    )
+    return replace(
+        deployment, model=model, ray=RayOptions(settings.ray.python, folder, job, key)
+    )
 
 
-def _placed_specs(settings: Settings, prepared: Mapping[TierName, Checkpoint]) -> tuple[TierSpec, ...]:
+def _placed_specs(
+    settings: Settings, prepared: Mapping[TierName, Checkpoint]
+) -> tuple[TierSpec, ...]:
     tiers = {name: settings.tiers.of(name) for name in settings.tiers.names}
-    specs = tuple(tier_spec(name, tier, prepared, engine_args(settings, name)) for name, tier in tiers.items())
+    specs = tuple(
+        tier_spec(name, tier, prepared, engine_args(settings, name))
+        for name, tier in tiers.items()
+    )
     specs = with_adapters(with_drafts(specs, settings, prepared), settings.lora)
     placed = tuple(spec for spec in specs if spec.replicas)
     if not placed:
-        raise PlanError("nothing is to be placed on Ray: tiers.<name>.replicas is 0 for every tier")
+        raise PlanError(
+            "nothing is to be placed on Ray: tiers.<name>.replicas is 0 for every tier"
+        )
     for spec in placed:
         if spec.checkpoint is None:
             raise PlanError(
@@ -89,12 +110,16 @@ def _placed_specs(settings: Settings, prepared: Mapping[TierName, Checkpoint]) -
                 f"the same path"
             )
         check_draft(spec)
-    check_alike({spec.name: spec.checkpoint for spec in placed if spec.checkpoint is not None})
+    check_alike(
+        {spec.name: spec.checkpoint for spec in placed if spec.checkpoint is not None}
+    )
     check_adapters(placed, settings.lora)
     return placed
 
 
-def wanted_replicas(spec: TierSpec, settings: Settings, model: str) -> list[WantedReplica]:
+def wanted_replicas(
+    spec: TierSpec, settings: Settings, model: str
+) -> list[WantedReplica]:
     """Return a tier's replicas as the placement takes them.
 
     ``PlanError``: the tier's resources do not fit its engines, or an adapter's folder holds none.
@@ -110,7 +135,10 @@ def wanted_replicas(spec: TierSpec, settings: Settings, model: str) -> list[Want
         port=0,
         api_key="",
         otlp=engine_target(),
-        extra_args=(*(ACROSS_NODES if tier.across_nodes else ()), *whole_args(settings, spec)),
+        extra_args=(
+            *(ACROSS_NODES if tier.across_nodes else ()),
+            *whole_args(settings, spec),
+        ),
         env=tier.env,
         adapters=adapters_of(spec, settings.lora),
     )
@@ -132,9 +160,15 @@ def wanted_replicas(spec: TierSpec, settings: Settings, model: str) -> list[Want
     ]
 
 
-def replica_resources(spec: TierSpec, tier: TierSettings, usual: Mapping[str, float]) -> dict[str, float]:
+def replica_resources(
+    spec: TierSpec, tier: TierSettings, usual: Mapping[str, float]
+) -> dict[str, float]:
     """Return what Ray reserves for one replica; ``PlanError``: GPUs and parallelism do not fit together."""
-    wanted = {name: amount for name, amount in {**usual, **tier.ray_resources}.items() if amount}
+    wanted = {
+        name: amount
+        for name, amount in {**usual, **tier.ray_resources}.items()
+        if amount
+    }
     gpus, world, key = wanted.get("GPU", 0), spec.world_size, f"tiers.{spec.name}"
     if tier.across_nodes and (world == 1 or not gpus):
         raise PlanError(
@@ -142,7 +176,9 @@ def replica_resources(spec: TierSpec, tier: TierSettings, usual: Mapping[str, fl
             f"{key}.tensor_parallel or pipeline_parallel, and GPU in {key}.ray_resources"
         )
     if gpus > 1 and not float(gpus).is_integer():
-        raise PlanError(f"GPU {gpus:g} is no whole number: {key}.ray_resources takes those, or a part of one GPU")
+        raise PlanError(
+            f"GPU {gpus:g} is no whole number: {key}.ray_resources takes those, or a part of one GPU"
+        )
     if gpus and (world > 1 or gpus > 1) and gpus != world:
         raise PlanError(
             f"a replica of {spec.name} gets GPU {gpus:g} of Ray, but its engine takes tensor_parallel x pipeline_parallel "
@@ -151,25 +187,40 @@ def replica_resources(spec: TierSpec, tier: TierSettings, usual: Mapping[str, fl
     return wanted
 
 
-def _share(spec: TierSpec, resources: Mapping[str, float], kv_cache_gib: float) -> Placement:
+def _share(
+    spec: TierSpec, resources: Mapping[str, float], kv_cache_gib: float
+) -> Placement:
     """Return an engine's share of its node: its GPUs, else as many threads as it has CPUs."""
     gpus = resources.get("GPU", 0)
     if not gpus:
-        return Placement(threads=max(int(resources.get("CPU", 1)), 1), kv_cache_gib=kv_cache_gib)
-    return Placement(gpus=tuple(range(spec.world_size)), gpu_memory_fraction=GPU_SHARE * min(gpus, 1.0))
+        return Placement(
+            threads=max(int(resources.get("CPU", 1)), 1), kv_cache_gib=kv_cache_gib
+        )
+    return Placement(
+        gpus=tuple(range(spec.world_size)),
+        gpu_memory_fraction=GPU_SHARE * min(gpus, 1.0),
+    )
 
 
 class OnRay:
     """The placement beside a running router; nothing where no engines are on Ray. ``say`` gets a line for each change."""
 
-    def __init__(self, options: RayOptions | None, fleet: Fleet, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, options: RayOptions | None, fleet: Fleet, say: Callable[[str], None]
+    ) -> None:
         self._engines = RayEngines(options, say) if options is not None else None
-        self._fleet, self._count = fleet, len(options.job.replicas) if options is not None else 0
+        self._fleet, self._count = (
+            fleet,
+            len(options.job.replicas) if options is not None else 0,
+        )
         self._task: asyncio.Task[None] | None = None
 
     @property
     def settled(self) -> bool:
-        ready = sum(replica.state.status is ReplicaStatus.READY for replica in self._fleet.replicas)
+        ready = sum(
+            replica.state.status is ReplicaStatus.READY
+            for replica in self._fleet.replicas
+        )
         return self._engines is None or (self._engines.settled and ready >= self._count)
 
     def start(self) -> None:

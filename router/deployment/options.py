@@ -11,11 +11,14 @@ from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import FleetOptions
 
 CANARY_FILE = "canary.json"
-MAX_SLOWDOWN = 8.0  # per token, of an engine alone on the machine against its latency profile
+# per token, of an engine alone on the machine against its latency profile
+MAX_SLOWDOWN = 8.0
 
 
 def fleet_options(settings: Settings) -> FleetOptions:
-    return FleetOptions(breaker=settings.upstream.breaker, affinity=settings.admission.affinity)
+    return FleetOptions(
+        breaker=settings.upstream.breaker, affinity=settings.admission.affinity
+    )
 
 
 def supervisor_options(settings: Settings) -> SupervisorOptions:
@@ -24,12 +27,20 @@ def supervisor_options(settings: Settings) -> SupervisorOptions:
         log_dir=engine.log_dir,
         start_timeout_s=engine.start_timeout_s,
         external_api_key=engine.api_key,
-        watchdog=WatchdogOptions(max_restarts=engine.max_restarts, hang_s=engine.hang_s),
-        operations=OperationOptions(drain_s=engine.drain_s, recycle_every_s=engine.recycle_every_s),
+        watchdog=WatchdogOptions(
+            max_restarts=engine.max_restarts, hang_s=engine.hang_s
+        ),
+        operations=OperationOptions(
+            drain_s=engine.drain_s, recycle_every_s=engine.recycle_every_s
+        ),
         canary=make_canary(settings),
         discovery=DiscoveryOptions(
             file=settings.discovery.file,
-            names={tier: name for tier in settings.tiers.names if (name := settings.tiers.of(tier).dns)},
+            names={
+                tier: name
+                for tier in settings.tiers.names
+                if (name := settings.tiers.of(tier).dns)
+            },
             interval_s=settings.discovery.interval_s,
         ),
     )

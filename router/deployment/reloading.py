@@ -44,17 +44,37 @@ class Parts:
     """The parts of a running router. On Ray the deployment's settings differ from those that were read."""
 
     def __init__(
-        self, deployment: Deployment, read: Settings, app: App, server: Server, *, fleet: Fleet, roster: Roster
+        self,
+        deployment: Deployment,
+        read: Settings,
+        app: App,
+        server: Server,
+        *,
+        fleet: Fleet,
+        roster: Roster,
     ) -> None:
-        self._deployment, self._app, self._server, self._fleet = deployment, app, server, fleet
+        self._deployment, self._app, self._server, self._fleet = (
+            deployment,
+            app,
+            server,
+            fleet,
+        )
         self._roster, self._read, self._own = roster, read, deployment.settings
 
     async def prepare(self, settings: Settings) -> Commit:
         self._check_urls(settings)
-        sections = {change.key.partition(".")[0] for change in changes(self._read, settings)}
-        own = self._own.model_copy(update={name: getattr(settings, name) for name in sections})
+        sections = {
+            change.key.partition(".")[0] for change in changes(self._read, settings)
+        }
+        own = self._own.model_copy(
+            update={name: getattr(settings, name) for name in sections}
+        )
         use = self._app.prepare(own)
-        urls = {name: own.tiers.of(name).urls for name in own.tiers.names if own.tiers.of(name).urls}
+        urls = {
+            name: own.tiers.of(name).urls
+            for name in own.tiers.names
+            if own.tiers.of(name).urls
+        }
 
         async def commit() -> None:
             use()
@@ -68,13 +88,20 @@ class Parts:
 
     @property
     def _urls(self) -> dict[TierName, tuple[str, ...]]:
-        return {name: self._own.tiers.of(name).urls for name in self._own.tiers.names if self._own.tiers.of(name).urls}
+        return {
+            name: self._own.tiers.of(name).urls
+            for name in self._own.tiers.names
+            if self._own.tiers.of(name).urls
+        }
 
     def _check_urls(self, settings: Settings) -> None:
         deployment, tiers = self._deployment, settings.tiers
         if deployment.local or deployment.ray is not None:
             for name in tiers.names:
-                before, after = self._read.tiers.of(name).replicas_here, tiers.of(name).replicas_here
+                before, after = (
+                    self._read.tiers.of(name).replicas_here,
+                    tiers.of(name).replicas_here,
+                )
                 if before != after:
                     raise ReloadError(
                         f"tiers.{name}.urls: {after} engines of the tier would be started here instead of {before}; set "
@@ -83,4 +110,6 @@ class Parts:
         elif settings.discovery.file is None and not any(
             tiers.of(name).urls or tiers.of(name).dns for name in tiers.names
         ):
-            raise ReloadError("tiers.*.urls: no engine would be left; name at least one")
+            raise ReloadError(
+                "tiers.*.urls: no engine would be left; name at least one"
+            )

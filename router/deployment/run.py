@@ -20,7 +20,13 @@ from router.deployment.options import fleet_options, supervisor_options
 from router.deployment.reloading import Asked, Parts
 from router.line_file import PrivateFile
 from router.section import SettingsError
-from router.server.handover import HandoverClient, TakenError, TakeoverError, control_path, handing_over
+from router.server.handover import (
+    HandoverClient,
+    TakenError,
+    TakeoverError,
+    control_path,
+    handing_over,
+)
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
 from router.server.server import Server
@@ -37,7 +43,12 @@ from tiers.trust import client_context
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.1
-SETTLED = {ReplicaStatus.READY, ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
+SETTLED = {
+    ReplicaStatus.READY,
+    ReplicaStatus.FAILED,
+    ReplicaStatus.UNREACHABLE,
+    ReplicaStatus.QUARANTINED,
+}
 
 
 class StartError(Exception):
@@ -56,7 +67,9 @@ def check_files(settings: Settings) -> None:
         try:
             PrivateFile(path, 0, 0, key).close()
         except OSError as error:
-            raise SettingsError(f"{key}: {path} cannot be written ({error.strerror})") from error
+            raise SettingsError(
+                f"{key}: {path} cannot be written ({error.strerror})"
+            ) from error
     if settings.tls.ca is not None:
         try:
             client_context(settings.tls.ca)
@@ -72,10 +85,12 @@ class StartObserver:
 
     changed: Callable[[Replica], None]  # called when a replica changes state
     up: Callable[[Fleet], None]  # called once, when no tier is starting any more
-    serving: Callable[[Fleet], None]  # called once, when one tier is ready while others are starting
+    # called once, when one tier is ready while others are starting
+    serving: Callable[[Fleet], None]
     # called once with the plan and the tiers, if checkpoints are made first
     planned: Callable[[Plan, tuple[TierSpec, ...]], None]
-    step: Callable[[str], None]  # called with a line for each step of making checkpoints
+    # called with a line for each step of making checkpoints
+    step: Callable[[str], None]
 
 
 async def run(
@@ -97,26 +112,53 @@ async def run(
     """
     settings = deployment.settings
     telemetry = make_telemetry(version("qarr"), settings.telemetry)
-    fleet = Fleet(deployment.specs, machine=speed_machine(settings), options=fleet_options(settings))
+    fleet = Fleet(
+        deployment.specs,
+        machine=speed_machine(settings),
+        options=fleet_options(settings),
+    )
     transport = EngineTransport(ca=settings.tls.ca)
-    supervisor = Supervisor(fleet, supervisor_options(settings), observer.changed, transport)
+    supervisor = Supervisor(
+        fleet, supervisor_options(settings), observer.changed, transport
+    )
     reloads = asked.reloads(sock)
     app = App(
         settings, fleet, deployment.counter, telemetry, deployment.model,
         keys=keys, operations=supervisor.operations, reloads=reloads, transport=transport,
     )  # fmt: skip
-    server = Server(app.asgi, app.state, settings.server, protocol_for(settings.server, refusal), app.tls)
+    server = Server(
+        app.asgi,
+        app.state,
+        settings.server,
+        protocol_for(settings.server, refusal),
+        app.tls,
+    )
     roster = supervisor.operations.roster
-    reloads.add(Parts(deployment, asked.settings, app, server, fleet=fleet, roster=roster).prepare)
+    reloads.add(
+        Parts(
+            deployment, asked.settings, app, server, fleet=fleet, roster=roster
+        ).prepare
+    )
     server.end_on_signals(reloads.request)
     starting: asyncio.Task[None] | None = None
     on_ray = OnRay(deployment.ray, fleet, observer.step)
     try:
-        supervisor.start(deployment.launches, [elsewhere(spec) for spec in deployment.specs])
-        starting = asyncio.create_task(_started(deployment, supervisor, observer, on_ray))
+        supervisor.start(
+            deployment.launches, [elsewhere(spec) for spec in deployment.specs]
+        )
+        starting = asyncio.create_task(
+            _started(deployment, supervisor, observer, on_ray)
+        )
         if predecessor is not None and not await _one_ready(fleet, server):
             return
-        await _serve(server, sock, deployment, starting, lambda: observer.up(fleet), predecessor=predecessor)
+        await _serve(
+            server,
+            sock,
+            deployment,
+            starting,
+            lambda: observer.up(fleet),
+            predecessor=predecessor,
+        )
     finally:
         if starting is not None:
             starting.cancel()
@@ -142,12 +184,21 @@ async def _serve(
             set_aside()
             successor = predecessor is None or await _taken_over(predecessor, server)
             if successor and not deployment.local and deployment.ray is None:
-                path = control_path(deployment.settings.server.runtime_dir, sock.getsockname()[1])
+                path = control_path(
+                    deployment.settings.server.runtime_dir, sock.getsockname()[1]
+                )
                 try:
-                    await stack.enter_async_context(handing_over(path, sock, version("qarr"), server.hand_over))
+                    await stack.enter_async_context(
+                        handing_over(path, sock, version("qarr"), server.hand_over)
+                    )
                 except OSError as error:
                     advice = "set server.runtime_dir to a writable folder"
-                    log.warning("this router cannot be taken over: no %s (%s); %s", path, error.strerror, advice)
+                    log.warning(
+                        "this router cannot be taken over: no %s (%s); %s",
+                        path,
+                        error.strerror,
+                        advice,
+                    )
             await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
@@ -167,7 +218,9 @@ async def _taken_over(predecessor: HandoverClient, server: Server) -> bool:
         log.warning("%s", error)
         server.hand_over()
         return False
-    except TakeoverError as error:  # this router serves; the predecessor may have ended meanwhile
+    except (
+        TakeoverError
+    ) as error:  # this router serves; the predecessor may have ended meanwhile
         log.warning("%s", error)
     return True
 
@@ -175,13 +228,20 @@ async def _taken_over(predecessor: HandoverClient, server: Server) -> bool:
 async def _one_ready(fleet: Fleet, server: Server) -> bool:
     """Wait until no replica is starting and one is ready; return False if a signal comes first."""
     while not server.should_exit:
-        if _any_ready(fleet) and all(replica.state.status in SETTLED for replica in fleet.replicas):
+        if _any_ready(fleet) and all(
+            replica.state.status in SETTLED for replica in fleet.replicas
+        ):
             return True
         await asyncio.sleep(POLL_S)
     return False
 
 
-async def _started(deployment: Deployment, supervisor: Supervisor, observer: StartObserver, on_ray: OnRay) -> None:
+async def _started(
+    deployment: Deployment,
+    supervisor: Supervisor,
+    observer: StartObserver,
+    on_ray: OnRay,
+) -> None:
     fleet, making = supervisor.fleet, None
     on_ray.start()
     if deployment.missing:
@@ -201,16 +261,30 @@ async def _started(deployment: Deployment, supervisor: Supervisor, observer: Sta
             await asyncio.gather(making, return_exceptions=True)
 
 
-async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[None] | None) -> bool:
+async def _settled(
+    deployment: Deployment, fleet: Fleet, making: asyncio.Task[None] | None
+) -> bool:
     if making is not None and making.done():
         await making
-    failed = [r for r in fleet.replicas if r.state.status is ReplicaStatus.FAILED and r.spec.name in deployment.local]
+    failed = [
+        r
+        for r in fleet.replicas
+        if r.state.status is ReplicaStatus.FAILED and r.spec.name in deployment.local
+    ]
     if failed and (making is None or not _any_ready(fleet)):
         raise StartError(f"{failed[0].id} did not start: {failed[0].state.detail}")
-    all_there = all(r.state.status is ReplicaStatus.READY or r in failed for r in fleet.replicas)
+    all_there = all(
+        r.state.status is ReplicaStatus.READY or r in failed for r in fleet.replicas
+    )
     all_there = all_there and (_any_ready(fleet) or bool(failed))
-    return all_there and not fleet.preparations.coming and (making is None or making.done())
+    return (
+        all_there
+        and not fleet.preparations.coming
+        and (making is None or making.done())
+    )
 
 
 def _any_ready(fleet: Fleet) -> bool:
-    return any(replica.state.status is ReplicaStatus.READY for replica in fleet.replicas)
+    return any(
+        replica.state.status is ReplicaStatus.READY for replica in fleet.replicas
+    )

@@ -20,9 +20,22 @@ from pydantic import (
     model_validator,
 )
 
-from router.section import PROJECT, AdapterName, EngineAddress, Section, cache_dir, different, header_value, once
+from router.section import (
+    PROJECT,
+    AdapterName,
+    EngineAddress,
+    Section,
+    cache_dir,
+    different,
+    header_value,
+    once,
+)
 from tiers.address import normalised, wrong_with
-from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, DEFAULT_CALIBRATION, DEFAULT_MODEL
+from tiers.checkpoints.prepare import (
+    CALIBRATION_SAMPLES,
+    DEFAULT_CALIBRATION,
+    DEFAULT_MODEL,
+)
 from tiers.lifecycle.engine_args import check_own
 from tiers.spec import TierName
 
@@ -33,9 +46,13 @@ def _dns_address(url: str) -> str:
     if not url:
         return url
     if url.startswith("https:"):
-        raise ValueError("engines are reached by their addresses, which no certificate names: http:// is allowed")
+        raise ValueError(
+            "engines are reached by their addresses, which no certificate names: http:// is allowed"
+        )
     if wrong := wrong_with(url):
-        raise ValueError(f"{wrong}; a name like http://qarr-fast.default.svc:8000 is allowed")
+        raise ValueError(
+            f"{wrong}; a name like http://qarr-fast.default.svc:8000 is allowed"
+        )
     return url
 
 
@@ -53,19 +70,27 @@ def _engine_variables(variables: dict[str, str]) -> dict[str, str]:
         if name.startswith("QARR_"):
             raise ValueError(f"{name}: variables of QARR's own do not reach engines")
         if name == "VLLM_API_KEY":
-            raise ValueError(f"{name}: engines started here get a random key; it cannot be changed")
+            raise ValueError(
+                f"{name}: engines started here get a random key; it cannot be changed"
+            )
     return variables
 
 
 EngineArgs = Annotated[tuple[str, ...], AfterValidator(_not_ours)]
-RayResources = Annotated[dict[Annotated[str, Field(min_length=1)], NonNegativeFloat], Field()]
+RayResources = Annotated[
+    dict[Annotated[str, Field(min_length=1)], NonNegativeFloat], Field()
+]
 
 
 class TierSettings(Section, reloads=frozenset({"urls"})):
     """One tier."""
 
-    max_model_len: int = Field(4096, ge=16, description="Context: prompt plus output, in tokens.")
-    max_num_seqs: int = Field(16, ge=1, description="Sequences the engine runs at once.")
+    max_model_len: int = Field(
+        4096, ge=16, description="Context: prompt plus output, in tokens."
+    )
+    max_num_seqs: int = Field(
+        16, ge=1, description="Sequences the engine runs at once."
+    )
     max_in_flight: int = Field(
         32,
         ge=1,
@@ -88,24 +113,37 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
         "the tier out, unless `discovery.file` names it.",
     )
     gpus: Annotated[tuple[NonNegativeInt, ...], AfterValidator(different)] = Field(
-        (), description="CUDA devices for the engines started here, taken in turn; empty: those with most memory left."
+        (),
+        description="CUDA devices for the engines started here, taken in turn; empty: those with most memory left.",
     )
-    tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share each layer of one engine.")
-    pipeline_parallel: int = Field(1, ge=1, le=64, description="Stages, on GPUs of their own, of one engine's layers.")
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="GPUs that share each layer of one engine."
+    )
+    pipeline_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Stages, on GPUs of their own, of one engine's layers.",
+    )
     across_nodes: bool = Field(
-        False, description="On Ray, one engine's GPUs may be on several nodes: vLLM's own Ray executor takes them."
+        False,
+        description="On Ray, one engine's GPUs may be on several nodes: vLLM's own Ray executor takes them.",
     )
     ray_resources: RayResources = Field(
-        {}, description="What a replica of this tier takes, over `ray.resources`; 0 removes a resource."
+        {},
+        description="What a replica of this tier takes, over `ray.resources`; 0 removes a resource.",
     )
-    checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
+    checkpoint: Path | None = Field(
+        None, description="Model folder for this tier instead of the prepared one."
+    )
     engine_args: EngineArgs = Field(
         (),
         description="More vLLM arguments for this tier's engines started here, after `engine.extra_args`; checked by the "
         "installed vLLM before anything starts.",
     )
     env: Annotated[dict[str, str], AfterValidator(_engine_variables)] = Field(
-        {}, description="Variables of this tier's engines started here; they override inherited ones."
+        {},
+        description="Variables of this tier's engines started here; they override inherited ones.",
     )
     draft: str = Field(
         "",
@@ -131,7 +169,9 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
 
     @property
     def replicas_here(self) -> int:
-        return int(not (self.urls or self.dns)) if self.replicas is None else self.replicas
+        return (
+            int(not (self.urls or self.dns)) if self.replicas is None else self.replicas
+        )
 
 
 DEFAULT_LENGTHS: dict[str, dict[str, Any]] = {
@@ -178,7 +218,12 @@ class TiersSettings(Section):
 
     @cached_property
     def names(self) -> tuple[TierName, ...]:
-        return (TierName.FAST, TierName.BALANCED, *map(TierName, self.__pydantic_extra__), TierName.PRECISE)
+        return (
+            TierName.FAST,
+            TierName.BALANCED,
+            *map(TierName, self.__pydantic_extra__),
+            TierName.PRECISE,
+        )
 
     def of(self, name: TierName) -> TierSettings:
         found: TierSettings = getattr(self, name)
@@ -202,7 +247,10 @@ class TiersSettings(Section):
         found: dict[str, str] = {}
         for name in self.names:
             tier = self.of(name)
-            for key, url in (*(("urls", url) for url in tier.urls), *((("dns", tier.dns),) if tier.dns else ())):
+            for key, url in (
+                *(("urls", url) for url in tier.urls),
+                *((("dns", tier.dns),) if tier.dns else ()),
+            ):
                 other = found.setdefault(normalised(url), f"tiers.{name}.{key}")
                 if other != f"tiers.{name}.{key}":
                     raise ValueError(
@@ -230,11 +278,21 @@ class DiscoverySettings(Section):
 class ModelSettings(Section):
     """The model and how its checkpoints are made."""
 
-    name: str = Field(DEFAULT_MODEL, description="The default model, a model folder, or a Hugging Face id.")
-    store: Path = Field(default_factory=lambda: cache_dir() / "models", description="Where checkpoints are kept.")
-    calibration: Path = Field(DEFAULT_CALIBRATION, description='Prompts for AWQ: JSON lines with a "text" field.')
+    name: str = Field(
+        DEFAULT_MODEL,
+        description="The default model, a model folder, or a Hugging Face id.",
+    )
+    store: Path = Field(
+        default_factory=lambda: cache_dir() / "models",
+        description="Where checkpoints are kept.",
+    )
+    calibration: Path = Field(
+        DEFAULT_CALIBRATION,
+        description='Prompts for AWQ: JSON lines with a "text" field.',
+    )
     calibration_samples: NonNegativeInt = Field(
-        CALIBRATION_SAMPLES, description="How many of these prompts are used, evenly spaced; 0: all."
+        CALIBRATION_SAMPLES,
+        description="How many of these prompts are used, evenly spaced; 0: all.",
     )
 
 
@@ -242,17 +300,33 @@ class EngineSettings(Section):
     """How engines are started, warmed and stopped."""
 
     python: Path = Field(
-        default_factory=lambda: PROJECT / ".venv-engine/bin/python", description="Python that has vLLM."
+        default_factory=lambda: PROJECT / ".venv-engine/bin/python",
+        description="Python that has vLLM.",
     )
-    base_port: int = Field(9101, ge=1024, le=65000, description="First engine's port; the next ones follow.")
+    base_port: int = Field(
+        9101,
+        ge=1024,
+        le=65000,
+        description="First engine's port; the next ones follow.",
+    )
     api_key: Annotated[str, AfterValidator(header_value)] = Field(
-        "", description="Key of engines given by URL. Engines started here get a random one."
+        "",
+        description="Key of engines given by URL. Engines started here get a random one.",
     )
-    extra_args: EngineArgs = Field((), description="More vLLM arguments for every engine started here.")
-    log_dir: Path = Field(default_factory=lambda: cache_dir() / "logs", description="Folder of the logs.")
-    start_timeout_s: PositiveFloat = Field(600, description="Time from an engine's start to its first healthy answer.")
+    extra_args: EngineArgs = Field(
+        (), description="More vLLM arguments for every engine started here."
+    )
+    log_dir: Path = Field(
+        default_factory=lambda: cache_dir() / "logs", description="Folder of the logs."
+    )
+    start_timeout_s: PositiveFloat = Field(
+        600, description="Time from an engine's start to its first healthy answer."
+    )
     cpu_kv_cache_gib: float | None = Field(
-        None, ge=0.25, le=4096, description="KV cache of each CPU engine, in GiB; unset: by context and `max_num_seqs`."
+        None,
+        ge=0.25,
+        le=4096,
+        description="KV cache of each CPU engine, in GiB; unset: by context and `max_num_seqs`.",
     )
     max_restarts: NonNegativeInt = Field(
         5,
@@ -269,7 +343,8 @@ class EngineSettings(Section):
         description="Time for open requests to finish before an engine is restarted or recycled; then they are aborted.",
     )
     recycle_every_s: NonNegativeFloat = Field(
-        0, description="Each engine is recycled at this interval, one at a time and spread out. 0: never."
+        0,
+        description="Each engine is recycled at this interval, one at a time and spread out. 0: never.",
     )
     check_tolerance: NonNegativeFloat = Field(
         1.0,
@@ -280,7 +355,9 @@ class EngineSettings(Section):
 
 def _ray_address(address: str) -> str:
     if not re.fullmatch(r"auto|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", address):
-        raise ValueError("auto is allowed, or the head's HOST:PORT as 10.0.0.5:6379; ray:// is for Ray Client")
+        raise ValueError(
+            "auto is allowed, or the head's HOST:PORT as 10.0.0.5:6379; ray:// is for Ray Client"
+        )
     return address
 
 
@@ -288,10 +365,12 @@ class RaySettings(Section):
     """Engines on the machines of a Ray cluster (`qarr up --on ray`)."""
 
     address: Annotated[str, AfterValidator(_ray_address)] = Field(
-        "auto", description="The cluster: `auto` is the one that this machine belongs to, else `HOST:PORT` of its head."
+        "auto",
+        description="The cluster: `auto` is the one that this machine belongs to, else `HOST:PORT` of its head.",
     )
     python: Path = Field(
-        default_factory=lambda: PROJECT / ".venv-ray/bin/python", description="Python that has Ray and vLLM."
+        default_factory=lambda: PROJECT / ".venv-ray/bin/python",
+        description="Python that has Ray and vLLM.",
     )
     resources: RayResources = Field(
         {"CPU": 1},
@@ -304,16 +383,20 @@ class QuantizerSettings(Section):
     """The environment that makes checkpoints."""
 
     python: Path = Field(
-        default_factory=lambda: PROJECT / ".venv-quantizer/bin/python", description="Python that has llm-compressor."
+        default_factory=lambda: PROJECT / ".venv-quantizer/bin/python",
+        description="Python that has llm-compressor.",
     )
 
 
 class AdapterSettings(Section):
     """A LoRA adapter that engines started here load at their start."""
 
-    path: Path = Field(description="Folder in PEFT's format, with `adapter_config.json`.")
+    path: Path = Field(
+        description="Folder in PEFT's format, with `adapter_config.json`."
+    )
     tiers: Annotated[tuple[TierName, ...], AfterValidator(different)] = Field(
-        (), description="Tiers whose engines load it; empty: all that have engines here."
+        (),
+        description="Tiers whose engines load it; empty: all that have engines here.",
     )
 
 
@@ -325,7 +408,10 @@ class LoraSettings(Section):
         description='Adapters by name, as in `support = { path = "/models/support", tiers = ["precise"] }`. Requests for '
         "one are kept to the tiers that have it.",
     )
-    at_run_time: bool = Field(False, description="Allow `qarr adapters load`. Takes memory for one adapter.")
+    at_run_time: bool = Field(
+        False, description="Allow `qarr adapters load`. Takes memory for one adapter."
+    )
     max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
-        16, description="Highest rank of adapters loaded at run time; `lora.adapters` may raise it."
+        16,
+        description="Highest rank of adapters loaded at run time; `lora.adapters` may raise it.",
     )

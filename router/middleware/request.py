@@ -10,11 +10,22 @@ from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api.asgi import CONTEXT, ForeignHostError, ForeignPageError, body_message, context_of
+from router.api.asgi import (
+    CONTEXT,
+    ForeignHostError,
+    ForeignPageError,
+    body_message,
+    context_of,
+)
 from router.api.paths import PAGE, error_form
 from router.api.problems import DrainingError, describe, is_known, response_to
 from router.auth.access import KeyStore
-from router.auth.api_keys import ANONYMOUS, Caller, UnauthorizedError, UnknownSignerError
+from router.auth.api_keys import (
+    ANONYMOUS,
+    Caller,
+    UnauthorizedError,
+    UnknownSignerError,
+)
 from router.lifecycle import ServerPhase, ServerState
 from router.pipeline.request import RequestContext
 from router.server.responder import OUT, Responder
@@ -24,7 +35,8 @@ from router.telemetry.tracing import ANSWERED, Telemetry
 log = logging.getLogger(f"qarr.{__name__}")
 # Paths for load balancers, which have no keys, and for browsers, whose users enter a key on the page.
 OPEN_PATHS = {"/health", "/healthz", "/readyz", PAGE}
-SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}  # they change nothing, and pages of other origins cannot read their answers
+# they change nothing, and pages of other origins cannot read their answers
+SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -58,13 +70,20 @@ class RequestMiddleware:
         self._answered = answered
         self.use(app, direct, local_names)
 
-    def use(self, app: ASGIApp, direct: Mapping[str, ASGIApp], local_names: Collection[str] | None) -> None:
+    def use(
+        self,
+        app: ASGIApp,
+        direct: Mapping[str, ASGIApp],
+        local_names: Collection[str] | None,
+    ) -> None:
         """Pass further requests to another application; those that are being answered stay with theirs."""
         self._app = app
         self._direct = direct
         self._local_names: frozenset[str] | None = None
         if local_names is not None:
-            self._local_names = frozenset({"localhost", *(name.lower() for name in local_names)})
+            self._local_names = frozenset(
+                {"localhost", *(name.lower() for name in local_names)}
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it with its body unread."""
@@ -91,7 +110,9 @@ class RequestMiddleware:
                 raise
             task.uncancel()
             if out.cycle.disconnected:
-                log.debug("request %s: the client went away", context_of(scope).request_id)
+                log.debug(
+                    "request %s: the client went away", context_of(scope).request_id
+                )
             else:
                 await _end_with_error(scope, receive, out)
         finally:
@@ -106,15 +127,19 @@ class RequestMiddleware:
         context: RequestContext = scope[CONTEXT]
         if status >= CLIENT_ERROR and not context.recorded:
             log_failure(scope, status)
-        is_direct = "endpoint" in scope and "path_params" not in scope  # answered without Starlette's routing
+        # answered without Starlette's routing
+        is_direct = "endpoint" in scope and "path_params" not in scope
         route = context.route if is_direct else _route(scope)
         self._answered(route, scope["method"], status)
         scope[ANSWERED] = route, status, context.caller.key_id
 
     async def _admit(self, scope: Scope) -> ASGIApp:
         """Return what answers a request: its endpoint, the router's application, or a refusal."""
-        headers = dict(reversed(scope["headers"]))  # the first of those that share a name
-        context = RequestContext(*self._telemetry.request_ids(headers), route=scope["path"], sent=headers)
+        # the first of those that share a name
+        headers = dict(reversed(scope["headers"]))
+        context = RequestContext(
+            *self._telemetry.request_ids(headers), route=scope["path"], sent=headers
+        )
         begin_request(context.request_id, context.trace_id)
         scope[CONTEXT] = context
         try:
@@ -123,7 +148,12 @@ class RequestMiddleware:
             except UnknownSignerError:
                 await self._keys.renew()
                 context.caller = self._caller(scope["method"], context)
-        except (UnauthorizedError, DrainingError, ForeignHostError, ForeignPageError) as error:
+        except (
+            UnauthorizedError,
+            DrainingError,
+            ForeignHostError,
+            ForeignPageError,
+        ) as error:
             response = response_to(error, scope)
             response.headers["connection"] = "close"  # its body stays unread
             return response
@@ -146,7 +176,11 @@ class RequestMiddleware:
         path = context.route
         resumes_stream = path == "/generate" and b"last-event-id" in context.sent
         # A stream that was interrupted can go on here only: no other router has the rest of it.
-        if self._server_state.state is ServerPhase.DRAINING and method == "POST" and not resumes_stream:
+        if (
+            self._server_state.state is ServerPhase.DRAINING
+            and method == "POST"
+            and not resumes_stream
+        ):
             raise DrainingError
         is_open = path in OPEN_PATHS
         if self._keys.required and not is_open:
@@ -165,7 +199,9 @@ class RequestMiddleware:
         Names without a dot are no exception: they come from a network's search domain, or from its owner.
         """
         names = self._local_names
-        if names is not None and not is_address_or_local(context.sent.get(b"host", b""), names):
+        if names is not None and not is_address_or_local(
+            context.sent.get(b"host", b""), names
+        ):
             raise ForeignHostError(
                 "without keys a router on this machine serves requests to an address or to localhost only, since any "
                 "web page could reach it by a name of its own: add this name to server.allowed_hosts, or make keys "
@@ -203,11 +239,15 @@ def is_address_or_local(header: bytes, names: frozenset[str]) -> bool:
     return True
 
 
-async def _send_error(error: Exception, scope: Scope, receive: Receive, out: Responder) -> None:
+async def _send_error(
+    error: Exception, scope: Scope, receive: Receive, out: Responder
+) -> None:
     """Send an error, in the stream if that has begun early; raise the error if the answer has begun otherwise."""
     if out.early and not out.complete:
         out.stop_waiting()
-        problem = describe(error).event(error_form(scope["path"]), context_of(scope).ids)
+        problem = describe(error).event(
+            error_form(scope["path"]), context_of(scope).ids
+        )
         await out.respond(body_message(problem + b"\n\n", more=False))
     elif out.begun:
         raise error
@@ -220,11 +260,15 @@ async def _end_with_error(scope: Scope, receive: Receive, out: Responder) -> Non
     form = error_form(scope["path"])
     context = context_of(scope)
     out.stop_waiting()
-    problem = describe(DrainingError("this router has ended before the answer was complete: ask again"))
+    problem = describe(
+        DrainingError("this router has ended before the answer was complete: ask again")
+    )
     if not out.begun:
         await problem.response(context, form)(scope, receive, out.respond)
     elif out.streams and not out.complete:
-        await out.respond(body_message(problem.event(form, context.ids) + b"\n\n", more=False))
+        await out.respond(
+            body_message(problem.event(form, context.ids) + b"\n\n", more=False)
+        )
 
 
 def _check_origin(context: RequestContext, allowed: Collection[str]) -> None:
@@ -238,7 +282,11 @@ def _check_origin(context: RequestContext, allowed: Collection[str]) -> None:
     origin = context.header(b"origin")
     if site in {"same-origin", "none"} or origin in allowed:
         return
-    if site is None and origin is not None and _is_origin_of(origin, context.header(b"host") or ""):
+    if (
+        site is None
+        and origin is not None
+        and _is_origin_of(origin, context.header(b"host") or "")
+    ):
         return
     raise ForeignPageError(
         "without keys this router takes requests from programs and from its own page, and a browser says (Sec-Fetch-Site, "
@@ -251,7 +299,9 @@ def _is_origin_of(origin: str, host: str) -> bool:
     """Tell whether an ``Origin`` and a ``Host`` header name the same server; both may leave the scheme's own port out."""
     scheme, _, authority = origin.lower().partition("://")
     port = DEFAULT_PORTS.get(scheme, "")
-    return bool(authority) and authority.removesuffix(port) == host.lower().removesuffix(port)
+    return bool(authority) and authority.removesuffix(
+        port
+    ) == host.lower().removesuffix(port)
 
 
 def _route(scope: Scope) -> str:
@@ -261,7 +311,8 @@ def _route(scope: Scope) -> str:
     route = ""
     remaining_path = str(scope["path"])
     for name, value in scope.get("path_params", {}).items():
-        before, segment, after = remaining_path.rpartition(f"/{value}")  # the last of the path's parts with the value
+        # the last of the path's parts with the value
+        before, segment, after = remaining_path.rpartition(f"/{value}")
         if segment and after[:1] in {"", "/"}:
             route = f"{before}/{{{name}}}"
             remaining_path = after

@@ -25,13 +25,65 @@ from router.api.paths import COMPLETIONS
 from router.telemetry.record import Hop, Outcome, RequestRecord
 from router.telemetry.request_trace import OVERFLOW_PROVIDER, PROVIDER
 
-DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-OUTPUT_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+DURATION_S = (
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.16,
+    0.32,
+    0.64,
+    1.28,
+    2.56,
+    5.12,
+    10.24,
+    20.48,
+    40.96,
+    81.92,
+)
+FIRST_TOKEN_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+)
+OUTPUT_TOKEN_S = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+)
 TOKENS = tuple(float(4**power) for power in range(14))
 SECOND = "s"
 TOKEN = "{token}"  # noqa: S105  a unit
-CALL = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.response.model", "qarr.tier")
+CALL = (
+    "gen_ai.operation.name",
+    "gen_ai.provider.name",
+    "gen_ai.request.model",
+    "gen_ai.response.model",
+    "qarr.tier",
+)
 ENDED_CALL = (*CALL, "error.type")
 MODALITY = "gen_ai.token.modality"
 TOKEN_TYPE = "gen_ai.token.type"  # noqa: S105  an attribute
@@ -73,35 +125,64 @@ def label_of(attribute: str) -> str:
 
 
 CLIENT_DURATION = Instrument(
-    "gen_ai.client.inference.duration", SECOND, "Time of a request to an engine or to the overflow.", ENDED_CALL
+    "gen_ai.client.inference.duration",
+    SECOND,
+    "Time of a request to an engine or to the overflow.",
+    ENDED_CALL,
 )
 CLIENT_FIRST_CHUNK = Instrument(
     "gen_ai.client.inference.time_to_first_chunk",
     SECOND,
     "From a request to an engine to its first chunk, if streamed.",
 )
-CLIENT_INPUT = Instrument("gen_ai.client.inference.operation.input_tokens", TOKEN, "Input tokens of a request.")
-CLIENT_OUTPUT = Instrument("gen_ai.client.inference.operation.output_tokens", TOKEN, "Output tokens of a request.")
-USED_INPUT = Instrument(
-    "gen_ai.client.inference.usage.input_tokens", TOKEN, "Input tokens, cached ones included.", (*CALL, MODALITY)
+CLIENT_INPUT = Instrument(
+    "gen_ai.client.inference.operation.input_tokens",
+    TOKEN,
+    "Input tokens of a request.",
 )
-USED_OUTPUT = Instrument("gen_ai.client.inference.usage.output_tokens", TOKEN, "Output tokens.", (*CALL, MODALITY))
+CLIENT_OUTPUT = Instrument(
+    "gen_ai.client.inference.operation.output_tokens",
+    TOKEN,
+    "Output tokens of a request.",
+)
+USED_INPUT = Instrument(
+    "gen_ai.client.inference.usage.input_tokens",
+    TOKEN,
+    "Input tokens, cached ones included.",
+    (*CALL, MODALITY),
+)
+USED_OUTPUT = Instrument(
+    "gen_ai.client.inference.usage.output_tokens",
+    TOKEN,
+    "Output tokens.",
+    (*CALL, MODALITY),
+)
 USED_CACHED = Instrument(
     "gen_ai.client.inference.usage.cache_read.input_tokens", TOKEN, "Input tokens that the engine had cached.",
     (*CALL, MODALITY),
 )  # fmt: skip
 SERVER_DURATION = Instrument(
-    "gen_ai.server.request.duration", SECOND, "From a request's arrival to its last byte.", ENDED_CALL
+    "gen_ai.server.request.duration",
+    SECOND,
+    "From a request's arrival to its last byte.",
+    ENDED_CALL,
 )
 SERVER_FIRST_TOKEN = Instrument(
-    "gen_ai.server.time_to_first_token", SECOND, "From a request's arrival to its first token, of successful requests."
+    "gen_ai.server.time_to_first_token",
+    SECOND,
+    "From a request's arrival to its first token, of successful requests.",
 )
 SERVER_OUTPUT_TOKEN = Instrument(
-    "gen_ai.server.time_per_output_token", SECOND, "Mean time of a token after the first, of successful requests."
+    "gen_ai.server.time_per_output_token",
+    SECOND,
+    "Mean time of a token after the first, of successful requests.",
 )
 # Those of v1.41.0.
 CLIENT_OPERATION = Instrument(
-    "gen_ai.client.operation.duration", SECOND, "Time of a request to an engine or to the overflow.", ENDED_CALL
+    "gen_ai.client.operation.duration",
+    SECOND,
+    "Time of a request to an engine or to the overflow.",
+    ENDED_CALL,
 )
 CLIENT_OPERATION_CHUNK = Instrument(
     "gen_ai.client.operation.time_to_first_chunk",
@@ -109,7 +190,10 @@ CLIENT_OPERATION_CHUNK = Instrument(
     "From a request to an engine to its first chunk, if streamed.",
 )
 CLIENT_USAGE = Instrument(
-    "gen_ai.client.token.usage", TOKEN, "Input and output tokens of a request.", (*CALL, TOKEN_TYPE)
+    "gen_ai.client.token.usage",
+    TOKEN,
+    "Input and output tokens of a request.",
+    (*CALL, TOKEN_TYPE),
 )
 INSTRUMENTS = (
     CLIENT_DURATION, CLIENT_FIRST_CHUNK, CLIENT_INPUT, CLIENT_OUTPUT, USED_INPUT, USED_OUTPUT, USED_CACHED,
@@ -142,7 +226,11 @@ class _Distribution:
         """Yield attributes, cumulative buckets and the sum of each series."""
         bounds = [*map(floatToGoString, self.bounds), "+Inf"]
         for values, series in self.series.items():
-            yield values, list(zip(bounds, map(float, accumulate(series.counts)), strict=True)), series.total
+            yield (
+                values,
+                list(zip(bounds, map(float, accumulate(series.counts)), strict=True)),
+                series.total,
+            )
 
 
 class GenAiMetrics(Collector):
@@ -168,7 +256,9 @@ class GenAiMetrics(Collector):
     def _attempt(self, hop: Hop, ended: float) -> None:
         result = hop.result
         values = _call_of(hop)
-        self._durations.add((*values, result.get("error.type") or ""), ended - hop.began)
+        self._durations.add(
+            (*values, result.get("error.type") or ""), ended - hop.began
+        )
         if hop.streamed and hop.first_token_at is not None:
             self._first_chunks.add(values, hop.first_token_at - hop.began)
         input_tokens = result.get("gen_ai.usage.input_tokens")
@@ -186,7 +276,9 @@ class GenAiMetrics(Collector):
         error = record.error
         if record.outcome is Outcome.CLIENT_GONE:
             error = record.outcome.value
-        self._server_durations.add((*values, error or ""), record.times.duration_ms / 1000)
+        self._server_durations.add(
+            (*values, error or ""), record.times.duration_ms / 1000
+        )
         if record.outcome is not Outcome.OK:
             return
         if record.times.ttft_ms is not None:
@@ -221,7 +313,9 @@ class GenAiMetrics(Collector):
             yield self._token_usage()
 
     def _token_usage(self) -> Metric:
-        made = HistogramMetricFamily(CLIENT_USAGE.family, CLIENT_USAGE.text, labels=CLIENT_USAGE.labels)
+        made = HistogramMetricFamily(
+            CLIENT_USAGE.family, CLIENT_USAGE.text, labels=CLIENT_USAGE.labels
+        )
         for kind, distribution in (("input", self._input), ("output", self._output)):
             for values, buckets, total in distribution.samples():
                 made.add_metric([*values, kind], buckets, total)
@@ -235,14 +329,22 @@ def _call_of(hop: Hop) -> Values:
 
 
 def _histogram(instrument: Instrument, distribution: _Distribution) -> Metric:
-    made = HistogramMetricFamily(instrument.family, instrument.text, labels=instrument.labels)
+    made = HistogramMetricFamily(
+        instrument.family, instrument.text, labels=instrument.labels
+    )
     for values, buckets, total in distribution.samples():
         made.add_metric(values, buckets, total)
     return made
 
 
-def _counter(instrument: Instrument, numbers: dict[Values, float] | dict[Values, int], modality: str) -> Metric:
-    made = CounterMetricFamily(instrument.family, instrument.text, labels=instrument.labels)
+def _counter(
+    instrument: Instrument,
+    numbers: dict[Values, float] | dict[Values, int],
+    modality: str,
+) -> Metric:
+    made = CounterMetricFamily(
+        instrument.family, instrument.text, labels=instrument.labels
+    )
     for values, number in numbers.items():
         made.add_metric([*values, modality], number)
     return made

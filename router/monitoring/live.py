@@ -21,7 +21,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from router.api.asgi import body_message, cancel_on_disconnect, context_of, start_message
+from router.api.asgi import (
+    body_message,
+    cancel_on_disconnect,
+    context_of,
+    start_message,
+)
 from router.api.bodies import json_response, render_fleet
 from router.api.paths import MOST_LISTED
 from router.auth.access import KeyStore
@@ -34,7 +39,11 @@ from router.policy.render import render_budget, render_loss
 from router.profiling.auto_profile import AutoProfile
 from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.telemetry.record import Outcome, RequestRecord, Times, render_record
-from router.telemetry.request_trace import UnknownTraceError, render_listed, render_trace
+from router.telemetry.request_trace import (
+    UnknownTraceError,
+    render_listed,
+    render_trace,
+)
 from router.telemetry.settings import TelemetrySettings
 
 TICK_S = 1.0
@@ -45,7 +54,10 @@ MOST_BEHIND = 500  # events that wait for a slow reader; beyond, it misses the o
 NO_STORE = {"cache-control": "no-store"}
 STREAM_HEADERS = {**NO_STORE, "x-accel-buffering": "no"}
 # What the snapshot calls the registry's totals.
-TOTALS = {name: name for name in ("requests", "ok", "refused", "client_gone", "retries", "continuations")}
+TOTALS = {
+    name: name
+    for name in ("requests", "ok", "refused", "client_gone", "retries", "continuations")
+}
 TOTALS["errors"] = Outcome.ERROR.value
 
 
@@ -102,8 +114,17 @@ class Live:
         settings: TelemetrySettings,
         about: Mapping[str, str],
     ) -> None:
-        self._pipeline, self._profiling, self._evaluation = pipeline, profiling, evaluation
-        self._server_state, self._keys, self._settings, self._about = server_state, keys, settings, about
+        self._pipeline, self._profiling, self._evaluation = (
+            pipeline,
+            profiling,
+            evaluation,
+        )
+        self._server_state, self._keys, self._settings, self._about = (
+            server_state,
+            keys,
+            settings,
+            about,
+        )
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
         self._readers: set[Reader] = set()
@@ -114,7 +135,11 @@ class Live:
         context = context_of(scope)
         cancel_on_disconnect(scope)
         with self.watching(context.caller) as reader:
-            await send(start_message(context.headers, "text/event-stream; charset=utf-8", STREAM_HEADERS))
+            await send(
+                start_message(
+                    context.headers, "text/event-stream; charset=utf-8", STREAM_HEADERS
+                )
+            )
             async for events in reader.events():
                 await send(body_message(events, more=True))
             await send(body_message(b"", more=False))
@@ -123,7 +148,11 @@ class Live:
     def watching(self, caller: Caller) -> Iterator[Reader]:
         reader = Reader(caller)
         self._pipeline.registry.tell()
-        seen = [record for record in self._pipeline.registry.recent if caller.sees(record.key_id)]
+        seen = [
+            record
+            for record in self._pipeline.registry.recent
+            if caller.sees(record.key_id)
+        ]
         for record in seen[-FIRST_RECORDS:]:
             reader.put(_event(b"request", render_record(record)))
         reader.put(_event(b"fleet", self.fleet(caller)))
@@ -170,14 +199,26 @@ class Live:
         pipeline.registry.tell()
         ended = [each for each in pipeline.registry.window if each[0] >= now - WINDOW_S]
         fleet, inside = pipeline.fleet, caller.sees_all
-        rendered = render_fleet(fleet.snapshot(), self._about["model"], fleet.machine, fleet.sources, inside=inside)
+        rendered = render_fleet(
+            fleet.snapshot(),
+            self._about["model"],
+            fleet.machine,
+            fleet.sources,
+            inside=inside,
+        )
         for tier in rendered["tiers"]:
             for replica in tier["replicas"]:
                 replica["tokens_per_s"] = round(self._rates.get(replica["id"], 0.0), 1)
-            tier["tokens_per_s"] = round(sum(r["tokens_per_s"] for r in tier["replicas"]), 1)
-            tier.update(_summary([each[2:] for each in ended if each[1] is tier["tier"]]))
+            tier["tokens_per_s"] = round(
+                sum(r["tokens_per_s"] for r in tier["replicas"]), 1
+            )
+            tier.update(
+                _summary([each[2:] for each in ended if each[1] is tier["tier"]])
+            )
         served, totals = pipeline.registry.open, pipeline.registry.totals
-        shown = [render_open(r, now) for r in served if caller.sees(r.context.caller.key_id)][:MOST_SHOWN]
+        shown = [
+            render_open(r, now) for r in served if caller.sees(r.context.caller.key_id)
+        ][:MOST_SHOWN]
         return {
             "at": round(time.time(), 3),
             "version": self._about["version"],
@@ -200,8 +241,14 @@ class Live:
                 reader.put(event)
 
     def _count(self, elapsed_s: float) -> None:
-        before, self._generated = self._generated, {r.id: r.work.generated for r in self._pipeline.fleet.replicas}
-        self._rates = {id_: (n - before.get(id_, n)) / elapsed_s for id_, n in self._generated.items()}
+        before, self._generated = (
+            self._generated,
+            {r.id: r.work.generated for r in self._pipeline.fleet.replicas},
+        )
+        self._rates = {
+            id_: (n - before.get(id_, n)) / elapsed_s
+            for id_, n in self._generated.items()
+        }
 
     def routes(self) -> list[Route]:
         return [
@@ -213,15 +260,30 @@ class Live:
         ]
 
     async def _listed(self, request: Request) -> Response:
-        limit, caller, name = _limit(request), context_of(request.scope).caller, request.url.path.rpartition("/")[2]
+        limit, caller, name = (
+            _limit(request),
+            context_of(request.scope).caller,
+            request.url.path.rpartition("/")[2],
+        )
         render = render_record if name == "requests" else render_listed
-        seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
+        seen = (
+            record
+            for record in reversed(self._pipeline.registry.kept())
+            if caller.sees(record.key_id)
+        )
         shown = [render(record) for record in islice(seen, limit)]
         return _json({"scope": "all" if caller.sees_all else "own", name: shown})
 
     async def _trace(self, request: Request) -> Response:
-        caller, trace_id = context_of(request.scope).caller, request.path_params["trace_id"]
-        kept = (record for record in self._pipeline.registry.kept() if record.trace_id == trace_id)
+        caller, trace_id = (
+            context_of(request.scope).caller,
+            request.path_params["trace_id"],
+        )
+        kept = (
+            record
+            for record in self._pipeline.registry.kept()
+            if record.trace_id == trace_id
+        )
         seen = [record for record in kept if caller.sees(record.key_id)]
         if not seen:
             raise UnknownTraceError(
@@ -229,19 +291,29 @@ class Live:
                 "that failed or missed their SLA: ask the router that served the request, or look in the trace viewer"
             )
         rendered = render_trace(seen, inside=caller.sees_all)
-        return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})
+        return _json(
+            {
+                **rendered,
+                "trace_url": self._settings.trace_address(rendered["trace_id"]),
+            }
+        )
 
     async def _policy(self, _request: Request) -> Response:
         self._pipeline.registry.tell()
         table = self._pipeline.policy.table
         return _json(
             {
-                "max_loss": {kind.value: bound for kind, bound in table.max_loss.items()},
+                "max_loss": {
+                    kind.value: bound for kind, bound in table.max_loss.items()
+                },
                 "loss_budget": render_budget(self._pipeline.policy),
                 "negligible_loss": table.negligible_loss,
                 "losses": {
                     tier: {
-                        kind.value: {complexity.value: render_loss(loss) for complexity, loss in each.items()}
+                        kind.value: {
+                            complexity.value: render_loss(loss)
+                            for complexity, loss in each.items()
+                        }
                         for kind, each in of_tier.items()
                     }
                     for tier, of_tier in table.losses.items()
@@ -261,19 +333,33 @@ def _summary(ended: list[tuple[Outcome, Times, bool | None]]) -> dict[str, Any]:
     return {
         "requests": len(ended),
         "errors": sum(outcome is Outcome.ERROR for outcome, _, _ in ended),
-        "ttft_ms": _percentiles([times.ttft_ms for _, times, _ in ended if times.ttft_ms is not None]),
-        "tpot_ms": _percentiles([times.tpot_ms for _, times, _ in ended if times.tpot_ms is not None]),
+        "ttft_ms": _percentiles(
+            [times.ttft_ms for _, times, _ in ended if times.ttft_ms is not None]
+        ),
+        "tpot_ms": _percentiles(
+            [times.tpot_ms for _, times, _ in ended if times.tpot_ms is not None]
+        ),
         "sla": {"asked": len(kept), "met": sum(kept)},
     }
 
 
 def _percentiles(values: list[float]) -> dict[str, float] | None:
-    return {"p50": round(percentile(values, 0.5), 2), "p95": round(percentile(values, 0.95), 2)} if values else None
+    return (
+        {
+            "p50": round(percentile(values, 0.5), 2),
+            "p95": round(percentile(values, 0.95), 2),
+        }
+        if values
+        else None
+    )
 
 
 def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
     answer, decision, part = request.answer, request.decision, request.now_on
-    tier, replica = part.tier if part is not None else decision.tier, part.replica_id if part is not None else None
+    tier, replica = (
+        part.tier if part is not None else decision.tier,
+        part.replica_id if part is not None else None,
+    )
     overflow = request.diverted.name if request.diverted is not None else None
     if overflow is not None:
         tier = replica = None
@@ -300,7 +386,11 @@ def _event(name: bytes, value: Any) -> bytes:
 def _limit(request: Request) -> int:
     text = request.query_params.get("limit", "100")
     # int() refuses thousands of digits with an error of its own.
-    limit = int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_LISTED)) else 0
+    limit = (
+        int(text)
+        if text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_LISTED))
+        else 0
+    )
     if not 1 <= limit <= MOST_LISTED:
         raise HTTPException(400, f"limit: a number from 1 to {MOST_LISTED} is allowed")
     return limit

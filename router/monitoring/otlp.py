@@ -28,16 +28,23 @@ EXPORTER = "OTEL_METRICS_EXPORTER"
 INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 DEFAULT_INTERVAL_MS = 60_000.0
 LAST_EXPORT_S = 5.0  # The end of the router waits no longer for the last figures.
-SCHEMA = "https://opentelemetry.io/schemas/1.45.0"  # semantic-conventions-genai v0.1.0 depends on it.
+# semantic-conventions-genai v0.1.0 depends on it.
+SCHEMA = "https://opentelemetry.io/schemas/1.45.0"
 _BY_FAMILY = {instrument.family: instrument for instrument in INSTRUMENTS}
-_ATTRIBUTES = {label_of(name): name for instrument in INSTRUMENTS for name in instrument.attributes}
+_ATTRIBUTES = {
+    label_of(name): name for instrument in INSTRUMENTS for name in instrument.attributes
+}
 
 
 class OtlpMetrics:
     """Sends metrics until it is closed."""
 
     def __init__(
-        self, exporter: MetricExporter, version: str, interval_s: float, collect: Callable[[], Iterable[Family]]
+        self,
+        exporter: MetricExporter,
+        version: str,
+        interval_s: float,
+        collect: Callable[[], Iterable[Family]],
     ) -> None:
         self._exporter = exporter
         self._version = version
@@ -67,15 +74,27 @@ class OtlpMetrics:
         await asyncio.to_thread(self._exporter.export, data)
 
     def _data(self, families: Iterable[Family]) -> MetricsData:
-        from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics  # noqa: PLC0415
+        from opentelemetry.sdk.metrics.export import (  # noqa: PLC0415
+            MetricsData,
+            ResourceMetrics,
+            ScopeMetrics,
+        )
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 
         metrics = list(to_metrics(families, self._started_ns, time.time_ns()))
         scope = InstrumentationScope("qarr", self._version, SCHEMA)
-        return MetricsData([ResourceMetrics(self._resource, [ScopeMetrics(scope, metrics, SCHEMA)], "")])
+        return MetricsData(
+            [
+                ResourceMetrics(
+                    self._resource, [ScopeMetrics(scope, metrics, SCHEMA)], ""
+                )
+            ]
+        )
 
 
-def to_metrics(families: Iterable[Family], started_ns: int, now_ns: int) -> Iterator[Metric]:
+def to_metrics(
+    families: Iterable[Family], started_ns: int, now_ns: int
+) -> Iterator[Metric]:
     """Yield families of Prometheus' client as OpenTelemetry's metrics, with cumulative figures."""
     from opentelemetry.sdk.metrics.export import (  # noqa: PLC0415
         AggregationTemporality,
@@ -96,15 +115,24 @@ def to_metrics(families: Iterable[Family], started_ns: int, now_ns: int) -> Iter
             unit = instrument.unit
         if family.type == "histogram":
             points = _histogram_points(family, started_ns, now_ns)
-            yield Metric(name, family.documentation, unit, Histogram(points, cumulative))
+            yield Metric(
+                name, family.documentation, unit, Histogram(points, cumulative)
+            )
             continue
         numbers = [
-            NumberDataPoint(_attributes(sample.labels), started_ns, now_ns, float(sample.value))
+            NumberDataPoint(
+                _attributes(sample.labels), started_ns, now_ns, float(sample.value)
+            )
             for sample in family.samples
             if not sample.name.endswith("_created")
         ]
         if family.type == "counter":
-            yield Metric(name, family.documentation, unit, Sum(numbers, cumulative, is_monotonic=True))
+            yield Metric(
+                name,
+                family.documentation,
+                unit,
+                Sum(numbers, cumulative, is_monotonic=True),
+            )
         else:
             yield Metric(name, family.documentation, unit, Gauge(numbers))
 
@@ -115,9 +143,15 @@ def _histogram_points(family: Family, started_ns: int, now_ns: int) -> list[Any]
     buckets: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = {}
     sums: dict[tuple[tuple[str, str], ...], float] = {}
     for sample in family.samples:
-        series = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "le"))
+        series = tuple(
+            sorted(
+                (name, value) for name, value in sample.labels.items() if name != "le"
+            )
+        )
         if sample.name.endswith("_bucket"):
-            buckets.setdefault(series, []).append((float(sample.labels["le"]), sample.value))
+            buckets.setdefault(series, []).append(
+                (float(sample.labels["le"]), sample.value)
+            )
         elif sample.name.endswith("_sum"):
             sums[series] = sample.value
     points = []
@@ -144,10 +178,14 @@ def _histogram_points(family: Family, started_ns: int, now_ns: int) -> list[Any]
 
 
 def _attributes(labels: Mapping[str, str]) -> dict[str, str]:
-    return {_ATTRIBUTES.get(name, name): value for name, value in labels.items() if value}
+    return {
+        _ATTRIBUTES.get(name, name): value for name, value in labels.items() if value
+    }
 
 
-def otlp_metrics(version: str, collect: Callable[[], Iterable[Family]]) -> OtlpMetrics | None:
+def otlp_metrics(
+    version: str, collect: Callable[[], Iterable[Family]]
+) -> OtlpMetrics | None:
     """Return what sends metrics, as the environment says; None: nothing does, or a variable cannot be used."""
     try:
         if not _is_wanted():
@@ -165,7 +203,9 @@ def _is_wanted() -> bool:
         return False
     named = os.environ.get(EXPORTER) or ("otlp" if os.environ.get(ENDPOINT) else "none")
     if named not in {"otlp", "none"}:
-        raise ValueError(f"{EXPORTER} is {named!r}: allowed are otlp and none; Prometheus reads GET /metrics")
+        raise ValueError(
+            f"{EXPORTER} is {named!r}: allowed are otlp and none; Prometheus reads GET /metrics"
+        )
     return named == "otlp"
 
 
@@ -178,16 +218,22 @@ def _interval_s() -> float:
         except ValueError:
             interval_ms = 0.0
         if interval_ms <= 0:
-            raise ValueError(f"{INTERVAL} is {given!r}: milliseconds above 0 are allowed")
+            raise ValueError(
+                f"{INTERVAL} is {given!r}: milliseconds above 0 are allowed"
+            )
     return interval_ms / 1000
 
 
 def _exporter() -> MetricExporter:
     # Imported here: the exporters cost 200 ms of start-up, and most routers are scraped.
     if protocol_of("METRICS") == GRPC:
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as Grpc  # noqa: PLC0415
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import (  # noqa: PLC0415
+            OTLPMetricExporter as Grpc,
+        )
 
         return Grpc()
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as Http  # noqa: PLC0415
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # noqa: PLC0415
+        OTLPMetricExporter as Http,
+    )
 
     return Http()

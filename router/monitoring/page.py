@@ -21,7 +21,18 @@ from router.server.settings import ServerSettings
 
 WEB = Path(__file__).with_name("web")
 # In this order; they share one scope.
-SCRIPTS = ("base", "wire", "lanes", "tiers", "requests", "trace", "ask", "quality", "operate", "main")
+SCRIPTS = (
+    "base",
+    "wire",
+    "lanes",
+    "tiers",
+    "requests",
+    "trace",
+    "ask",
+    "quality",
+    "operate",
+    "main",
+)
 
 
 class Page:
@@ -78,4 +89,6 @@ def _content_security_policy(style: str, script: str) -> str:
 
 
 def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return (
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    )

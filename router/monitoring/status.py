@@ -34,10 +34,19 @@ class Status:
         about: Mapping[str, str],
         redis: Sequence[RedisState],
     ) -> None:
-        self._fleet, self._policy, self._reservations = pipeline.fleet, pipeline.policy, pipeline.charging.reservations
+        self._fleet, self._policy, self._reservations = (
+            pipeline.fleet,
+            pipeline.policy,
+            pipeline.charging.reservations,
+        )
         self._redis = redis
         self._tell = pipeline.registry.tell
-        self._profiling, self._database, self._keys, self._about = profiling, database, keys, about
+        self._profiling, self._database, self._keys, self._about = (
+            profiling,
+            database,
+            keys,
+            about,
+        )
         self._server_state = server_state
 
     def routes(self) -> list[Route]:
@@ -74,20 +83,35 @@ class Status:
 
     def _health(self) -> dict[str, Any]:
         fault = self._database.fault
-        file = [f"usage is not written: {self._database.path} cannot be used ({fault})"] if fault else []
-        inside = not self._keys.required  # where requests need keys, these need none: they tell no addresses
+        file = (
+            [f"usage is not written: {self._database.path} cannot be used ({fault})"]
+            if fault
+            else []
+        )
+        # where requests need keys, these need none: they tell no addresses
+        inside = not self._keys.required
         named = self._fleet.notes.values() if inside else ()
         of_redis = [note for state in self._redis for note in state.notes]
         notes = [*named, *self._keys.notes, *of_redis, *self._reservations.notes, *file]
-        health = health_of(self._fleet.snapshot(), notes, serves=self._server_state.open, inside=inside)
-        return {**health, "keys": {"required": self._keys.required, "version": self._keys.version}}
+        health = health_of(
+            self._fleet.snapshot(), notes, serves=self._server_state.open, inside=inside
+        )
+        return {
+            **health,
+            "keys": {"required": self._keys.required, "version": self._keys.version},
+        }
 
     async def tiers(self, request: Request) -> Response:
         inside = context_of(request.scope).caller.sees_all
         fleet, model = self._fleet, self._about["model"]
-        shown = render_fleet(fleet.snapshot(), model, fleet.machine, fleet.sources, inside=inside)
+        shown = render_fleet(
+            fleet.snapshot(), model, fleet.machine, fleet.sources, inside=inside
+        )
         self._tell()
-        profiling, budget = self._profiling.render(inside=inside), render_budget(self._policy)
+        profiling, budget = (
+            self._profiling.render(inside=inside),
+            render_budget(self._policy),
+        )
         return json_response({**shown, "profiling": profiling, "loss_budget": budget})
 
     async def openapi(self, _request: Request) -> Response:

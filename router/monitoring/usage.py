@@ -22,7 +22,14 @@ from starlette.routing import Route
 from router.accounting.budgets import BudgetUnknownError
 from router.accounting.charging import Charging
 from router.accounting.database import Database
-from router.accounting.usage import Row, Use, day_of, read_usage, render_row, used_budgets
+from router.accounting.usage import (
+    Row,
+    Use,
+    day_of,
+    read_usage,
+    render_row,
+    used_budgets,
+)
 from router.api.asgi import context_of
 from router.api.bodies import json_response
 from router.auth.access import KeyStore
@@ -48,33 +55,58 @@ class Labels:
     def of(self, key_id: str) -> tuple[str, str]:
         if key_id not in self._named and len(self._named) < self._most:
             first = self._keys.callers[: self._most]
-            self._named |= {caller.key_id: (caller.name, caller.team) for caller in first if caller.key_id == key_id}
+            self._named |= {
+                caller.key_id: (caller.name, caller.team)
+                for caller in first
+                if caller.key_id == key_id
+            }
         return self._named.get(key_id, (OTHER, OTHER))
 
     def callers(self) -> list[Caller]:
-        return [caller for caller in self._keys.callers if self.of(caller.key_id)[0] != OTHER]
+        return [
+            caller
+            for caller in self._keys.callers
+            if self.of(caller.key_id)[0] != OTHER
+        ]
 
 
 class UsageMetrics(Collector):
-    def __init__(self, registry: CollectorRegistry, labels: Labels, charging: Charging) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, labels: Labels, charging: Charging
+    ) -> None:
         def counter(name: str, text: str, *more: str) -> Counter:
             return Counter(f"qarr_key_{name}", text, (*KEY, *more), registry=registry)
 
         self._labels, self._charging = labels, charging
         self._budgets: list[dict[str, Any]] = []
-        self._requests = counter("requests", "Requests of keys, by the tier that served them.", "tier")
-        self._tokens = counter(
-            "tokens", "Tokens of keys: of prompts, of these from the prefix cache, of answers.", "kind"
+        self._requests = counter(
+            "requests", "Requests of keys, by the tier that served them.", "tier"
         )
-        self._engine = counter("engine_seconds", "Engine time of keys, in seconds of a replica of the highest tier.")
-        self._money = counter("money", "Cost of keys' requests, in the currency of budgets.currency.")
-        text = "Engine time that keys' tokens would have taken at the highest precision."
+        self._tokens = counter(
+            "tokens",
+            "Tokens of keys: of prompts, of these from the prefix cache, of answers.",
+            "kind",
+        )
+        self._engine = counter(
+            "engine_seconds",
+            "Engine time of keys, in seconds of a replica of the highest tier.",
+        )
+        self._money = counter(
+            "money", "Cost of keys' requests, in the currency of budgets.currency."
+        )
+        text = (
+            "Engine time that keys' tokens would have taken at the highest precision."
+        )
         self._highest = counter("highest_engine_seconds", text)
 
     def observe(self, row: Row, use: Use) -> None:
         whose = self._labels.of(row.key)
         self._requests.labels(*whose, row.tier).inc(use.requests)
-        tokens = {"prompt": use.prompt_tokens, "cached": use.cached_tokens, "output": use.output_tokens}
+        tokens = {
+            "prompt": use.prompt_tokens,
+            "cached": use.cached_tokens,
+            "output": use.output_tokens,
+        }
         for kind, number in tokens.items():
             self._tokens.labels(*whose, kind).inc(number)
         self._engine.labels(*whose).inc(use.engine_us / MICRO)
@@ -83,9 +115,14 @@ class UsageMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         text = "Share of a budget that is used or reserved; the key's name is empty for a team's budget."
-        used = GaugeMetricFamily("qarr_budget_used_ratio", text, labels=[*KEY, "budget"])
+        used = GaugeMetricFamily(
+            "qarr_budget_used_ratio", text, labels=[*KEY, "budget"]
+        )
         for each in self._budgets:
-            used.add_metric([each["name"] or "", each["team"] or "", each["budget"]], each["used"] / each["limit"])
+            used.add_metric(
+                [each["name"] or "", each["team"] or "", each["budget"]],
+                each["used"] / each["limit"],
+            )
         yield used
 
     async def look(self) -> None:
@@ -112,19 +149,41 @@ class UsageEndpoint:
         return [Route("/usage", self.answer, methods=["GET"])]
 
     async def answer(self, request: Request) -> Response:
-        caller, ledger = context_of(request.scope).caller, self._charging.reservations.ledger
+        caller, ledger = (
+            context_of(request.scope).caller,
+            self._charging.reservations.ledger,
+        )
         first, last = _day(request, "from"), _day(request, "to")
-        own = {each.key_id: each for each in (*self._keys.callers, caller) if caller.sees(each.key_id)}
+        own = {
+            each.key_id: each
+            for each in (*self._keys.callers, caller)
+            if caller.sees(each.key_id)
+        }
         try:
             rows = await self._database.change(partial(read_usage, first, last))
-            names = {key.id: key.name for key in await asyncio.to_thread(read_keys, self._keys.path)}
+            names = {
+                key.id: key.name
+                for key in await asyncio.to_thread(read_keys, self._keys.path)
+            }
             budgets = await used_budgets(ledger, list(own.values()), time.time())
         except (*UNAVAILABLE, sqlite3.Error):
-            place = f"the file {self._database.path}" if self._database.fault else ledger.place
+            place = (
+                f"the file {self._database.path}"
+                if self._database.fault
+                else ledger.place
+            )
             raise BudgetUnknownError(place) from None
         priced = self._charging.reservations.settings.replica_hour is not None
-        usage = [render_row(row, use, names, priced=priced) for row, use in rows if caller.sees(row.key)]
-        body = {"scope": "all" if caller.sees_all else "own", "budgets": budgets, "usage": usage}
+        usage = [
+            render_row(row, use, names, priced=priced)
+            for row, use in rows
+            if caller.sees(row.key)
+        ]
+        body = {
+            "scope": "all" if caller.sees_all else "own",
+            "budgets": budgets,
+            "usage": usage,
+        }
         return json_response(body, headers=NO_STORE)
 
 

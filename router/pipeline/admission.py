@@ -25,7 +25,14 @@ from router.pipeline.request import class_of
 from router.pipeline.request_queue import RequestQueue, Waiter
 from router.pipeline.settings import AdmissionSettings
 from router.policy.decide import UNKNOWN_RETRY_S, decide
-from router.policy.decision import PRIORITIES, Basis, Decision, Query, Refusal, RequestRefusedError
+from router.policy.decision import (
+    PRIORITIES,
+    Basis,
+    Decision,
+    Query,
+    Refusal,
+    RequestRefusedError,
+)
 from router.policy.table import PolicyStore
 from router.telemetry.record import JOURNEY
 from router.upstream.client import lease_for
@@ -33,7 +40,8 @@ from tiers.fleet import Demand, Fleet, Lease
 from tiers.spec import TierName, TierSpec
 
 OLDEST_EVERY = 8  # one slot in so many goes to the request that has waited longest
-DISPATCH_EVERY_S = 0.1  # slots also become free by time alone: engines get ready, breakers half-open
+# slots also become free by time alone: engines get ready, breakers half-open
+DISPATCH_EVERY_S = 0.1
 
 
 class Slot(Struct, frozen=True):
@@ -54,7 +62,9 @@ class _Queued(Waiter):
 class Admission:
     """Admits requests. One event loop owns it."""
 
-    def __init__(self, fleet: Fleet, policy: PolicyStore, options: AdmissionSettings) -> None:
+    def __init__(
+        self, fleet: Fleet, policy: PolicyStore, options: AdmissionSettings
+    ) -> None:
         self._fleet = fleet
         self._policy = policy
         self._options = options
@@ -89,7 +99,9 @@ class Admission:
 
         ``RequestRefusedError``: no tier serves the request, or none in time.
         """
-        may_wait = decision.refusal is Refusal.AT_CAPACITY and self._options.max_waiting > 0
+        may_wait = (
+            decision.refusal is Refusal.AT_CAPACITY and self._options.max_waiting > 0
+        )
         if decision.tier is None and not may_wait:
             raise RequestRefusedError(decision)
         if not self._queue.count:
@@ -99,7 +111,8 @@ class Admission:
         queued = self._queued(decision, key_id, priority)
         self._queue.add(queued)
         try:
-            self._dispatch()  # in the queue's order: requests that wait already come first
+            # in the queue's order: requests that wait already come first
+            self._dispatch()
             if queued.turn.done():
                 return queued.turn.result()
             queued.has_waited = True
@@ -124,7 +137,9 @@ class Admission:
         gives_up_after_s = max_wait_s
         if query.sla.ttft_ms is not None:
             first_token_within_s = query.sla.ttft_ms / 1000
-            gives_up_after_s = min(first_token_within_s - _shortest_ttft_s(decision), max_wait_s)
+            gives_up_after_s = min(
+                first_token_within_s - _shortest_ttft_s(decision), max_wait_s
+            )
         specs = self._specs(query)
         most_slots = max([spec.max_in_flight for spec in specs], default=1)
         return _Queued(
@@ -162,7 +177,9 @@ class Admission:
         """Refuse a request that would be late; if the queue is full, the least urgent one. Raise if it is this one."""
         wait_s = self._expected_wait_s(queued)
         if queued.since + wait_s > queued.gives_up_at:
-            raise _refused(queued, f"its turn is expected in {wait_s:.1f} s, too late", wait_s)
+            raise _refused(
+                queued, f"its turn is expected in {wait_s:.1f} s, too late", wait_s
+            )
         if self._queue.count > self._options.max_waiting:
             last = self._queue.last()
             why = f"{self._options.max_waiting} requests are waiting already"
@@ -189,7 +206,9 @@ class Admission:
         """Wait until a request is admitted or refused, or gives up."""
         turn = queued.turn
         try:
-            await asyncio.wait({turn}, timeout=max(queued.gives_up_at - time.monotonic(), 0))
+            await asyncio.wait(
+                {turn}, timeout=max(queued.gives_up_at - time.monotonic(), 0)
+            )
         except asyncio.CancelledError:
             # A slot may have been granted before the cancellation, or after it but before this task ran again. Either way
             # ``turn`` holds it by now. Nothing is granted later: the request leaves the queue before this task waits again.
@@ -229,10 +248,14 @@ class Admission:
         reserved_replica_ids = set[str]()
         passed_over = set[_Queued]()
         while (queued := self._next(passed_over)) is not None:
-            if self._can_be_settled(queued, reserved_replica_ids) and self._settle(queued, reserved_replica_ids):
+            if self._can_be_settled(queued, reserved_replica_ids) and self._settle(
+                queued, reserved_replica_ids
+            ):
                 continue
             passed_over.add(queued)
-            nearest_replica_id = self._fleet.nearest(queued.tiers, queued.demand, reserved_replica_ids)
+            nearest_replica_id = self._fleet.nearest(
+                queued.tiers, queued.demand, reserved_replica_ids
+            )
             if nearest_replica_id is not None:
                 reserved_replica_ids.add(nearest_replica_id)
 
@@ -250,10 +273,14 @@ class Admission:
         """Tell whether a tier's next slot goes to the request that has waited longest; true until that takes it."""
         return self._granted[tier] % OLDEST_EVERY == OLDEST_EVERY - 1
 
-    def _can_be_settled(self, queued: _Queued, reserved_replica_ids: Collection[str]) -> bool:
+    def _can_be_settled(
+        self, queued: _Queued, reserved_replica_ids: Collection[str]
+    ) -> bool:
         """Tell whether a new decision may end a request's wait: there is room for it, or no tier of it is ready."""
         is_any_ready = any(self._fleet.is_ready(tier) for tier in queued.tiers)
-        return not is_any_ready or self._fleet.has_capacity(queued.tiers, queued.demand, reserved_replica_ids)
+        return not is_any_ready or self._fleet.has_capacity(
+            queued.tiers, queued.demand, reserved_replica_ids
+        )
 
     def _settle(self, queued: _Queued, reserved_replica_ids: Collection[str]) -> bool:
         """Decide again for a waiting request, and admit or refuse it; return False if it has to wait on."""
@@ -281,7 +308,11 @@ class Admission:
             self._granted[tier] += 1
 
     def _take_slot(
-        self, decision: Decision, key_id: str, waited_ms: float, reserved_replica_ids: Collection[str] = ()
+        self,
+        decision: Decision,
+        key_id: str,
+        waited_ms: float,
+        reserved_replica_ids: Collection[str] = (),
     ) -> Slot | None:
         """Lease a slot on the decision's tier, apart from reserved replicas; None: there is none."""
         if decision.tier is None:
@@ -290,7 +321,13 @@ class Admission:
         chosen = decision.choice.chosen
         if chosen is not None and chosen.tier is decision.tier:
             candidate = chosen.found
-        lease = lease_for(self._fleet, decision.tier, decision.query, reserved_replica_ids, found=candidate)
+        lease = lease_for(
+            self._fleet,
+            decision.tier,
+            decision.query,
+            reserved_replica_ids,
+            found=candidate,
+        )
         if lease is None:
             return None
         self._held[key_id] += lease.sequences
@@ -299,7 +336,11 @@ class Admission:
 
 def _shortest_ttft_s(decision: Decision) -> float:
     """Return the shortest predicted time to a first token; 0 if no tier's is known."""
-    ttfts_ms = [estimate.times.ttft_ms for estimate in decision.choice.estimates if estimate.times is not None]
+    ttfts_ms = [
+        estimate.times.ttft_ms
+        for estimate in decision.choice.estimates
+        if estimate.times is not None
+    ]
     return min(ttfts_ms, default=0.0) / 1000
 
 

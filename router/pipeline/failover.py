@@ -23,7 +23,12 @@ from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import Drain, EngineStream, Feed
-from router.upstream.errors import EngineBrokeError, EngineStalledError, UpstreamError, without_trace
+from router.upstream.errors import (
+    EngineBrokeError,
+    EngineStalledError,
+    UpstreamError,
+    without_trace,
+)
 from router.upstream.json_object import read_json
 from router.upstream.progress import Continuable, Progress
 from router.upstream.sse import Chunk
@@ -33,8 +38,10 @@ from tiers.spec import ReplicaStatus, TierName
 
 DETOKENIZE = "/detokenize"
 BROKEN_CHARACTER = "\ufffd"
-CONTEXT_TOKENS = 8  # sent along before those whose text is wanted: a token's text may depend on those before it
-MAX_DROPPED_TOKENS = 8  # tokens at the end that may have no text yet: more than the bytes of one character
+# sent along before those whose text is wanted: a token's text may depend on those before it
+CONTEXT_TOKENS = 8
+# tokens at the end that may have no text yet: more than the bytes of one character
+MAX_DROPPED_TOKENS = 8
 DETOKENIZE_TIMEOUT_S = 5.0
 log = logging.getLogger(f"qarr.{__name__}")
 
@@ -57,7 +64,9 @@ class StopStringJoiner:
     includes the string that ends it.
     """
 
-    def __init__(self, sent: str, held: str, stops: Sequence[str], *, include: bool) -> None:
+    def __init__(
+        self, sent: str, held: str, stops: Sequence[str], *, include: bool
+    ) -> None:
         longest = max(map(len, stops), default=0)
         context = ""
         if include and longest > 1:
@@ -65,7 +74,8 @@ class StopStringJoiner:
         self._stops = stops
         self._includes_stop = include
         self._context_length = len(context)
-        self._earlier = context + held  # emptied once no stop string that begins in it can be completed
+        # emptied once no stop string that begins in it can be completed
+        self._earlier = context + held
         self._later = ""  # the next engine's text so far
         self._passed_on = len(context)  # characters of both texts that were sent
         self.passed_over = any(stop in self._earlier for stop in stops)
@@ -82,7 +92,9 @@ class StopStringJoiner:
         self._later += text
         joined = self._earlier + self._later
         match = self._first_match(joined + ended_by)
-        if match is not None and self._precedes_engines_stop(match, len(joined + ended_by), ended_by):
+        if match is not None and self._precedes_engines_stop(
+            match, len(joined + ended_by), ended_by
+        ):
             self.stopped = self._stops[match.number]
             self.end = match.end - self._context_length
             answer_end = match.end if self._includes_stop else match.start
@@ -103,10 +115,14 @@ class StopStringJoiner:
         for number, stop in enumerate(self._stops):
             start = text.find(stop, 0, len(self._earlier) + len(stop) - 1)
             if start >= 0:
-                matches.append(_StopMatch(end=start + len(stop), number=number, start=start))
+                matches.append(
+                    _StopMatch(end=start + len(stop), number=number, start=start)
+                )
         return min(matches, default=None)
 
-    def _precedes_engines_stop(self, match: _StopMatch, text_end: int, ended_by: str) -> bool:
+    def _precedes_engines_stop(
+        self, match: _StopMatch, text_end: int, ended_by: str
+    ) -> bool:
         """Tell whether a match counts rather than the stop string that the engine has found at the end of its text."""
         if ended_by not in self._stops:
             return True
@@ -144,14 +160,21 @@ class _Seam:
             ended_by = ""
             if isinstance(stop_reason, str) and not self.continuable.includes_stop:
                 ended_by = stop_reason
-            text = joiner.pass_on(chunk.text, last=finish_reason is not None, ended_by=ended_by)
+            text = joiner.pass_on(
+                chunk.text, last=finish_reason is not None, ended_by=ended_by
+            )
             self.progress.note((chunk,))
             self.sent += len(text)
             if joiner.stopped is not None:
                 finish_reason = "stop"
                 stop_reason = joiner.stopped
             joined_chunks.append(
-                Chunk(text=text, token_ids=chunk.token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
+                Chunk(
+                    text=text,
+                    token_ids=chunk.token_ids,
+                    finish_reason=finish_reason,
+                    stop_reason=stop_reason,
+                )
             )
             if joiner.stopped is not None:
                 self.progress.stop_at(self.begins + joiner.end)
@@ -169,9 +192,11 @@ class _KnownText(NamedTuple):
 class _Remainder(NamedTuple):
     """What is left to compute of an answer when its engine has failed."""
 
-    token_ids: Sequence[int]  # the prompt and the output so far, which are the next engine's prompt
+    # the prompt and the output so far, which are the next engine's prompt
+    token_ids: Sequence[int]
     output_tokens: int  # of those, the output so far
-    tokens_left: int | None  # output tokens that may follow; None: as many as the context leaves
+    # output tokens that may follow; None: as many as the context leaves
+    tokens_left: int | None
     number: int  # the number of the continuation, from 1
 
 
@@ -182,7 +207,8 @@ class Failover:
     upstream: Upstream
     telemetry: Telemetry
     attempts: int  # the most continuations of one answer
-    default_max_tokens: int  # a tier's context must leave so many tokens for a request without a limit of its own
+    # a tier's context must leave so many tokens for a request without a limit of its own
+    default_max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,16 +219,24 @@ class Continuation:
     continuable: Continuable
     progress: Progress
 
-    async def relay(self, answer: EngineStream, broken: EngineBrokeError, feed: Feed, drain: Drain) -> None:
+    async def relay(
+        self, answer: EngineStream, broken: EngineBrokeError, feed: Feed, drain: Drain
+    ) -> None:
         """Let ``feed`` have the rest of an answer; raise ``broken``, or what broke last, if nobody can continue it."""
         progress = self.progress
         failing = answer
         failed_replica_ids = set[str]()
         sent_characters = progress.told
         for number in count(1):
-            log.warning("request %s: %s on %s", self.request.request_id, broken, failing.replica_id)
+            log.warning(
+                "request %s: %s on %s",
+                self.request.request_id,
+                broken,
+                failing.replica_id,
+            )
             await failing.aclose(broken)
-            if progress.finish_reason is not None:  # only the end of the stream was missing
+            # only the end of the stream was missing
+            if progress.finish_reason is not None:
                 return
             failed_replica_ids.add(failing.replica_id)
             joiner = None
@@ -210,11 +244,15 @@ class Continuation:
                 joiner = await self._joiner(sent_characters, failing.replica_id)
             if joiner is None:
                 raise broken
-            exclusions = self._exclusions(failed_replica_ids, failing.replica_id, broken)
+            exclusions = self._exclusions(
+                failed_replica_ids, failing.replica_id, broken
+            )
             part = await self._next_part(answer.tier, exclusions, number, broken)
             if part is None:  # every token had come
                 progress.finish_reason = "length"
-                feed((Chunk(text=joiner.pass_on("", last=True), finish_reason="length"),))
+                feed(
+                    (Chunk(text=joiner.pass_on("", last=True), finish_reason="length"),)
+                )
                 return
             answer.parts.append(part)
             self.failover.telemetry.record_continuation(
@@ -237,17 +275,23 @@ class Continuation:
             else:
                 return
 
-    async def _joiner(self, sent_characters: int, failed_replica_id: str) -> StopStringJoiner | None:
+    async def _joiner(
+        self, sent_characters: int, failed_replica_id: str
+    ) -> StopStringJoiner | None:
         """Go to where the next part begins, and return what joins it to the answer; None if that is not safe."""
         if not await self._go_to_known_text(sent_characters, failed_replica_id):
             return None
         text = self.progress.text
         continuable = self.continuable
         joiner = StopStringJoiner(
-            text[:sent_characters], text[sent_characters:], continuable.stops, include=continuable.includes_stop
+            text[:sent_characters],
+            text[sent_characters:],
+            continuable.stops,
+            include=continuable.includes_stop,
         )
         if joiner.passed_over and continuable.min_tokens:
-            return None  # with min_tokens, nobody knows whether a stop string that was passed over counts
+            # with min_tokens, nobody knows whether a stop string that was passed over counts
+            return None
         return joiner
 
     def _exclusions(
@@ -268,7 +312,11 @@ class Continuation:
         return exclusions
 
     async def _next_part(
-        self, first_tier: TierName, exclusions: Sequence[Collection[str]], number: int, broken: EngineBrokeError
+        self,
+        first_tier: TierName,
+        exclusions: Sequence[Collection[str]],
+        number: int,
+        broken: EngineBrokeError,
     ) -> EngineStream | None:
         """Begin the next part on the first tier, or on one that the policy allows now; None: no token is left to compute.
 
@@ -279,7 +327,9 @@ class Continuation:
             return None
         # One output token is enough to be a successor: ``_fits`` looks at each tier's own context, of which a request
         # without a limit may use less than it asked for.
-        query = replace(self.decision.query, prompt_tokens=len(remainder.token_ids), max_tokens=1)
+        query = replace(
+            self.decision.query, prompt_tokens=len(remainder.token_ids), max_tokens=1
+        )
         tiers = (first_tier, *self.failover.policy.successors(first_tier, query))
         cause: UpstreamError | None = None
         for excluded_ids, tier in product(exclusions, tiers):
@@ -312,21 +362,38 @@ class Continuation:
         room_needed = remainder.tokens_left or self.failover.default_max_tokens
         if is_first and remainder.tokens_left is None:
             room_needed = 1
-        return len(remainder.token_ids) + room_needed <= self.failover.fleet.spec(tier).max_model_len
+        return (
+            len(remainder.token_ids) + room_needed
+            <= self.failover.fleet.spec(tier).max_model_len
+        )
 
-    async def _open_part(self, remainder: _Remainder, tier: TierName, excluded_ids: Collection[str]) -> EngineStream:
+    async def _open_part(
+        self, remainder: _Remainder, tier: TierName, excluded_ids: Collection[str]
+    ) -> EngineStream:
         failover = self.failover
         length = len(remainder.token_ids)
-        max_tokens = remainder.tokens_left or failover.fleet.spec(tier).max_model_len - length
-        expected_tokens = min(max_tokens, remainder.tokens_left or failover.default_max_tokens)
-        request = _request_to_continue(self.request, self.continuable, remainder, max_tokens)
-        query = replace(self.decision.query, prompt_tokens=length, max_tokens=expected_tokens)
+        max_tokens = (
+            remainder.tokens_left or failover.fleet.spec(tier).max_model_len - length
+        )
+        expected_tokens = min(
+            max_tokens, remainder.tokens_left or failover.default_max_tokens
+        )
+        request = _request_to_continue(
+            self.request, self.continuable, remainder, max_tokens
+        )
+        query = replace(
+            self.decision.query, prompt_tokens=length, max_tokens=expected_tokens
+        )
         decision = replace(self.decision, tier=tier, query=query)
-        part = await failover.upstream.open(decision, request, exclude=excluded_ids, over_limit=True, elsewhere=False)
+        part = await failover.upstream.open(
+            decision, request, exclude=excluded_ids, over_limit=True, elsewhere=False
+        )
         assert isinstance(part, EngineStream)
         return part
 
-    async def _go_to_known_text(self, sent_characters: int, failed_replica_id: str) -> bool:
+    async def _go_to_known_text(
+        self, sent_characters: int, failed_replica_id: str
+    ) -> bool:
         """Go to a point of the answer, not before what was sent, where its text is known; False: there is none.
 
         If the stream does not show such a point, engines are asked for the text. They are asked as well for what a parser
@@ -353,7 +420,9 @@ class Continuation:
         if not progress.continuable or not progress.prompt_ids:
             return False
         # Below min_tokens, nobody knows which of the next engine's tokens is the first that may complete a stop string.
-        return not continuable.stops or continuable.min_tokens <= len(progress.output_ids)
+        return not continuable.stops or continuable.min_tokens <= len(
+            progress.output_ids
+        )
 
     def _replicas_to_ask(self, failed_replica_id: str) -> list[Replica]:
         """Return the ready replicas, and last the one that has failed: only its connection may have failed."""
@@ -366,7 +435,9 @@ class Continuation:
                 ready.append(replica)
         return ready + failed
 
-    async def _ask_for_text(self, replica: Replica, *, is_text_known: bool) -> _KnownText | None:
+    async def _ask_for_text(
+        self, replica: Replica, *, is_text_known: bool
+    ) -> _KnownText | None:
         """Ask an engine for the answer's text at the last known point, or at one near the end; None: it cannot tell."""
         try:
             async with asyncio.timeout(DETOKENIZE_TIMEOUT_S):
@@ -389,14 +460,21 @@ class Continuation:
         ids = [*context_ids, *progress.output_ids[begun.tokens : end.tokens]]
         engine_text = await self._detokenized(ids, replica)
         sent_text = progress.text[begun.characters :]
-        matching = [reading for reading in _readings(engine_text, context_text) if reading.startswith(sent_text)]
+        matching = [
+            reading
+            for reading in _readings(engine_text, context_text)
+            if reading.startswith(sent_text)
+        ]
         if not matching or matching[0].endswith(BROKEN_CHARACTER):
             return None
         held_text = matching[0][len(sent_text) :]
         if held_text:
-            last_token_length = len(engine_text) - len(await self._detokenized(ids[:-1], replica))
+            last_token_length = len(engine_text) - len(
+                await self._detokenized(ids[:-1], replica)
+            )
             if len(held_text) > last_token_length:
-                return None  # it is more than a part of a token, such as a special token
+                # it is more than a part of a token, such as a special token
+                return None
         return _KnownText(end.tokens, progress.text + held_text)
 
     async def _text_near_the_end(self, replica: Replica) -> _KnownText | None:
@@ -410,7 +488,9 @@ class Continuation:
         known = await self._match_text(replica, context_ids, context_text, hidden=())
         if known is None and progress.silent:
             hidden = await self._special_tokens(replica)
-            known = await self._match_text(replica, context_ids, context_text, hidden=hidden)
+            known = await self._match_text(
+                replica, context_ids, context_text, hidden=hidden
+            )
         return known
 
     async def _special_tokens(self, replica: Replica) -> list[int]:
@@ -423,7 +503,12 @@ class Continuation:
         return special
 
     async def _match_text(
-        self, replica: Replica, context_ids: Sequence[int], context_text: str | None, *, hidden: Collection[int]
+        self,
+        replica: Replica,
+        context_ids: Sequence[int],
+        context_text: str | None,
+        *,
+        hidden: Collection[int],
     ) -> _KnownText | None:
         """Match an engine's text of the last tokens against what came, ignoring ``hidden`` tokens, which produce no text."""
         progress = self.progress
@@ -432,8 +517,14 @@ class Continuation:
         known_text = progress.text[: start.characters]
         later_text = progress.text[start.characters :]
         expected_length = len(later_text) + progress.held_back
-        for end in range(len(output_ids), max(len(output_ids) - MAX_DROPPED_TOKENS, start.tokens), -1):
-            ids = [output_ids[number] for number in range(start.tokens, end) if number not in hidden]
+        for end in range(
+            len(output_ids), max(len(output_ids) - MAX_DROPPED_TOKENS, start.tokens), -1
+        ):
+            ids = [
+                output_ids[number]
+                for number in range(start.tokens, end)
+                if number not in hidden
+            ]
             engine_text = await self._detokenized([*context_ids, *ids], replica)
             if engine_text.endswith(BROKEN_CHARACTER):
                 continue  # within a character, which the next engine computes again
@@ -443,7 +534,9 @@ class Continuation:
             return None
         return None
 
-    async def _context_text(self, context_ids: Sequence[int], replica: Replica) -> str | None:
+    async def _context_text(
+        self, context_ids: Sequence[int], replica: Replica
+    ) -> str | None:
         """Return an engine's text of the tokens before those whose text is wanted; None: there are none."""
         if not context_ids:
             return None
@@ -453,7 +546,9 @@ class Continuation:
         if not ids:
             return ""
         body = to_json({"model": replica.model, "tokens": list(ids)})
-        _, _, content = await self.failover.upstream.pass_on(replica.url, replica.api_key, DETOKENIZE, body)
+        _, _, content = await self.failover.upstream.pass_on(
+            replica.url, replica.api_key, DETOKENIZE, body
+        )
         text = read_json(content)["prompt"]
         if not isinstance(text, str):
             raise TypeError("no text")
@@ -477,18 +572,24 @@ def _readings(text: str, context_text: str | None) -> tuple[str, ...]:
 
 
 def _request_to_continue(
-    origin: EngineRequest, continuable: Continuable, remainder: _Remainder, max_tokens: int
+    origin: EngineRequest,
+    continuable: Continuable,
+    remainder: _Remainder,
+    max_tokens: int,
 ) -> EngineRequest:
     """Return the request to the next engine: to complete the ids of the prompt and of the output so far."""
     sampling = dict(continuable.sampling)
     if "min_tokens" in sampling:
-        sampling["min_tokens"] = max(continuable.min_tokens - remainder.output_tokens, 0)
+        sampling["min_tokens"] = max(
+            continuable.min_tokens - remainder.output_tokens, 0
+        )
     return EngineRequest(
         document={**sampling, "prompt": remainder.token_ids, "max_tokens": max_tokens},
         path="/v1/completions",
         operation="text_completion",
         request_id=f"{origin.request_id}-c{remainder.number}",
-        priority=continuable.priority - 1,  # above new requests of its class: its caller is in the middle of an answer
+        # above new requests of its class: its caller is in the middle of an answer
+        priority=continuable.priority - 1,
         asks_token_ids=True,
         adapter=origin.adapter,
         continued_tokens=remainder.output_tokens,

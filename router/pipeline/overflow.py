@@ -23,7 +23,12 @@ from router.telemetry.tracing import Telemetry
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineAnswer
 from router.upstream.errors import NoSlotError, UpstreamError
-from router.upstream.overflow import OverflowClient, PausedError, RefusedThereError, UnsupportedError
+from router.upstream.overflow import (
+    OverflowClient,
+    PausedError,
+    RefusedThereError,
+    UnsupportedError,
+)
 from tiers.spec import UNKNOWN
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -31,7 +36,11 @@ FULL = {
     Refusal.AT_CAPACITY: "every tier that may serve this is full",
     Refusal.NOT_READY: "no tier that may serve this is ready",
 }
-FAILURES: dict[type[UpstreamError], str] = {UnsupportedError: "unsupported", NoSlotError: "full", PausedError: "paused"}
+FAILURES: dict[type[UpstreamError], str] = {
+    UnsupportedError: "unsupported",
+    NoSlotError: "full",
+    PausedError: "paused",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,11 @@ class Overflow:
         )
 
     async def open(
-        self, active: ActiveRequest, decision: Decision, asked: EngineRequest, sent_at: float
+        self,
+        active: ActiveRequest,
+        decision: Decision,
+        asked: EngineRequest,
+        sent_at: float,
     ) -> EngineAnswer | None:
         """Return the overflow's answer to a request, once it has begun; None: the refusal stands.
 
@@ -72,12 +85,16 @@ class Overflow:
         ``RequestRefusedError``: the overflow refuses the request as well.
         """
         assert decision.refusal is not None
-        diverted = Diverted(self.client.name, waited_ms=_waited_s(active) * 1000, at=time.monotonic())
+        diverted = Diverted(
+            self.client.name, waited_ms=_waited_s(active) * 1000, at=time.monotonic()
+        )
         active.diverted = diverted
         try:
             answer = await self.client.open(asked, decision.query.sequences, sent_at)
         except UpstreamError as error:
-            active.diverted = diverted._replace(failure=FAILURES.get(type(error), "failed"))
+            active.diverted = diverted._replace(
+                failure=FAILURES.get(type(error), "failed")
+            )
             self._report_failure(active, error)
             if isinstance(error, RefusedThereError):
                 reason = f"{decision.reason}; the overflow {self.client.name} refuses it as well: {error}"
@@ -92,7 +109,12 @@ class Overflow:
 
     def _report_failure(self, active: ActiveRequest, error: UpstreamError) -> None:
         """Write to log and trace that the overflow gave no answer. The error's text quotes nothing of what it has said."""
-        log.warning("request %s: overflow %s: %s", active.context.request_id, self.client.name, error)
+        log.warning(
+            "request %s: overflow %s: %s",
+            active.context.request_id,
+            self.client.name,
+            error,
+        )
         self.telemetry.record_failed_attempt(f"overflow {self.client.name}", error)
 
     def ended(self, active: ActiveRequest, error: BaseException | None) -> None:

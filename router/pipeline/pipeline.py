@@ -39,7 +39,8 @@ class Pipeline:
 
     fleet: Fleet
     counter: TokenCounter
-    second_look: SecondLook | None  # the one at prompts that may have code; None: it is not installed
+    # the one at prompts that may have code; None: it is not installed
+    second_look: SecondLook | None
     policy: PolicyStore
     quotas: Quotas
     charging: Charging
@@ -49,7 +50,8 @@ class Pipeline:
     registry: RequestRegistry
     decisions: DecisionLog | None  # the decision log; None: none is written
     telemetry: Telemetry
-    prompt_observer: Callable[[str, PromptFeatures], None] | None  # gets every prompt of a served request
+    # gets every prompt of a served request
+    prompt_observer: Callable[[str, PromptFeatures], None] | None
     # Gets every complete answer: its decision, the tier that served it, and the messages that it answers, if known.
     answer_observer: Callable[[Decision, TierName, Sequence[Any] | None], None] | None
 
@@ -66,7 +68,9 @@ class Pipeline:
         if features.doubtful and self.second_look is not None:
             features = await self._look_again(call, features, self.second_look)
         classified = time.monotonic()
-        query = call.query(features, self.fleet.template, affinity=self.fleet.options.affinity)
+        query = call.query(
+            features, self.fleet.template, affinity=self.fleet.options.affinity
+        )
         fleet = self.fleet.snapshot(prefix=query.prefix)
         table = self.policy.table
         if not call.limited:
@@ -78,11 +82,17 @@ class Pipeline:
                 self.prompt_observer(call.prompt.text, features)
             if self.decisions is not None:
                 self.decisions.decided(
-                    call.context.request_id, decision, fleet=fleet, table=table, priority=call.options.priority
+                    call.context.request_id,
+                    decision,
+                    fleet=fleet,
+                    table=table,
+                    priority=call.options.priority,
                 )
         return decision
 
-    async def _look_again(self, call: Call, features: PromptFeatures, second_look: SecondLook) -> PromptFeatures:
+    async def _look_again(
+        self, call: Call, features: PromptFeatures, second_look: SecondLook
+    ) -> PromptFeatures:
         """Return the features after a second look, where the tier hangs on whether the prompt has code."""
         fleet = self.fleet.snapshot()
         table = self.policy.table
@@ -91,7 +101,9 @@ class Pipeline:
             certain = replace(features, prompt_class=prompt_class, confidence=1.0)
             return decide(call.query(certain, self.fleet.template), fleet, table).tier
 
-        class_without_code = PromptClass.CHAT if features.has_code else features.prompt_class
+        class_without_code = (
+            PromptClass.CHAT if features.has_code else features.prompt_class
+        )
         if tier_for(PromptClass.CODE) is tier_for(class_without_code):
             return features
         second_opinion = await asyncio.to_thread(second_look.read, call.prompt.text)
@@ -113,7 +125,9 @@ class Pipeline:
         JOURNEY.set(journey)
 
     @asynccontextmanager
-    async def serve(self, call: Call, decision: Decision) -> AsyncIterator[ActiveRequest]:
+    async def serve(
+        self, call: Call, decision: Decision
+    ) -> AsyncIterator[ActiveRequest]:
         """Open an answer, and give back what the request took, however it ends.
 
         Raises:
@@ -143,7 +157,8 @@ class Pipeline:
                 await self._close(active, asked, error)
             finally:
                 self.registry.end(active, error)
-                error = None  # break the reference cycle between the exception and this frame
+                # break the reference cycle between the exception and this frame
+                error = None
 
     async def _reserve(self, active: ActiveRequest, call: Call) -> None:
         """Take quota and budget of the caller, unless nobody serves the request."""
@@ -157,17 +172,25 @@ class Pipeline:
             tokens = min(decision.query.tokens_in_all, MAX_COUNT)
             active.quota = await self.quotas.enter(caller, tokens, headers)
         if caller.accounts:
-            active.budget, active.decision = await self.charging.reserve(caller, decision, headers)
+            active.budget, active.decision = await self.charging.reserve(
+                caller, decision, headers
+            )
 
-    async def _admit(self, active: ActiveRequest, asked: EngineRequest, call: Call, *, sent_at: float) -> None:
+    async def _admit(
+        self, active: ActiveRequest, asked: EngineRequest, call: Call, *, sent_at: float
+    ) -> None:
         """Take a slot; if there is none, open the overflow's answer, where that may answer."""
         key_id = active.context.caller.key_id
         try:
-            slot = await self.admission.enter(active.decision, key_id, call.options.priority)
+            slot = await self.admission.enter(
+                active.decision, key_id, call.options.priority
+            )
         except RequestRefusedError as refused:
             if not self.overflow.takes(refused.decision, call):
                 raise
-            active.answer = await self.overflow.open(active, refused.decision, asked, sent_at)
+            active.answer = await self.overflow.open(
+                active, refused.decision, asked, sent_at
+            )
             if active.answer is None:
                 raise
             return
@@ -175,9 +198,13 @@ class Pipeline:
         active.decision = slot.decision
         active.sent = time.monotonic()
 
-    async def _open_answer(self, active: ActiveRequest, slot: Slot, asked: EngineRequest, *, sent_at: float) -> None:
+    async def _open_answer(
+        self, active: ActiveRequest, slot: Slot, asked: EngineRequest, *, sent_at: float
+    ) -> None:
         """Open an engine's answer, and let another engine continue it if its own one fails."""
-        answer = await self.failover.upstream.open(active.decision, asked, sent_at, lease=slot.lease)
+        answer = await self.failover.upstream.open(
+            active.decision, asked, sent_at, lease=slot.lease
+        )
         active.answer = answer
         if isinstance(answer, EngineStream) and asked.continuable is not None:
             continuation = Continuation(
@@ -189,7 +216,9 @@ class Pipeline:
             )
             answer.continuation = continuation.relay
 
-    async def _close(self, active: ActiveRequest, asked: EngineRequest, error: BaseException | None) -> None:
+    async def _close(
+        self, active: ActiveRequest, asked: EngineRequest, error: BaseException | None
+    ) -> None:
         """Close the answer and give back what the request took. Every step is taken, even if an earlier one fails."""
         try:
             if active.answer is not None:
@@ -203,7 +232,11 @@ class Pipeline:
                 await self._give_back(active)
 
     async def _close_answer(
-        self, active: ActiveRequest, answer: EngineAnswer, asked: EngineRequest, error: BaseException | None
+        self,
+        active: ActiveRequest,
+        answer: EngineAnswer,
+        asked: EngineRequest,
+        error: BaseException | None,
     ) -> None:
         """Count what an answer has used, show it to the observer if it is complete, and close it."""
         try:
@@ -246,7 +279,9 @@ def _check_hint(call: Call) -> None:
     if caller.over != "refuse" or caller.tiers is None or hint is None:
         return
     if hint not in caller.tiers:
-        raise BeyondKeyError(call.options.hint_field, hint, ", ".join(in_order(caller.tiers)))
+        raise BeyondKeyError(
+            call.options.hint_field, hint, ", ".join(in_order(caller.tiers))
+        )
 
 
 def _count_unanswered(active: ActiveRequest) -> None:

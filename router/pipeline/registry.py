@@ -25,7 +25,17 @@ from router.pipeline.admission import Slot
 from router.pipeline.request import RequestContext, class_of
 from router.policy.decision import Decision, Priority, Refusal, RequestRefusedError, Sla
 from router.telemetry.logs import log_request
-from router.telemetry.record import Cost, KeptFor, Outcome, RequestRecord, Served, TierUsage, Times, Tokens, error_name
+from router.telemetry.record import (
+    Cost,
+    KeptFor,
+    Outcome,
+    RequestRecord,
+    Served,
+    TierUsage,
+    Times,
+    Tokens,
+    error_name,
+)
 from router.upstream.engine_stream import EngineAnswer
 from router.upstream.errors import EngineRefusedError, NoSlotError, UpstreamError
 from tiers.spec import TierName
@@ -36,7 +46,8 @@ OVER_BUDGET = "over_budget"
 ENGINE_REFUSED = "engine_refused"
 WINDOW_S = 60.0
 WINDOW_RECORDS = 20_000
-OBSERVED_AFTER_S = 0.05  # the longest time until observers know of a request that has ended
+# the longest time until observers know of a request that has ended
+OBSERVED_AFTER_S = 0.05
 _LONG_QUOTATION = re.compile(r"(?<!\w)(['\"])(?:(?!\1).){24,}(?:\1|$)", re.DOTALL)
 State = Literal["waiting", "prefill", "decode"]
 
@@ -45,7 +56,8 @@ class Diverted(NamedTuple):
     """What became of a request that no tier had a slot for."""
 
     name: str  # the overflow's name
-    waited_ms: float  # the request's time in the queue before it was sent to the overflow
+    # the request's time in the queue before it was sent to the overflow
+    waited_ms: float
     at: float  # when it was sent, in seconds by the monotonic clock
     # Why the overflow does not answer. It was not asked: ``full``, ``paused`` after failures, ``unsupported``. It was
     # asked, and ended before its first token: ``failed``, ``cancelled``. None: it answers, or has not begun to.
@@ -71,12 +83,17 @@ class ActiveRequest(Struct, eq=False):
     slot: Slot | None = None  # None while it waits
     sent: float = 0.0  # when it was admitted, in seconds by the monotonic clock
     answer: EngineAnswer | None = None  # None until it has begun
-    quota: QuotaGrant | None = None  # taken in advance; None: not yet, or its caller has no limits
-    budget: Reservation | None = None  # reserved in advance; None: not yet, or its caller has none
-    used: int | None = None  # prompt and output tokens; None: it was not served, and does not count
-    usage: tuple[TierUsage, ...] = ()  # what tiers have computed of it, once that is known; only of callers with a key
+    # taken in advance; None: not yet, or its caller has no limits
+    quota: QuotaGrant | None = None
+    # reserved in advance; None: not yet, or its caller has none
+    budget: Reservation | None = None
+    # prompt and output tokens; None: it was not served, and does not count
+    used: int | None = None
+    # what tiers have computed of it, once that is known; only of callers with a key
+    usage: tuple[TierUsage, ...] = ()
     cost: Cost | None = None  # charged to its caller's budgets; None: it has none
-    diverted: Diverted | None = None  # what became of it at the overflow; None: it was not sent there
+    # what became of it at the overflow; None: it was not sent there
+    diverted: Diverted | None = None
 
     @property
     def state(self) -> State:
@@ -109,11 +126,14 @@ class RequestRegistry:
     def __init__(self, server_state: ServerState, kept: int) -> None:
         self._server_state = server_state
         self._open: dict[int, ActiveRequest] = {}
-        self._unobserved: list[tuple[float, RequestRecord]] = []  # each with the time of its request's end
+        # each with the time of its request's end
+        self._unobserved: list[tuple[float, RequestRecord]] = []
         self.recent: deque[RequestRecord] = deque(maxlen=kept)
         # Records of failed and slow requests are kept apart, so that those of good requests do not displace them.
         self._went_badly: deque[RequestRecord] = deque(maxlen=kept)
-        self.window: deque[tuple[float, TierName | None, Outcome, Times, bool | None]] = deque(maxlen=WINDOW_RECORDS)
+        self.window: deque[
+            tuple[float, TierName | None, Outcome, Times, bool | None]
+        ] = deque(maxlen=WINDOW_RECORDS)
         self.at_once: list[Callable[[RequestRecord], None]] = [log_request]
         self.observers: list[Callable[[RequestRecord], None]] = []
         self.totals: Counter[str] = Counter()
@@ -129,8 +149,12 @@ class RequestRegistry:
         older = [record for record in self._went_badly if id(record) not in recent_ids]
         return [*older, *self.recent]
 
-    def begin(self, context: RequestContext, decision: Decision, priority: int) -> ActiveRequest:
-        request = ActiveRequest(context=context, decision=decision, priority=class_of(priority))
+    def begin(
+        self, context: RequestContext, decision: Decision, priority: int
+    ) -> ActiveRequest:
+        request = ActiveRequest(
+            context=context, decision=decision, priority=class_of(priority)
+        )
         self._open[id(request)] = request
         return request
 
@@ -145,7 +169,9 @@ class RequestRegistry:
             _notify(observe, record)
         if len(self._unobserved) == 1:
             # Use an empty context: what observers do is no part of this request.
-            asyncio.get_running_loop().call_later(OBSERVED_AFTER_S, self.tell, context=Context())
+            asyncio.get_running_loop().call_later(
+                OBSERVED_AFTER_S, self.tell, context=Context()
+            )
 
     def tell(self) -> None:
         """Count the requests that have ended, and let the observers have their records."""
@@ -171,7 +197,9 @@ class RequestRegistry:
         while window[0][0] < ended_at - WINDOW_S:
             window.popleft()
 
-    def _record(self, request: ActiveRequest, error: BaseException | None, now: float) -> RequestRecord:
+    def _record(
+        self, request: ActiveRequest, error: BaseException | None, now: float
+    ) -> RequestRecord:
         context = request.context
         decision = request.decision
         if isinstance(error, RequestRefusedError):
@@ -208,7 +236,10 @@ class RequestRegistry:
         refusal = _refusal_of(failure)
         if refusal is not None:
             return refusal
-        if isinstance(failure, asyncio.CancelledError | OSError) and not self._server_state.deadline_passed:
+        if (
+            isinstance(failure, asyncio.CancelledError | OSError)
+            and not self._server_state.deadline_passed
+        ):
             return _Ending(Outcome.CLIENT_GONE)
         return _failed(failure)
 
@@ -220,7 +251,9 @@ def _refusal_of(failure: BaseException) -> _Ending | None:
     """
     if isinstance(failure, RequestRefusedError):
         decision = failure.decision
-        return _refused(decision.refusal_code, is_callers_mistake=decision.is_callers_mistake)
+        return _refused(
+            decision.refusal_code, is_callers_mistake=decision.is_callers_mistake
+        )
     if isinstance(failure, OverQuotaError):
         return _refused(OVER_QUOTA, str(failure), is_callers_mistake=True)
     if isinstance(failure, OverBudgetError):
@@ -230,12 +263,18 @@ def _refusal_of(failure: BaseException) -> _Ending | None:
         message = _LONG_QUOTATION.sub("'...'", failure.detail)
         return _refused(ENGINE_REFUSED, message, is_callers_mistake=True)
     if isinstance(failure, NoSlotError):
-        return _refused(Refusal.AT_CAPACITY.value, str(failure), is_callers_mistake=False)
+        return _refused(
+            Refusal.AT_CAPACITY.value, str(failure), is_callers_mistake=False
+        )
     return None
 
 
-def _refused(code: str | None, why_not: str = "", *, is_callers_mistake: bool) -> _Ending:
-    return _Ending(Outcome.REFUSED, code, why_not, is_callers_mistake=is_callers_mistake)
+def _refused(
+    code: str | None, why_not: str = "", *, is_callers_mistake: bool
+) -> _Ending:
+    return _Ending(
+        Outcome.REFUSED, code, why_not, is_callers_mistake=is_callers_mistake
+    )
 
 
 def _failed(failure: BaseException) -> _Ending:
@@ -244,7 +283,8 @@ def _failed(failure: BaseException) -> _Ending:
     if isinstance(failure, UpstreamError):
         why_not = str(failure)
     elif isinstance(failure, asyncio.CancelledError):
-        kind = "Draining"  # the router stops, and this request was still open at its deadline
+        # the router stops, and this request was still open at its deadline
+        kind = "Draining"
     return _Ending(Outcome.ERROR, kind, why_not)
 
 
@@ -271,7 +311,13 @@ def _times_of(request: ActiveRequest, now: float) -> Times:
             # The answer counts from when the request was sent, a record from its arrival.
             ttft_ms = answer.ttft_ms + (answer.sent_at - arrived) * 1000
     duration_ms = (now - arrived) * 1000
-    return Times(queue_ms=queue_ms, overhead_ms=overhead_ms, ttft_ms=ttft_ms, tpot_ms=tpot_ms, duration_ms=duration_ms)
+    return Times(
+        queue_ms=queue_ms,
+        overhead_ms=overhead_ms,
+        ttft_ms=ttft_ms,
+        tpot_ms=tpot_ms,
+        duration_ms=duration_ms,
+    )
 
 
 def _tokens_of(answer: EngineAnswer | None, decision: Decision) -> Tokens:
@@ -280,7 +326,9 @@ def _tokens_of(answer: EngineAnswer | None, decision: Decision) -> Tokens:
     if answer is None:
         return Tokens(predicted_prompt_tokens)
     return Tokens(
-        prompt=answer.usage["prompt_tokens"] if answer.usage else predicted_prompt_tokens,
+        prompt=answer.usage["prompt_tokens"]
+        if answer.usage
+        else predicted_prompt_tokens,
         output=answer.output_tokens,
         cached=answer.cached_tokens,
         predicted_cached=answer.predicted_cached_tokens,
@@ -317,7 +365,9 @@ def _meets_sla(sla: Sla, ending: _Ending, times: Times) -> bool | None:
     has_bounds = sla.ttft_ms is not None or sla.tpot_ms is not None
     if not has_bounds or ending.is_callers_mistake:
         return None
-    is_late = _exceeds(times.ttft_ms, sla.ttft_ms) or _exceeds(times.tpot_ms, sla.tpot_ms)
+    is_late = _exceeds(times.ttft_ms, sla.ttft_ms) or _exceeds(
+        times.tpot_ms, sla.tpot_ms
+    )
     if ending.outcome is Outcome.CLIENT_GONE and not is_late:
         return None
     return ending.outcome is Outcome.OK and not is_late

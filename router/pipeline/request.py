@@ -21,7 +21,8 @@ NO_BOUNDS = Sla()
 Truncate = Literal["oldest", "middle"]
 SESSION_HEADER = b"x-session-id"
 LONGEST_SESSION = 256  # characters; what follows is ignored
-MAX_COUNT = 1 << 40  # bound of token counts: far above any context or quota, and safe in every counter
+# bound of token counts: far above any context or quota, and safe in every counter
+MAX_COUNT = 1 << 40
 
 
 class RequestContext(Struct):
@@ -33,8 +34,10 @@ class RequestContext(Struct):
     sent: Mapping[bytes, bytes] = field(default_factory=dict)
     # When the last byte of the request had come, by the monotonic clock, in seconds.
     arrived: float = field(default_factory=time.monotonic)
-    recorded: bool = False  # whether there is a record of it, from which the log has a line
-    journey: Journey | None = None  # what it goes through; None: it is not to be served, or not decided on yet
+    # whether there is a record of it, from which the log has a line
+    recorded: bool = False
+    # what it goes through; None: it is not to be served, or not decided on yet
+    journey: Journey | None = None
     # Headers about the key's quotas, filled once they are known. Errors carry them as well.
     limits: dict[str, str] = field(default_factory=dict)
 
@@ -62,26 +65,40 @@ class PromptText(Struct, frozen=True):
     # Tokens of the longest prompt, without the chat template. None: those of ``text`` and ``system_tokens``.
     prompt_tokens: int | None = None
     text_tokens: int | None = None  # tokens of ``text``; None: not counted yet
-    system_tokens: int = 0  # tokens of the system prompt; ignored if ``prompt_tokens`` is given
+    # tokens of the system prompt; ignored if ``prompt_tokens`` is given
+    system_tokens: int = 0
     all_tokens: int = 0  # tokens of all prompts together; 0: there is one prompt
     messages: int = 0  # messages of a chat; 0 for a completion
     system: bool = False  # whether the chat has a system message
-    other_parts: tuple[str, ...] = ()  # kinds of parts that are not text, such as ``image_url``
+    # kinds of parts that are not text, such as ``image_url``
+    other_parts: tuple[str, ...] = ()
     prompts: int = 1  # how many there are; each is answered on its own
     # All that the model reads, in order. Empty: not known, as with parts that are not text. A part of -1 tokens is
     # ``text``, whose tokens may not be counted yet.
     parts: tuple[Part, ...] = ()
-    salt: str = ""  # a value of the caller's that keeps its prefix from being shared with others; empty: none
+    # a value of the caller's that keeps its prefix from being shared with others; empty: none
+    salt: str = ""
 
-    def classify(self, counter: TokenCounter, second: Sequence[float] = ()) -> PromptFeatures:
+    def classify(
+        self, counter: TokenCounter, second: Sequence[float] = ()
+    ) -> PromptFeatures:
         """Return the text's features. What cannot be read, as images and token ids, counts as complex."""
         features = extract(
-            self.text, counter, context_tokens=self.prompt_tokens or 0, second=second, tokens=self.text_tokens
+            self.text,
+            counter,
+            context_tokens=self.prompt_tokens or 0,
+            second=second,
+            tokens=self.text_tokens,
         )
         if not self.other_parts and (self.text or not self.prompt_tokens):
             return features
         signals = tuple(f"part that is not text: {kind}" for kind in self.other_parts)
-        return replace(features, prompt_class=PromptClass.UNKNOWN, complexity=Complexity.COMPLEX, signals=signals)
+        return replace(
+            features,
+            prompt_class=PromptClass.UNKNOWN,
+            complexity=Complexity.COMPLEX,
+            signals=signals,
+        )
 
 
 class RoutingOptions(Struct, frozen=True):
@@ -89,12 +106,17 @@ class RoutingOptions(Struct, frozen=True):
     hint_field: str = ""  # the field that names it, for errors
     require: bool = False  # hint and SLA are conditions, not preferences
     sla: Sla = NO_BOUNDS
-    priority: int = PRIORITIES["standard"]  # in vLLM's numbers, lower first; within what the caller's key allows
-    precisions: frozenset[str] | None = None  # the precisions that may serve it, by OpenRouter's names; None: any
+    # in vLLM's numbers, lower first; within what the caller's key allows
+    priority: int = PRIORITIES["standard"]
+    # the precisions that may serve it, by OpenRouter's names; None: any
+    precisions: frozenset[str] | None = None
     only: frozenset[TierName] | None = None  # the tiers that may serve it; None: all
-    sort: Sort | None = None  # the figure that the choice is to be made by; None: by the policy
-    truncate: Truncate | None = None  # the part to cut of a prompt that fits no context; None: nothing is cut
-    overflow: bool = True  # a server outside of the fleet may answer if every tier is full
+    # the figure that the choice is to be made by; None: by the policy
+    sort: Sort | None = None
+    # the part to cut of a prompt that fits no context; None: nothing is cut
+    truncate: Truncate | None = None
+    # a server outside of the fleet may answer if every tier is full
+    overflow: bool = True
 
 
 class Call(Struct, frozen=True, kw_only=True):
@@ -103,23 +125,34 @@ class Call(Struct, frozen=True, kw_only=True):
     options: RoutingOptions
     asked: EngineRequest  # the request to an engine
     max_tokens: int  # the most output tokens of each answer
-    limited: bool = True  # whether its caller named them; otherwise an answer may be shorter, where the context ends
+    # whether its caller named them; otherwise an answer may be shorter, where the context ends
+    limited: bool = True
     sequences: int = 1  # answers: prompts times choices
-    undraftable: str = ""  # its parameters that engines with a draft refuse; empty: none
+    # its parameters that engines with a draft refuse; empty: none
+    undraftable: str = ""
     truncated: str = ""  # says what was cut of its prompt, for people; empty: nothing
     session: str = ""  # its caller's name of the conversation; empty: none
     streamed: bool = True  # whether the answer is to be a stream
     report: bool = False  # whether the answer is to say who served it
-    resumable: bool = False  # whether its stream is kept for a while, so that a client can read on
+    # whether its stream is kept for a while, so that a client can read on
+    resumable: bool = False
     # Cuts its prompt by a ``Cutter``, where it fits no context. None: its caller has not asked for it.
     cut: Callable[[Call, Any], Call] | None = None
 
-    def query(self, features: PromptFeatures, template: TemplateTokens, *, affinity: bool = False) -> Query:
+    def query(
+        self,
+        features: PromptFeatures,
+        template: TemplateTokens,
+        *,
+        affinity: bool = False,
+    ) -> Query:
         prompt = self.prompt
         options = self.options
         template_tokens = 0
         if prompt.messages:
-            template_tokens = template.conversation(prompt.messages, system=prompt.system)
+            template_tokens = template.conversation(
+                prompt.messages, system=prompt.system
+            )
         prompt_tokens = prompt.prompt_tokens
         if prompt_tokens is None:
             prompt_tokens = features.tokens + prompt.system_tokens

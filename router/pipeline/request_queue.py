@@ -30,7 +30,8 @@ class Waiter:
 
 
 E = TypeVar("E", bound=Waiter)
-Order = tuple[int, int, float]  # priority class, slots that the key holds, deadline; the lowest comes first
+# priority class, slots that the key holds, deadline; the lowest comes first
+Order = tuple[int, int, float]
 _deadline = attrgetter("deadline")
 
 
@@ -44,7 +45,11 @@ class _KindQueue(Generic[E]):
 
     def add(self, waiter: E) -> None:
         self.arrived[waiter] = None
-        insort(self.groups.setdefault((waiter.rank, waiter.key_id), []), waiter, key=_deadline)
+        insort(
+            self.groups.setdefault((waiter.rank, waiter.key_id), []),
+            waiter,
+            key=_deadline,
+        )
 
     def remove(self, waiter: E) -> None:
         del self.arrived[waiter]
@@ -111,11 +116,19 @@ class RequestQueue(Generic[E]):
                 requests_before = len(group)
                 if standing == (own_rank, own_held):
                     requests_before = bisect_right(group, deadline, key=_deadline)
-                slots_wanted += sum(queued.slots for queued in group[:requests_before] if queued is not waiter)
+                slots_wanted += sum(
+                    queued.slots
+                    for queued in group[:requests_before]
+                    if queued is not waiter
+                )
         return slots_wanted
 
     def _for(self, tiers: Collection[TierName]) -> Iterator[_KindQueue[E]]:
-        return (queue for queue in self._queues.values() if not queue.tiers.isdisjoint(tiers))
+        return (
+            queue
+            for queue in self._queues.values()
+            if not queue.tiers.isdisjoint(tiers)
+        )
 
     def _order(self, waiter: E) -> Order:
         return waiter.rank, self._held.get(waiter.key_id, 0), waiter.deadline

@@ -12,17 +12,25 @@ from router.section import AllBut, Section
 class WaitSettings(Section, reloads=AllBut()):
     """Longest waits in the queue, by priority."""
 
-    interactive: NonNegativeFloat = Field(10, description="Longest wait for a slot, in seconds.")
-    standard: NonNegativeFloat = Field(30, description="Longest wait for a slot, in seconds.")
-    batch: NonNegativeFloat = Field(120, description="Longest wait for a slot, in seconds.")
+    interactive: NonNegativeFloat = Field(
+        10, description="Longest wait for a slot, in seconds."
+    )
+    standard: NonNegativeFloat = Field(
+        30, description="Longest wait for a slot, in seconds."
+    )
+    batch: NonNegativeFloat = Field(
+        120, description="Longest wait for a slot, in seconds."
+    )
 
 
 class AdmissionSettings(Section, reloads=AllBut()):
     """Who gets the next free slot."""
 
-    affinity: ClassVar[bool] = True  # what replicas hold in their prefix caches counts in choices and predictions
+    # what replicas hold in their prefix caches counts in choices and predictions
+    affinity: ClassVar[bool] = True
 
     max_waiting: NonNegativeInt = Field(
-        256, description="Most requests that wait for a slot; beyond, the least urgent is refused. 0: none waits."
+        256,
+        description="Most requests that wait for a slot; beyond, the least urgent is refused. 0: none waits.",
     )
     max_wait_s: WaitSettings = WaitSettings()

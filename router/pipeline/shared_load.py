@@ -23,7 +23,15 @@ from typing import NamedTuple
 
 from pydantic_core import to_json
 
-from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisLink, RedisState, RedisUse, Script, outage
+from router.redis_link import (
+    REDIS_TIMEOUT_S,
+    UNAVAILABLE,
+    RedisLink,
+    RedisState,
+    RedisUse,
+    Script,
+    outage,
+)
 from router.upstream.json_object import read_json
 from tiers.background import Faults
 from tiers.fleet import Fleet
@@ -67,14 +75,21 @@ class _Answer(NamedTuple):
 class SharedLoad:
     """One router's side. ``run`` until cancelled, then ``aclose``. Without ``redis_url`` nothing is shared."""
 
-    def __init__(self, redis_url: str, fleet: Fleet, waiting_for: Callable[[TierName], int] = lambda _tier: 0) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        fleet: Fleet,
+        waiting_for: Callable[[TierName], int] = lambda _tier: 0,
+    ) -> None:
         self._fleet = fleet
         self._waiting_for = waiting_for
         self._id = secrets.token_hex(8)
         self._link = RedisLink(redis_url, RedisUse.LOAD, 1) if redis_url else None
         self._faults = Faults(repeats=False)
-        self._routers: dict[str, int] = {}  # how many routers have a replica, by its URL, this one among them
-        self._sufficient_urls: set[str] = set()  # replicas whose share met the need in the last report
+        # how many routers have a replica, by its URL, this one among them
+        self._routers: dict[str, int] = {}
+        # replicas whose share met the need in the last report
+        self._sufficient_urls: set[str] = set()
         self._has_exchanged = False  # whether an exchange has ever succeeded
         self._rise_at = 0.0
         if self._link is not None:
@@ -94,11 +109,14 @@ class SharedLoad:
         while self._link is not None:
             try:
                 if await self.exchange():
-                    await self.exchange()  # another router may wait for what this one gives up
+                    # another router may wait for what this one gives up
+                    await self.exchange()
             except UNAVAILABLE as error:
                 self._lose(error)
             except Exception as error:  # noqa: BLE001  no error may end the sharing for good
-                self._faults.log(error, "the load could not be reported to Redis; trying again")
+                self._faults.log(
+                    error, "the load could not be reported to Redis; trying again"
+                )
                 self._lose(error)
             await self._pause()
 
@@ -117,10 +135,13 @@ class SharedLoad:
         began = time.monotonic()
         reports = self._reports(began)
         async with asyncio.timeout(REDIS_TIMEOUT_S):
-            for _ in range(2):  # if Redis' clock was set ahead, the first attempt is in vain, but learns its time
+            # if Redis' clock was set ahead, the first attempt is in vain, but learns its time
+            for _ in range(2):
                 until = await self._link.time_at(began + REDIS_TIMEOUT_S, ROUTERS)
                 args = [self._id, until, LIFE_S, TURN_S, to_json(reports)]
-                redis_time, content = await self._link.run(self._exchange, [ROUTERS], args)
+                redis_time, content = await self._link.run(
+                    self._exchange, [ROUTERS], args
+                )
                 self._link.learn_time(float(redis_time), ROUTERS)
                 if content:
                     break
@@ -135,7 +156,9 @@ class SharedLoad:
 
     def _reports(self, now: float) -> dict[str, _Report]:
         """Return this router's load on each replica, by the replica's URL."""
-        return {replica.url: self._report(replica, now) for replica in self._fleet.replicas}
+        return {
+            replica.url: self._report(replica, now) for replica in self._fleet.replicas
+        }
 
     def _report(self, replica: Replica, now: float) -> _Report:
         state = replica.state
@@ -155,11 +178,18 @@ class SharedLoad:
 
     def _waiting(self, replica: Replica, now: float) -> int:
         """Return how many waiting requests a replica could serve."""
-        takes_requests = replica.state.status is ReplicaStatus.READY and replica.breaker.admits(now)
+        takes_requests = (
+            replica.state.status is ReplicaStatus.READY and replica.breaker.admits(now)
+        )
         return self._waiting_for(replica.spec.name) if takes_requests else 0
 
     def _take(
-        self, reports: dict[str, _Report], answers: dict[str, list[float]], until: float, *, are_all_known: bool
+        self,
+        reports: dict[str, _Report],
+        answers: dict[str, list[float]],
+        until: float,
+        *,
+        are_all_known: bool,
     ) -> bool:
         """Apply the script's answers to reports, valid until a monotonic time; return whether a share has fallen.
 
@@ -183,7 +213,9 @@ class SharedLoad:
             has_fallen = has_fallen or answer.share < report.share
             has_risen = has_risen or answer.share > report.share
         self._fleet.first_share = Share(0, math.inf)
-        self._routers = {url: count for url, count in self._routers.items() if url in answers}
+        self._routers = {
+            url: count for url, count in self._routers.items() if url in answers
+        }
         if has_risen:
             self._fleet.on_capacity()
         return has_fallen
@@ -209,7 +241,10 @@ class SharedLoad:
         self._link.state.fail(error)
         if has_served:
             self._rise_at = now + LIFE_S
-            log.warning("redis does not serve (%s): each router goes by its own view", outage(error))
+            log.warning(
+                "redis does not serve (%s): each router goes by its own view",
+                outage(error),
+            )
         if not self._has_exchanged:  # no other router is known here
             self._give_all(None)
             return
@@ -218,10 +253,14 @@ class SharedLoad:
             self._rise_at = now + RISE_EVERY_S
         for replica in self._fleet.replicas:
             if replica.others.share is not None:
-                slots = self._slots_without_redis(replica, replica.others.share, may_rise=may_rise)
+                slots = self._slots_without_redis(
+                    replica, replica.others.share, may_rise=may_rise
+                )
                 replica.note_share(Share(slots, now + LIFE_S))
 
-    def _slots_without_redis(self, replica: Replica, share: Share, *, may_rise: bool) -> int:
+    def _slots_without_redis(
+        self, replica: Replica, share: Share, *, may_rise: bool
+    ) -> int:
         """Return this router's slots on a replica: an equal part of its limit, reached slot by slot from the last share."""
         # A replica that is not known from an exchange may have as many routers as any other.
         most_routers = max(self._routers.values(), default=1)
@@ -230,7 +269,9 @@ class SharedLoad:
         if routers == 1:
             return equal_part
         gauges = replica.state.gauges
-        has_capacity = gauges is None or gauges.running + gauges.waiting < replica.whole_limit
+        has_capacity = (
+            gauges is None or gauges.running + gauges.waiting < replica.whole_limit
+        )
         slots = share.slots
         if may_rise and has_capacity:
             slots += 1
@@ -247,11 +288,17 @@ class SharedLoad:
         while time.monotonic() < until:
             await asyncio.sleep(WAITING_POLL_S)
             self._fleet.refresh(time.monotonic())
-            if not self._is_cut_off and any(map(self._needs_more, self._fleet.replicas)):
+            if not self._is_cut_off and any(
+                map(self._needs_more, self._fleet.replicas)
+            ):
                 return
 
     def _needs_more(self, replica: Replica) -> bool:
         """Tell whether requests wait for a replica whose share was sufficient at the last report, and is used up."""
         was_sufficient = replica.url in self._sufficient_urls
         is_used_up = replica.state.limit <= replica.state.slots < replica.whole_limit
-        return was_sufficient and is_used_up and self._waiting(replica, time.monotonic()) > 0
+        return (
+            was_sufficient
+            and is_used_up
+            and self._waiting(replica, time.monotonic()) > 0
+        )

@@ -41,7 +41,14 @@ from tiers.speed import HALF_LIFE_S, IDLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from router.policy.decision import Degraded, Objective, Obstacle, PolicyParameters, Query, Sla
+    from router.policy.decision import (
+        Degraded,
+        Objective,
+        Obstacle,
+        PolicyParameters,
+        Query,
+        Sla,
+    )
     from router.policy.losses import ExpectedLoss
     from tiers.choice import Candidate, Expectation
     from tiers.snapshot import FleetSnapshot, TierSnapshot
@@ -51,7 +58,8 @@ if TYPE_CHECKING:
     ObstacleCheck = Callable[[TierSpec, Query], Obstacle | None]
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
-PLENTY = 0.5  # share of the highest precision's slots up to which engine time is worth nothing
+# share of the highest precision's slots up to which engine time is worth nothing
+PLENTY = 0.5
 # Later first token that small talk may have to keep higher precisions free: up to a second nobody's thought is interrupted
 # (Nielsen 1993).
 SMALL_TALK_WAIT_MS = 1000.0
@@ -129,13 +137,17 @@ class _Market(Struct, frozen=True):
     sequences: int
 
 
-def _compare_tiers(query: Query, fleet: FleetSnapshot, table: PolicyParameters, demand: Request) -> Choice:
+def _compare_tiers(
+    query: Query, fleet: FleetSnapshot, table: PolicyParameters, demand: Request
+) -> Choice:
     """Estimate what each tier would do with the request; nothing is chosen yet."""
     checks = _obstacle_checks(query)
     offers = []
     for tier in fleet.tiers:
         best = candidate(tier, demand, fleet.load)
-        obstacle = _lasting_obstacle(checks, tier.spec, query, is_ready=best.replica is not None)
+        obstacle = _lasting_obstacle(
+            checks, tier.spec, query, is_ready=best.replica is not None
+        )
         offers.append(_Offer(tier, best, obstacle))
     market = _market(query, table, offers)
     is_below_hint = query.hint is not None
@@ -143,7 +155,16 @@ def _compare_tiers(query: Query, fleet: FleetSnapshot, table: PolicyParameters, 
     for offer in offers:
         if offer.tier.spec.name is query.hint:
             is_below_hint = False
-        estimates.append(_estimate(offer, query, table, demand=demand, market=market, is_below_hint=is_below_hint))
+        estimates.append(
+            _estimate(
+                offer,
+                query,
+                table,
+                demand=demand,
+                market=market,
+                is_below_hint=is_below_hint,
+            )
+        )
     return Choice(
         query=query,
         table=table,
@@ -162,7 +183,9 @@ def _market(query: Query, table: PolicyParameters, offers: Sequence[_Offer]) -> 
             highest = offer.tier
         # A ``map`` in C takes half the time of a loop, and a tier may have hundreds of replicas.
         sequences += sum(map(_slots_of, offer.tier.replicas))
-    confidence = table.sla_confidence if query.sla.confidence is None else query.sla.confidence
+    confidence = (
+        table.sla_confidence if query.sla.confidence is None else query.sla.confidence
+    )
     bound = query.sla.max_quality_loss
     if bound is None:
         bound = table.max_loss.get(query.features.prompt_class)
@@ -218,7 +241,9 @@ def _estimate(
         state = offer.tier.status
         text = obstacle_text(obstacle, offer.tier, query)
     is_slow, excess = _lateness(query.sla, best.times, market.confidence_z)
-    quality = _quality(spec.name, query, table, market=market, is_below_hint=is_below_hint)
+    quality = _quality(
+        spec.name, query, table, market=market, is_below_hint=is_below_hint
+    )
     return Estimate(
         tier=spec.name,
         precision=spec.precision,
@@ -274,7 +299,11 @@ def _lasting_obstacle(
         obstacle = check(spec, query)
         if obstacle is None:
             continue
-        if obstacle is Refusal.EXCLUDED and not is_ready and _may_turn_out_allowed(spec, query):
+        if (
+            obstacle is Refusal.EXCLUDED
+            and not is_ready
+            and _may_turn_out_allowed(spec, query)
+        ):
             return Refusal.NOT_READY
         return obstacle
     return None
@@ -335,7 +364,13 @@ def longest_context(query: Query, fleet: FleetSnapshot) -> int:
     able = []
     for tier in fleet.tiers:
         may_be_used = not tier.spec.absent and required_tier in {None, tier.spec.name}
-        if may_be_used and _lasting_obstacle(checks, tier.spec, query_without_tokens, is_ready=True) is None:
+        if (
+            may_be_used
+            and _lasting_obstacle(
+                checks, tier.spec, query_without_tokens, is_ready=True
+            )
+            is None
+        ):
             able.append(tier)
     ready = [tier for tier in able if tier.ready]
     return max((tier.spec.max_model_len for tier in ready or able), default=0)
@@ -343,7 +378,9 @@ def longest_context(query: Query, fleet: FleetSnapshot) -> int:
 
 def within_context(query: Query, fleet: FleetSnapshot) -> Query:
     """Return a query whose caller named no limit with as many output tokens as the longest context leaves, at least one."""
-    if query.prompt_tokens + query.max_tokens <= max([tier.spec.max_model_len for tier in fleet.tiers]):
+    if query.prompt_tokens + query.max_tokens <= max(
+        [tier.spec.max_model_len for tier in fleet.tiers]
+    ):
         return query
     tokens_left = longest_context(query, fleet) - query.prompt_tokens
     return replace(query, max_tokens=max(min(query.max_tokens, tokens_left), 1))
@@ -352,7 +389,9 @@ def within_context(query: Query, fleet: FleetSnapshot) -> Query:
 # How fast.
 
 
-def _lateness(sla: Sla, times: Expectation | None, confidence_z: float) -> tuple[bool, float]:
+def _lateness(
+    sla: Sla, times: Expectation | None, confidence_z: float
+) -> tuple[bool, float]:
     """Tell whether a tier's times break a bound with the confidence asked for; return the largest ratio of time to bound.
 
     An unknown time meets no bound. Times are log-normally distributed about the prediction.
@@ -382,12 +421,16 @@ def _finish_ms(times: Expectation | None, demand: Request) -> float | None:
     return times.ttft_ms + tokens_after_first * times.tpot_ms
 
 
-def _cost(best: Candidate, demand: Request, *, batch: int, price: float) -> float | None:
+def _cost(
+    best: Candidate, demand: Request, *, batch: int, price: float
+) -> float | None:
     """Return the engine-seconds that the request takes, times the tier's price; None: its speed is not known."""
     if best.replica is None or best.replica.speed is None:
         return None
     tokens_to_read = max(demand.prompt_tokens - (best.cached or 0), 0)
-    engine_ms = best.replica.speed.engine_ms(tokens_to_read, max(1.0, demand.output_tokens), batch)
+    engine_ms = best.replica.speed.engine_ms(
+        tokens_to_read, max(1.0, demand.output_tokens), batch
+    )
     drift = 1.0 if best.times is None else best.times.drift
     return engine_ms * drift / 1000 * price
 
@@ -406,7 +449,12 @@ class _Quality(Struct, frozen=True):
 
 
 def _quality(
-    tier: TierName, query: Query, table: PolicyParameters, market: _Market, *, is_below_hint: bool
+    tier: TierName,
+    query: Query,
+    table: PolicyParameters,
+    market: _Market,
+    *,
+    is_below_hint: bool,
 ) -> _Quality:
     """Hold the loss that is expected of a tier against what the request, its class and the loss budget allow."""
     loss = table.loss(tier, query.features)
@@ -436,7 +484,9 @@ def _serve(choice: Choice, acceptable: Sequence[Estimate]) -> Decision:
     """Serve a request on one of the tiers that meet its bounds."""
     chosen, basis = _choose(choice.query, choice.table, acceptable)
     choice = replace(choice, chosen=chosen, basis=basis)
-    degraded: tuple[Degraded, ...] = ("quality",) if basis is Basis.DEGRADED_QUALITY else ()
+    degraded: tuple[Degraded, ...] = (
+        ("quality",) if basis is Basis.DEGRADED_QUALITY else ()
+    )
     return Decision(
         tier=chosen.tier,
         reason=reason(choice, chosen),
@@ -447,7 +497,9 @@ def _serve(choice: Choice, acceptable: Sequence[Estimate]) -> Decision:
     )
 
 
-def _choose(query: Query, table: PolicyParameters, acceptable: Sequence[Estimate]) -> tuple[Estimate, Basis]:
+def _choose(
+    query: Query, table: PolicyParameters, acceptable: Sequence[Estimate]
+) -> tuple[Estimate, Basis]:
     """Choose among the tiers that meet the request's bounds: at least one, by rising precision."""
     if query.hint is not None:
         for estimate in acceptable:
@@ -466,16 +518,24 @@ def _choose(query: Query, table: PolicyParameters, acceptable: Sequence[Estimate
         chosen = _fastest_or_cheapest(allowed, table.objective)
     else:
         chosen = _lowest(allowed, table.max_slowdown)
-    return chosen, _basis(chosen, fit, acceptable=acceptable, negligible_loss=table.negligible_loss)
+    return chosen, _basis(
+        chosen, fit, acceptable=acceptable, negligible_loss=table.negligible_loss
+    )
 
 
 def _lowest_in_time(fit: Sequence[Estimate]) -> Estimate:
     """Choose the lowest precision whose first token does not come long after another tier's."""
-    known_ttft_ms = [estimate.times.ttft_ms for estimate in fit if estimate.times is not None]
+    known_ttft_ms = [
+        estimate.times.ttft_ms for estimate in fit if estimate.times is not None
+    ]
     if not known_ttft_ms:
         return fit[0]
     latest_ms = min(known_ttft_ms) + SMALL_TALK_WAIT_MS
-    in_time = (estimate for estimate in fit if estimate.times is None or estimate.times.ttft_ms <= latest_ms)
+    in_time = (
+        estimate
+        for estimate in fit
+        if estimate.times is None or estimate.times.ttft_ms <= latest_ms
+    )
     return next(in_time)
 
 
@@ -492,7 +552,11 @@ def _fastest_or_cheapest(allowed: Sequence[Estimate], objective: Objective) -> E
     """Choose the tier that should finish soonest, or the cheapest of those whose finish a person cannot tell apart."""
     if objective == "best":
         soonest_ms = min(estimate.finishes_in_ms for estimate in allowed)
-        allowed = [estimate for estimate in allowed if not is_noticeably_later(estimate.finishes_in_ms, soonest_ms)]
+        allowed = [
+            estimate
+            for estimate in allowed
+            if not is_noticeably_later(estimate.finishes_in_ms, soonest_ms)
+        ]
     return min(allowed, key=Estimate.order)
 
 
@@ -505,12 +569,23 @@ def _lowest(allowed: Sequence[Estimate], max_slowdown: float) -> Estimate:
     return chosen
 
 
-def _dominated(lower: SpeedModel | None, higher: SpeedModel | None, max_slowdown: float) -> bool:
+def _dominated(
+    lower: SpeedModel | None, higher: SpeedModel | None, max_slowdown: float
+) -> bool:
     """Tell whether a lower precision is so much slower than a higher one that it has nothing to offer."""
-    return lower is not None and higher is not None and lower.step_ms(1) > max_slowdown * higher.step_ms(1)
+    return (
+        lower is not None
+        and higher is not None
+        and lower.step_ms(1) > max_slowdown * higher.step_ms(1)
+    )
 
 
-def _basis(chosen: Estimate, fit: Sequence[Estimate], acceptable: Sequence[Estimate], negligible_loss: float) -> Basis:
+def _basis(
+    chosen: Estimate,
+    fit: Sequence[Estimate],
+    acceptable: Sequence[Estimate],
+    negligible_loss: float,
+) -> Basis:
     """Return what the choice of a tier by its loss rests on.
 
     A tier that loses next to nothing was chosen for its loss only if it is alone in that. So it is compared with all
@@ -525,13 +600,17 @@ def _basis(chosen: Estimate, fit: Sequence[Estimate], acceptable: Sequence[Estim
     return Basis.NEGLIGIBLE
 
 
-def _degrade(choice: Choice, possible: Sequence[Estimate], fleet: FleetSnapshot, demand: Request) -> Decision:
+def _degrade(
+    choice: Choice, possible: Sequence[Estimate], fleet: FleetSnapshot, demand: Request
+) -> Decision:
     """Serve a request although no tier meets every bound, and say what is given up."""
     chosen = _nearest(choice.query, possible, choice.table)
     degraded = _given_up(chosen)
     basis = _BASIS_OF_DEGRADED[degraded[0]]
     choice = replace(choice, chosen=chosen, basis=basis, given_up=degraded)
-    are_times_impossible = "latency" in degraded and not _could_any_meet_times(fleet, choice, demand)
+    are_times_impossible = "latency" in degraded and not _could_any_meet_times(
+        fleet, choice, demand
+    )
     return Decision(
         tier=chosen.tier,
         reason=reason(choice, chosen),
@@ -543,7 +622,9 @@ def _degrade(choice: Choice, possible: Sequence[Estimate], fleet: FleetSnapshot,
     )
 
 
-def _nearest(query: Query, possible: Sequence[Estimate], table: PolicyParameters) -> Estimate:
+def _nearest(
+    query: Query, possible: Sequence[Estimate], table: PolicyParameters
+) -> Estimate:
     """Choose where no tier meets every bound: give up what ``give_up`` names, if a tier keeps the other bound.
 
     A hinted tier that keeps it is taken. Else of those that keep the loss, that of the class too if one does, the least
@@ -565,7 +646,9 @@ def _nearest(query: Query, possible: Sequence[Estimate], table: PolicyParameters
 def _least_late(lossless: Sequence[Estimate]) -> Estimate:
     """Choose the tier that misses its bounds on times by least, a fit one if there is any; of equals, the cheapest."""
     fit = [estimate for estimate in lossless if not estimate.unfit]
-    return min(fit or lossless, key=lambda estimate: (estimate.excess, estimate.order()))
+    return min(
+        fit or lossless, key=lambda estimate: (estimate.excess, estimate.order())
+    )
 
 
 def _least_lossy(estimates: Sequence[Estimate]) -> Estimate:
@@ -585,25 +668,37 @@ def _given_up(chosen: Estimate) -> tuple[Degraded, ...]:
     return tuple(given_up)
 
 
-def _could_any_meet_times(fleet: FleetSnapshot, choice: Choice, demand: Request) -> bool:
+def _could_any_meet_times(
+    fleet: FleetSnapshot, choice: Choice, demand: Request
+) -> bool:
     for tier, estimate in zip(fleet.tiers, choice.estimates, strict=True):
         if _could_meet_times(tier, estimate, choice, demand):
             return True
     return False
 
 
-def _could_meet_times(tier: TierSnapshot, estimate: Estimate, choice: Choice, demand: Request) -> bool:
+def _could_meet_times(
+    tier: TierSnapshot, estimate: Estimate, choice: Choice, demand: Request
+) -> bool:
     """Tell whether a tier might meet the bounds on times at some load; one whose speed is not known might."""
     if estimate.obstacle in CALLERS_OWN or tier.spec.absent:
         return False
     ready = [replica for replica in tier.replicas if replica.status is READY]
     if not ready:
         return True
-    return any(_meets_times_idle(replica.speed, tier.spec, choice, demand, cached=0) for replica in ready)
+    return any(
+        _meets_times_idle(replica.speed, tier.spec, choice, demand, cached=0)
+        for replica in ready
+    )
 
 
 def _meets_times_idle(
-    speed: SpeedModel | None, spec: TierSpec, choice: Choice, demand: Request, *, cached: int
+    speed: SpeedModel | None,
+    spec: TierSpec,
+    choice: Choice,
+    demand: Request,
+    *,
+    cached: int,
 ) -> bool:
     """Tell whether an idle replica would meet the bounds on times with the confidence asked for; True: not known."""
     if speed is None:
@@ -623,7 +718,9 @@ def _meets_times_idle(
     return not is_first_late and not are_others_late
 
 
-def _refuse(choice: Choice, fleet: FleetSnapshot, demand: Request, *, is_possible: bool) -> Decision:
+def _refuse(
+    choice: Choice, fleet: FleetSnapshot, demand: Request, *, is_possible: bool
+) -> Decision:
     """Refuse a request, and say when it could be served.
 
     Args:
@@ -633,10 +730,16 @@ def _refuse(choice: Choice, fleet: FleetSnapshot, demand: Request, *, is_possibl
         is_possible: Whether a tier could serve it, outside of its bounds.
     """
     tiers = {tier.spec.name: tier for tier in fleet.tiers}
-    configured = [estimate for estimate in choice.considered if not tiers[estimate.tier].spec.absent]
+    configured = [
+        estimate
+        for estimate in choice.considered
+        if not tiers[estimate.tier].spec.absent
+    ]
     waits_s = []
     for estimate in choice.considered:
-        wait_s = _possible_in_s(tiers[estimate.tier], estimate, choice=choice, demand=demand, fleet=fleet)
+        wait_s = _possible_in_s(
+            tiers[estimate.tier], estimate, choice=choice, demand=demand, fleet=fleet
+        )
         if wait_s is not None:
             waits_s.append(wait_s)
     longest = 0
@@ -661,14 +764,24 @@ def _likeliest_to_pass(configured: Sequence[Estimate]) -> Refusal:
     return next(obstacle for obstacle in LIKELIEST_TO_PASS if obstacle in obstacles)
 
 
-def _longest_exceeded(considered: Sequence[Estimate], tiers: Mapping[TierName, TierSnapshot]) -> int:
+def _longest_exceeded(
+    considered: Sequence[Estimate], tiers: Mapping[TierName, TierSnapshot]
+) -> int:
     """Return the longest context, in tokens, of the tiers that the request is too long for; 0: there are none."""
-    too_short = [estimate.tier for estimate in considered if estimate.obstacle is Refusal.TOO_LONG]
+    too_short = [
+        estimate.tier
+        for estimate in considered
+        if estimate.obstacle is Refusal.TOO_LONG
+    ]
     return max((tiers[tier].spec.max_model_len for tier in too_short), default=0)
 
 
 def _possible_in_s(
-    tier: TierSnapshot, estimate: Estimate, choice: Choice, demand: Request, fleet: FleetSnapshot
+    tier: TierSnapshot,
+    estimate: Estimate,
+    choice: Choice,
+    demand: Request,
+    fleet: FleetSnapshot,
 ) -> float | None:
     """Predict in how many seconds a tier could serve the request as asked; None: never, as far as is known."""
     if estimate.obstacle is Refusal.NOT_READY:
@@ -680,7 +793,9 @@ def _possible_in_s(
     waits_s = []
     for position, replica in enumerate(tier.replicas):
         if replica.status is READY:
-            wait_s = _relieved_in_s(tier, position, choice=choice, demand=demand, fleet=fleet)
+            wait_s = _relieved_in_s(
+                tier, position, choice=choice, demand=demand, fleet=fleet
+            )
             if wait_s is not None:
                 waits_s.append(wait_s)
     return min(waits_s, default=None)
@@ -700,7 +815,11 @@ def _ready_in_s(tier: TierSnapshot) -> float | None:
 
 
 def _relieved_in_s(
-    tier: TierSnapshot, position: int, choice: Choice, demand: Request, fleet: FleetSnapshot
+    tier: TierSnapshot,
+    position: int,
+    choice: Choice,
+    demand: Request,
+    fleet: FleetSnapshot,
 ) -> float | None:
     """Predict in how many seconds the replica at a position has room for the request; None: it is too slow even when idle.
 
@@ -714,28 +833,42 @@ def _relieved_in_s(
     if speed is None:
         return UNKNOWN_RETRY_S
     cached = tier.cached[position] if tier.cached else 0
-    if query.require and not _meets_times_idle(speed, spec, choice, demand, cached=cached):
+    if query.require and not _meets_times_idle(
+        speed, spec, choice, demand, cached=cached
+    ):
         return None
     load = load_of(replica, tier.output_tokens[position], fleet.load)
     limit = min(spec.max_in_flight, replica.limit)
     to_end = max(replica.slots + min(query.sequences, limit) - limit, 1)
     if query.require and query.sla.tpot_ms is not None:
-        largest_batch = _largest_batch(speed, spec, query.sla.tpot_ms, choice.confidence_z)
+        largest_batch = _largest_batch(
+            speed, spec, query.sla.tpot_ms, choice.confidence_z
+        )
         to_end = max(to_end, load.sequences + query.sequences - largest_batch)
-    wait_s = to_end * speed.relief_ms(load, spec.max_num_seqs, demand.output_share) / 1000
+    wait_s = (
+        to_end * speed.relief_ms(load, spec.max_num_seqs, demand.output_share) / 1000
+    )
     return max(wait_s, replica.breaker.admits_in_s) or HALF_LIFE_S
 
 
-def _largest_batch(speed: SpeedModel, spec: TierSpec, tpot_ms: float, confidence_z: float) -> int:
+def _largest_batch(
+    speed: SpeedModel, spec: TierSpec, tpot_ms: float, confidence_z: float
+) -> int:
     """Return how many sequences an engine can compute at once within a bound on TPOT, which it meets with a few."""
     safety = math.exp(confidence_z * speed.tpot_spread)
-    return max(n for n in range(1, spec.max_num_seqs + 1) if speed.step_ms(n) * safety <= tpot_ms)
+    return max(
+        n
+        for n in range(1, spec.max_num_seqs + 1)
+        if speed.step_ms(n) * safety <= tpot_ms
+    )
 
 
 # Who takes over.
 
 
-def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> tuple[TierName, ...]:
+def successors(
+    tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyParameters
+) -> tuple[TierName, ...]:
     """Return the tiers that may take over now from one that failed, in the order of a decision's fallbacks.
 
     Full tiers are among them: an admitted request may take a slot beyond a replica's limit.
@@ -748,7 +881,10 @@ def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: Policy
         if successor.spec.name is tier:
             continue
         ready = successor.ready
-        if ready and _lasting_obstacle(checks, successor.spec, query, is_ready=True) is None:
+        if (
+            ready
+            and _lasting_obstacle(checks, successor.spec, query, is_ready=True) is None
+        ):
             spare[successor.spec.name] = ready[0].speed
     ranks = {snapshot.spec.name: rank for rank, snapshot in enumerate(fleet.tiers)}
     return _fallback_order(tier, spare, ranks=ranks, max_slowdown=table.max_slowdown)
@@ -765,7 +901,9 @@ def fallbacks(decision: Decision) -> tuple[TierName, ...]:
             spare[estimate.tier] = estimate.speed
     ranks = {estimate.tier: rank for rank, estimate in enumerate(choice.estimates)}
     chosen = decision.tier if choice.chosen is None else choice.chosen.tier
-    return _fallback_order(chosen, spare, ranks=ranks, max_slowdown=choice.table.max_slowdown)
+    return _fallback_order(
+        chosen, spare, ranks=ranks, max_slowdown=choice.table.max_slowdown
+    )
 
 
 def _fallback_order(

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 Bound = Literal["quality", "latency"]
 Sort = Literal["price", "throughput", "latency"]
 Objective = Literal["best", "cheapest"]
-Degraded = Literal["quality", "latency", "unmeasured"]  # the last: nobody knows whether a bound is kept
+# the last: nobody knows whether a bound is kept
+Degraded = Literal["quality", "latency", "unmeasured"]
 ALL_LOST = ExpectedLoss(1.0, 1.0, 1.0)  # nothing is known of the tier
 # A finish this much later than another is not noticed: a tenth, as people tell durations apart to about a tenth (Weber's
 # law), and 50 ms, half of what is felt to be at once (Nielsen 1993, "Usability Engineering", chapter 5).
@@ -50,7 +51,9 @@ class PolicyParameters:
         other_budget: The same share on other tiers.
     """
 
-    losses: Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]] = field(default_factory=dict)
+    losses: Mapping[
+        TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]
+    ] = field(default_factory=dict)
     max_loss: Mapping[PromptClass, float] = field(default_factory=dict)
     objective: Objective = "best"
     loss_budget: float | TierName = TierName.BALANCED
@@ -59,9 +62,9 @@ class PolicyParameters:
     give_up: Bound = "latency"
     max_slowdown: float = 4.0
     prices: Mapping[TierName, float] = field(default_factory=dict)
-    adapters: Mapping[str, Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]]] = field(
-        default_factory=dict
-    )
+    adapters: Mapping[
+        str, Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]]
+    ] = field(default_factory=dict)
     named_budget: float = field(init=False)
     other_budget: float = field(init=False)
 
@@ -83,7 +86,10 @@ class PolicyParameters:
         means: list[float] = []
         for prompt_class in CLASSES:
             # Small talk has nothing to lose: it must not dilute the mean of what can be lost.
-            if prompt_class is not PromptClass.SMALL_TALK and prompt_class in losses_by_class:
+            if (
+                prompt_class is not PromptClass.SMALL_TALK
+                and prompt_class in losses_by_class
+            ):
                 means += [loss.mean for loss in losses_by_class[prompt_class].values()]
         return means
 
@@ -91,7 +97,10 @@ class PolicyParameters:
         """Return the parameters for an adapter's requests: what was measured of the model itself does not count."""
         if adapter is None:
             return self
-        return replace(self, losses=self.adapters.get(adapter) or self.adapters.get("", self.losses))
+        return replace(
+            self,
+            losses=self.adapters.get(adapter) or self.adapters.get("", self.losses),
+        )
 
     def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss:
         """Return the expected loss of a tier on a prompt; where the class is not sure, of all kinds that it may be."""
@@ -102,7 +111,11 @@ class PolicyParameters:
         loss = losses_by_class[features.prompt_class][complexity]
         if features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN:
             return loss
-        return mixed(loss, losses_by_class[PromptClass.UNKNOWN][complexity], share=features.confidence)
+        return mixed(
+            loss,
+            losses_by_class[PromptClass.UNKNOWN][complexity],
+            share=features.confidence,
+        )
 
     def budget(self, tier: TierName) -> float:
         """Return the share of answers, 0..1, that may get worse on a tier where engine time is as scarce as can be."""
@@ -115,7 +128,8 @@ class Sla(Struct, frozen=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     max_quality_loss: float | None = None
-    confidence: float | None = None  # probability with which the bounds are to be met; None: as the settings say
+    # probability with which the bounds are to be met; None: as the settings say
+    confidence: float | None = None
 
 
 class Query(Struct, frozen=True):
@@ -163,7 +177,10 @@ class Query(Struct, frozen=True):
 
     def takes(self, spec: TierSpec) -> bool:
         """Tell whether the request itself allows a tier, or a replica, by its precision and its name."""
-        has_allowed_precision = self.precisions is None or quantizations_of(spec.precision) <= self.precisions
+        has_allowed_precision = (
+            self.precisions is None
+            or quantizations_of(spec.precision) <= self.precisions
+        )
         return has_allowed_precision and (self.only is None or spec.name in self.only)
 
     @property
@@ -216,7 +233,13 @@ Obstacle = Literal[
     Refusal.EXCLUDED,
 ]
 # Refusals that neither load nor an engine's state causes: only another request, or another key, would be served.
-CALLERS_OWN = {Refusal.TOO_LONG, Refusal.NOT_ALLOWED, Refusal.UNSUPPORTED, Refusal.NO_ADAPTER, Refusal.EXCLUDED}
+CALLERS_OWN = {
+    Refusal.TOO_LONG,
+    Refusal.NOT_ALLOWED,
+    Refusal.UNSUPPORTED,
+    Refusal.NO_ADAPTER,
+    Refusal.EXCLUDED,
+}
 TIER_ABSENT = "tier_absent"
 SLA_IMPOSSIBLE = "sla_impossible"
 
@@ -362,11 +385,17 @@ class Choice(Struct, frozen=True):
         """Return the tiers that may be chosen: all, or only the one that the request requires."""
         if self.query.hint is None or not self.query.require:
             return list(self.estimates)
-        return [estimate for estimate in self.estimates if estimate.tier is self.query.hint]
+        return [
+            estimate for estimate in self.estimates if estimate.tier is self.query.hint
+        ]
 
     def rank(self, tier: TierName) -> int:
         """Return a tier's place by rising precision, from 0."""
-        return next(rank for rank, estimate in enumerate(self.estimates) if estimate.tier is tier)
+        return next(
+            rank
+            for rank, estimate in enumerate(self.estimates)
+            if estimate.tier is tier
+        )
 
 
 class Decision(Struct, frozen=True):
@@ -404,7 +433,14 @@ class Decision(Struct, frozen=True):
 
     def rate(self, tier: TierName) -> Rate | None:
         """Return the engine time that a token takes on a tier, as it was priced; None: not known."""
-        return next((estimate.rate for estimate in self.choice.estimates if estimate.tier is tier), None)
+        return next(
+            (
+                estimate.rate
+                for estimate in self.choice.estimates
+                if estimate.tier is tier
+            ),
+            None,
+        )
 
     @property
     def requires_absent_tier(self) -> bool:
@@ -412,7 +448,10 @@ class Decision(Struct, frozen=True):
         is_tier_required = self.query.require and self.query.hint is not None
         if self.refusal is not Refusal.NOT_READY or not is_tier_required:
             return False
-        return all(estimate.state is ReplicaStatus.ABSENT for estimate in self.choice.considered)
+        return all(
+            estimate.state is ReplicaStatus.ABSENT
+            for estimate in self.choice.considered
+        )
 
     @property
     def requires_impossible_bounds(self) -> bool:
@@ -433,11 +472,22 @@ class Decision(Struct, frozen=True):
     @property
     def is_callers_mistake(self) -> bool:
         """Tell whether the request was refused for what it is, so that asking again does not help."""
-        return self.refusal in CALLERS_OWN or self.requires_absent_tier or self.requires_impossible_bounds
+        return (
+            self.refusal in CALLERS_OWN
+            or self.requires_absent_tier
+            or self.requires_impossible_bounds
+        )
 
     @property
     def chosen(self) -> Estimate | None:
-        return next((estimate for estimate in self.choice.estimates if estimate.tier is self.tier), None)
+        return next(
+            (
+                estimate
+                for estimate in self.choice.estimates
+                if estimate.tier is self.tier
+            ),
+            None,
+        )
 
     @property
     def precision(self) -> str | None:

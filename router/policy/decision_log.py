@@ -13,19 +13,38 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Struct, convert, structs, to_builtins
-from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from pydantic import (
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+)
 
 from router.line_file import LineWriter
 from router.policy.decision import Decision, PolicyParameters, Query, Refusal
 from router.policy.profiles import ProfileError, first_fault
-from tiers.snapshot import FleetLoad, FleetSnapshot, KvCache, Pause, ReplicaState, TierSnapshot, Trends, load_of
+from tiers.snapshot import (
+    FleetLoad,
+    FleetSnapshot,
+    KvCache,
+    Pause,
+    ReplicaState,
+    TierSnapshot,
+    Trends,
+    load_of,
+)
 from tiers.spec import TierName
 
 KEPT_FILES = 3
 
 
 # A replica's line is flat. Some fields of ``ReplicaState`` have other names there, and a group is one name for each field.
-_RENAMED = {"status": "state", "prompt_tokens": "prompt_tokens_outstanding", "slots": "places"}
+_RENAMED = {
+    "status": "state",
+    "prompt_tokens": "prompt_tokens_outstanding",
+    "slots": "places",
+}
 _GROUPS: dict[str, tuple[type[Struct], tuple[str, ...]]] = {
     "trends": (Trends, ("ttft_trend", "tpot_trend")),
     "breaker": (Pause, ("breaker", "admits", "admits_in_s")),
@@ -37,8 +56,13 @@ def _fleet_line(fleet: FleetSnapshot) -> dict[str, Any]:
     """Return a snapshot as the log has it: each replica with its whole load and its trends at that time."""
     tiers = []
     for tier in fleet.tiers:
-        replicas = [_replica_line(tier, position, fleet.load) for position in range(len(tier.replicas))]
-        tiers.append({"spec": tier.spec, "replicas": replicas, "preparing": tier.preparing})
+        replicas = [
+            _replica_line(tier, position, fleet.load)
+            for position in range(len(tier.replicas))
+        ]
+        tiers.append(
+            {"spec": tier.spec, "replicas": replicas, "preparing": tier.preparing}
+        )
     line = structs.asdict(fleet)
     del line["load"]
     line["tiers"] = tiers
@@ -46,7 +70,9 @@ def _fleet_line(fleet: FleetSnapshot) -> dict[str, Any]:
     return builtins
 
 
-def _replica_line(tier: TierSnapshot, position: int, fleet_load: FleetLoad | None) -> dict[str, Any]:
+def _replica_line(
+    tier: TierSnapshot, position: int, fleet_load: FleetLoad | None
+) -> dict[str, Any]:
     state = tier.replicas[position]
     output_tokens = tier.output_tokens[position]
     now = 0.0 if fleet_load is None else fleet_load.now
@@ -76,13 +102,17 @@ def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
         tiers = [_read_tier(tier) for tier in line["tiers"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no fleet ({error})") from None
-    return convert(line | {"tiers": tiers}, FleetSnapshot, dec_hook=lambda kind, value: kind(value))
+    return convert(
+        line | {"tiers": tiers}, FleetSnapshot, dec_hook=lambda kind, value: kind(value)
+    )
 
 
 def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
     replicas = line["replicas"]
     cached = [replica.get("cached_tokens") for replica in replicas]
-    homes = [position for position, replica in enumerate(replicas) if replica.get("home")]
+    homes = [
+        position for position, replica in enumerate(replicas) if replica.get("home")
+    ]
     return line | {
         "replicas": [_read_state(replica) for replica in replicas],
         "output_tokens": [replica["output_tokens_outstanding"] for replica in replicas],
@@ -99,7 +129,11 @@ def _read_state(line: dict[str, Any]) -> dict[str, Any]:
             state[field] = line[logged_field]
     for group, (kind, logged_fields) in _GROUPS.items():
         fields = zip(kind.__struct_fields__, logged_fields, strict=True)
-        state[group] = {field: line[logged_field] for field, logged_field in fields if logged_field in line}
+        state[group] = {
+            field: line[logged_field]
+            for field, logged_field in fields
+            if logged_field in line
+        }
     if line.get("places") is None:  # lines of earlier releases have no slots
         state["slots"] = line["in_flight"]
     return state
@@ -107,14 +141,20 @@ def _read_state(line: dict[str, Any]) -> dict[str, Any]:
 
 def _query_line(query: Query) -> dict[str, Any]:
     """Return a query without its prefix: what replicas hold of that is in the snapshot."""
-    line: dict[str, Any] = to_builtins(structs.replace(query, prefix=None), enc_hook=str)
+    line: dict[str, Any] = to_builtins(
+        structs.replace(query, prefix=None), enc_hook=str
+    )
     del line["prefix"]
     return line
 
 
-_READ_QUERY = PlainValidator(lambda line: convert(line, Query, dec_hook=lambda kind, value: kind(value)))
+_READ_QUERY = PlainValidator(
+    lambda line: convert(line, Query, dec_hook=lambda kind, value: kind(value))
+)
 LoggedQuery = Annotated[Query, _READ_QUERY, PlainSerializer(_query_line)]
-LoggedFleet = Annotated[FleetSnapshot, PlainValidator(_read_fleet), PlainSerializer(_fleet_line)]
+LoggedFleet = Annotated[
+    FleetSnapshot, PlainValidator(_read_fleet), PlainSerializer(_fleet_line)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +207,9 @@ class OverflowRecord:
 
 
 Record = PolicyRecord | DecisionRecord | OutcomeRecord | OverflowRecord
-_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
+_RECORD: TypeAdapter[Record] = TypeAdapter(
+    Annotated[Record, Field(discriminator="kind")]
+)
 _PARAMETERS = TypeAdapter(PolicyParameters)
 
 
@@ -175,13 +217,21 @@ class DecisionLog:
     """Writes records to a file that is rotated by size, in a thread."""
 
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
-        self._writer = LineWriter(path, "the decision log", max_bytes=max_bytes, kept=KEPT_FILES)
+        self._writer = LineWriter(
+            path, "the decision log", max_bytes=max_bytes, kept=KEPT_FILES
+        )
         self._table: PolicyParameters | None = None
         self._policy_id = ""
         self._head = b""
 
     def decided(
-        self, request_id: str, decision: Decision, fleet: FleetSnapshot, table: PolicyParameters, *, priority: int = 0
+        self,
+        request_id: str,
+        decision: Decision,
+        fleet: FleetSnapshot,
+        table: PolicyParameters,
+        *,
+        priority: int = 0,
     ) -> None:
         if table is not self._table:
             self._table = table
@@ -227,7 +277,9 @@ def read_log(path: Path) -> Iterator[Record]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise ProfileError(f"the decision log {path} cannot be read: {error.strerror}") from error
+        raise ProfileError(
+            f"the decision log {path} cannot be read: {error.strerror}"
+        ) from error
     for number, line in enumerate(lines, 1):
         if not line:
             continue
@@ -235,4 +287,6 @@ def read_log(path: Path) -> Iterator[Record]:
             yield _RECORD.validate_json(line)
         except ValidationError as error:
             if error.errors()[0]["type"] != "json_invalid":
-                raise ProfileError(f"{path} line {number} is no record of decisions: {first_fault(error)}") from None
+                raise ProfileError(
+                    f"{path} line {number} is no record of decisions: {first_fault(error)}"
+                ) from None

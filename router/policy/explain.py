@@ -49,7 +49,9 @@ def _comparison(estimate: Estimate, chosen: Estimate) -> str:
     finish = f"finished in {_seconds(estimate.finish_ms)} instead of {_seconds(chosen.finish_ms)}"
     if chosen.cost is None or estimate.cost is None or estimate.cost <= chosen.cost:
         return finish
-    engine_time = f"with {estimate.cost:.2g} s of engine time instead of {chosen.cost:.2g}"
+    engine_time = (
+        f"with {estimate.cost:.2g} s of engine time instead of {chosen.cost:.2g}"
+    )
     if estimate.finish_ms <= chosen.finish_ms:
         return engine_time
     return f"{finish}, {engine_time}"
@@ -60,7 +62,9 @@ def reason(choice: Choice, chosen: Estimate) -> str:
     query = choice.query
     text = _why(choice, chosen)
     if query.hint is not None and chosen.tier is not query.hint:
-        hinted = next(estimate for estimate in choice.estimates if estimate.tier is query.hint)
+        hinted = next(
+            estimate for estimate in choice.estimates if estimate.tier is query.hint
+        )
         against = "not chosen" if hinted.meets else _against(choice, hinted)
         text = f"hint {query.hint} not taken: {against}; {text}"
     if query.precisions is not None:
@@ -77,7 +81,12 @@ def refusal_reason(choice: Choice, longest_context: int | None) -> str:
         choice: The tiers as they were compared.
         longest_context: Of the tiers for which the request alone is too long, in tokens; None: there are others, or none.
     """
-    text = "; ".join([f"{estimate.tier} {verdict(choice, estimate)}" for estimate in choice.considered])
+    text = "; ".join(
+        [
+            f"{estimate.tier} {verdict(choice, estimate)}"
+            for estimate in choice.considered
+        ]
+    )
     suitable = [estimate.tier for estimate in choice.estimates if estimate.meets]
     if choice.query.require and suitable:
         text += f"; {' and '.join(suitable)} can, and tier_policy 'prefer' lets another tier serve"
@@ -101,7 +110,9 @@ def _why(choice: Choice, chosen: Estimate) -> str:
 
 
 def _given_up_text(choice: Choice, chosen: Estimate) -> str:
-    given_up = " and ".join([bound for bound in choice.given_up if bound != "unmeasured"])
+    given_up = " and ".join(
+        [bound for bound in choice.given_up if bound != "unmeasured"]
+    )
     if given_up:
         return f"no tier is expected to meet the SLA: {given_up} given up, {chosen.tier} taken"
     return f"no tier is known to meet the SLA, {chosen.tier} taken"
@@ -136,25 +147,35 @@ def _sorted_text(chosen: Estimate, sort: Sort) -> str:
     return f"sort {sort}: {chosen.tier} has the least, {value:.2g} {SORTED_BY[sort]} expected"
 
 
-def _small_talk_text(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
+def _small_talk_text(
+    choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]
+) -> str:
     """Return why a tier answers what cannot be right or wrong."""
     lower = _fit_below(choice, chosen, acceptable)
     if lower and lower[-1].times is not None and chosen.times is not None:
         passed_over = f"{lower[-1].tier} would take {_seconds(lower[-1].times.ttft_ms)} to its first token"
         return f"no precision loses anything, and {passed_over}, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
-    return f"no precision loses anything, and {chosen.tier} is the lowest that can serve"
+    return (
+        f"no precision loses anything, and {chosen.tier} is the lowest that can serve"
+    )
 
 
-def _budget_text(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
+def _budget_text(
+    choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]
+) -> str:
     """Return why a tier was chosen that loses more than a negligible share of answers."""
     highest = choice.estimates[-1].tier
     wrong = f"{chosen.tier} gets up to {of_100(chosen.loss.stated_high)} answers wrong that {highest} gets right"
     when = " while engine time is scarce" if choice.table.objective == "best" else ""
     advantage = _advantage(choice, chosen, acceptable)
-    return f"{wrong} ({chosen.loss.basis}), within the loss budget{when}, and {advantage}"
+    return (
+        f"{wrong} ({chosen.loss.basis}), within the loss budget{when}, and {advantage}"
+    )
 
 
-def _little_loss_text(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
+def _little_loss_text(
+    choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]
+) -> str:
     """Return why a tier was chosen that loses next to nothing, or less than all others."""
     highest = choice.estimates[-1].tier
     tolerated = max(chosen.loss.mean, choice.table.negligible_loss)
@@ -174,7 +195,10 @@ def _wrong_text(worse: Sequence[Estimate], highest: TierName) -> str:
     """Return how many answers the tiers get wrong that were not chosen for it."""
     lowest, *higher = worse
     wrong = f"up to {of_100(lowest.loss.stated_high)} answers wrong that {highest} gets right ({lowest.loss.basis})"
-    higher_texts = [f"{estimate.tier} up to {of_100(estimate.loss.stated_high)}" for estimate in higher]
+    higher_texts = [
+        f"{estimate.tier} up to {of_100(estimate.loss.stated_high)}"
+        for estimate in higher
+    ]
     return "; ".join([f"{lowest.tier} may get {wrong}", *higher_texts])
 
 
@@ -184,21 +208,34 @@ def _good_text(chosen: Estimate, highest: TierName) -> str:
     return f"is as good as {highest} (up to {of_100(chosen.loss.stated_high)} answers get worse, {chosen.loss.basis})"
 
 
-def _alone_text(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
+def _alone_text(
+    choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]
+) -> str:
     """Return why a tier was chosen where nothing is known that another tier does worse."""
     if len(acceptable) > 1:
         return f"no tier loses less than {chosen.tier}"
-    if any(estimate.obstacle is None and not estimate.meets for estimate in choice.considered):
+    if any(
+        estimate.obstacle is None and not estimate.meets
+        for estimate in choice.considered
+    ):
         return "no other tier meets the request's bounds"
-    obstructed = [estimate for estimate in choice.considered if estimate.obstacle is not None]
+    obstructed = [
+        estimate for estimate in choice.considered if estimate.obstacle is not None
+    ]
     obstacles = [f"{estimate.tier} {estimate.obstacle_text}" for estimate in obstructed]
     return f"only {chosen.tier} can serve: {'; '.join(obstacles)}"
 
 
 def _advantage(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
     """Return what decided between the tiers whose loss is allowed."""
-    fit_others = [estimate for estimate in acceptable if not estimate.unfit and estimate is not chosen]
-    rivals = [estimate for estimate in fit_others if estimate.loss.mean <= estimate.allowed]
+    fit_others = [
+        estimate
+        for estimate in acceptable
+        if not estimate.unfit and estimate is not chosen
+    ]
+    rivals = [
+        estimate for estimate in fit_others if estimate.loss.mean <= estimate.allowed
+    ]
     if chosen.under_load and rivals and all(rival.under_load for rival in rivals):
         return _faster_text(choice, chosen, rivals)
     if _fit_below(choice, chosen, acceptable):
@@ -208,15 +245,24 @@ def _advantage(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate])
     return "is the lowest precision"
 
 
-def _fit_below(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> list[Estimate]:
+def _fit_below(
+    choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]
+) -> list[Estimate]:
     """Return the fit tiers of lower precision than the chosen one, which were passed over."""
     rank = choice.rank(chosen.tier)
-    return [estimate for estimate in acceptable if not estimate.unfit and choice.rank(estimate.tier) < rank]
+    return [
+        estimate
+        for estimate in acceptable
+        if not estimate.unfit and choice.rank(estimate.tier) < rank
+    ]
 
 
 def _faster_text(choice: Choice, chosen: Estimate, rivals: Sequence[Estimate]) -> str:
     """Return by how much a tier should finish sooner than its rivals, or how much engine time it saves if that decided."""
-    finishes_later = any(is_noticeably_later(rival.finishes_in_ms, chosen.finishes_in_ms) for rival in rivals)
+    finishes_later = any(
+        is_noticeably_later(rival.finishes_in_ms, chosen.finishes_in_ms)
+        for rival in rivals
+    )
     if choice.table.objective == "best" and finishes_later:
         return f"should finish soonest: {_finish_text(chosen, rivals)}"
     costs = ", ".join([f"{rival.tier} {rival.order():.2g}" for rival in rivals])
@@ -276,14 +322,23 @@ def _slow_text(estimate: Estimate, query: Query, confidence_z: float) -> str:
     if times is None:
         return "has no measured speed yet, and the request limits latency"
     safe_ttft_ms = times.ttft_ms * math.exp(confidence_z * times.ttft_spread)
-    late_first_token = _late_text("TTFT", times.ttft_ms, safe_ms=safe_ttft_ms, bound_ms=query.sla.ttft_ms)
+    late_first_token = _late_text(
+        "TTFT", times.ttft_ms, safe_ms=safe_ttft_ms, bound_ms=query.sla.ttft_ms
+    )
     if late_first_token is not None:
         return late_first_token
     safe_tpot_ms = times.tpot_ms * math.exp(confidence_z * times.tpot_spread)
-    return _late_text("TPOT", times.tpot_ms, safe_ms=safe_tpot_ms, bound_ms=query.sla.tpot_ms) or ""
+    return (
+        _late_text(
+            "TPOT", times.tpot_ms, safe_ms=safe_tpot_ms, bound_ms=query.sla.tpot_ms
+        )
+        or ""
+    )
 
 
-def _late_text(name: str, expected_ms: float, *, safe_ms: float, bound_ms: float | None) -> str | None:
+def _late_text(
+    name: str, expected_ms: float, *, safe_ms: float, bound_ms: float | None
+) -> str | None:
     """Return how an expected time breaks its bound; None: it does not, or there is no bound."""
     if bound_ms is None:
         return None
@@ -327,7 +382,8 @@ def obstacle_text(obstacle: Obstacle, tier: TierSnapshot, query: Query) -> str:
         case Refusal.AT_CAPACITY:
             text = _full(tier, query.sequences)
         case _:
-            assert_never(obstacle)  # A type checker finds the obstacle that has no text.
+            # A type checker finds the obstacle that has no text.
+            assert_never(obstacle)
     return text
 
 
@@ -344,7 +400,11 @@ def _not_ready(tier: TierSnapshot) -> str:
         return f"is {tier.status.value}"
     if preparing.failed is not None:
         return "has no checkpoint: it could not be made"
-    state = "being prepared" if tier.status is ReplicaStatus.PREPARING else tier.status.value
+    state = (
+        "being prepared"
+        if tier.status is ReplicaStatus.PREPARING
+        else tier.status.value
+    )
     if preparing.remaining_s is None:
         return f"is {state}"
     return f"is {state}, ready in {about(preparing.remaining_s)}"
@@ -378,5 +438,9 @@ def _kv_cache_full(replicas: Sequence[ReplicaState]) -> str:
     """Return why replicas that have free slots do not take a request."""
     if not all(replica.kv.pressure for replica in replicas):
         return "has too few tokens left in its KV cache"
-    usages = [replica.gauges.kv_cache_usage for replica in replicas if replica.gauges is not None]
+    usages = [
+        replica.gauges.kv_cache_usage
+        for replica in replicas
+        if replica.gauges is not None
+    ]
     return f"has {max(usages, default=0.0):.0%} of its KV cache in use, too much for a long prompt"

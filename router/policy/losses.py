@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 # At 3 deviations one of some 40 kinds and tiers differs by chance in 1 of 10 fleets; at 1.96 two differ in each fleet.
 CONTRADICTED = 3.0
-UNLIKE = 0.3  # this mean takes the place of a published loss that the answers contradict
+# this mean takes the place of a published loss that the answers contradict
+UNLIKE = 0.3
 ENOUGH = 10  # fewer answers of a kind hardly count beside what is published
 TAIL = 0.05  # probability beyond each end of the 90 % interval
 Z90 = NormalDist().inv_cdf(1 - TAIL)
@@ -56,7 +57,8 @@ class LossSource(StrEnum):
 
     PUBLISHED = "published"  # losses of models of this size
     ESTIMATED = "estimated"  # losses of larger models, or of models of other sizes
-    MEASURED = "measured"  # this model's own answers, which say the same without anything published
+    # this model's own answers, which say the same without anything published
+    MEASURED = "measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,10 @@ class ExpectedLoss:
     @property
     def source(self) -> LossSource:
         """Return what it rests on: on answers only if these bear it alone."""
-        if self.measured_high is not None and self.measured_high <= self.high * BORNE_WITHIN:
+        if (
+            self.measured_high is not None
+            and self.measured_high <= self.high * BORNE_WITHIN
+        ):
             return LossSource.MEASURED
         return LossSource.PUBLISHED if self.published_for_size else LossSource.ESTIMATED
 
@@ -109,7 +114,9 @@ class ExpectedLoss:
 NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
 
 
-def losses(precision: str, counts: Iterable[AnswerCount], parameters: float | None) -> Losses:
+def losses(
+    precision: str, counts: Iterable[AnswerCount], parameters: float | None
+) -> Losses:
     """Return a tier's expected loss of each kind, ``UNKNOWN`` included.
 
     Args:
@@ -117,7 +124,9 @@ def losses(precision: str, counts: Iterable[AnswerCount], parameters: float | No
         counts: What was measured of the tier.
         parameters: Of the model; None: not known.
     """
-    flips_by_kind = {(count.prompt_class, count.complexity): count.flips for count in counts}
+    flips_by_kind = {
+        (count.prompt_class, count.complexity): count.flips for count in counts
+    }
     expected: dict[PromptClass, dict[Complexity, ExpectedLoss]] = {}
     for prompt_class in CLASSES:
         expected[prompt_class] = _losses_of_class(
@@ -130,7 +139,9 @@ def losses(precision: str, counts: Iterable[AnswerCount], parameters: float | No
     return expected
 
 
-def updated(prior: float, flips: Flips, *, published_for_size: bool = True) -> ExpectedLoss:
+def updated(
+    prior: float, flips: Flips, *, published_for_size: bool = True
+) -> ExpectedLoss:
     """Return what measured answers make of a published loss.
 
     Args:
@@ -175,7 +186,9 @@ class _PositiveNormal(NamedTuple):
         if cut > FAR:
             # Further terms of the asymptotic series are below 10 / cut**5.
             return self.deviation * (1 / cut - 2 / cut**3)
-        return self.location + self.deviation * _STANDARD.pdf(cut) / (1 - _STANDARD.cdf(cut))
+        return self.location + self.deviation * _STANDARD.pdf(cut) / (
+            1 - _STANDARD.cdf(cut)
+        )
 
     def quantile(self, share: float) -> float:
         """Return the value below which a share of it lies."""
@@ -183,20 +196,28 @@ class _PositiveNormal(NamedTuple):
         if cut > FAR:
             return self.deviation * (math.sqrt(cut**2 - 2 * math.log(1 - share)) - cut)
         below = _STANDARD.cdf(cut)
-        return max(self.location + self.deviation * _STANDARD.inv_cdf(below + share * (1 - below)), 0.0)
+        return max(
+            self.location
+            + self.deviation * _STANDARD.inv_cdf(below + share * (1 - below)),
+            0.0,
+        )
 
 
 def measured_loss(flips: Flips) -> tuple[float, float]:
     """Return the measured loss and its variance; see the head of this module."""
     net_worse = flips.worse - flips.better
     loss = net_worse / (flips.answers + 2)
-    variance = (flips.worse + flips.better + 1 - net_worse * loss) / (flips.answers + 2) ** 2
+    variance = (flips.worse + flips.better + 1 - net_worse * loss) / (
+        flips.answers + 2
+    ) ** 2
     return loss, variance
 
 
 def mean_loss(losses: Sequence[ExpectedLoss]) -> ExpectedLoss:
     """Return the loss of prompts that are of each of several kinds equally often."""
-    measured_highs = [loss.measured_high for loss in losses if loss.measured_high is not None]
+    measured_highs = [
+        loss.measured_high for loss in losses if loss.measured_high is not None
+    ]
     are_all_measured = len(measured_highs) == len(losses)
     return ExpectedLoss(
         mean=fmean(loss.mean for loss in losses),
@@ -213,7 +234,9 @@ def mixed(first: ExpectedLoss, second: ExpectedLoss, share: float) -> ExpectedLo
     second_share = 1 - share
     measured_high = None
     if first.measured_high is not None and second.measured_high is not None:
-        measured_high = share * first.measured_high + second_share * second.measured_high
+        measured_high = (
+            share * first.measured_high + second_share * second.measured_high
+        )
     return ExpectedLoss(
         mean=share * first.mean + second_share * second.mean,
         low=share * first.low + second_share * second.low,
@@ -239,10 +262,15 @@ def of_100(share: float) -> str:
 
 
 def _losses_of_class(
-    precision: str, prompt_class: PromptClass, flips_by_kind: Mapping[Kind, Flips], parameters: float | None
+    precision: str,
+    prompt_class: PromptClass,
+    flips_by_kind: Mapping[Kind, Flips],
+    parameters: float | None,
 ) -> dict[Complexity, ExpectedLoss]:
     """Return the expected loss by complexity; a more complex prompt loses no less than an easier one."""
-    flips_of_class = {kind: flips for kind, flips in flips_by_kind.items() if kind[0] is prompt_class}
+    flips_of_class = {
+        kind: flips for kind, flips in flips_by_kind.items() if kind[0] is prompt_class
+    }
     scale = _scale(precision, flips_of_class, parameters)
     losses_by_complexity: dict[Complexity, ExpectedLoss] = {}
     easier_loss = NO_LOSS
@@ -257,7 +285,9 @@ def _losses_of_class(
     return losses_by_complexity
 
 
-def _scale(precision: str, flips_by_kind: Mapping[Kind, Flips], parameters: float | None) -> float:
+def _scale(
+    precision: str, flips_by_kind: Mapping[Kind, Flips], parameters: float | None
+) -> float:
     """Return by what the published losses of a class are multiplied for this model, by all of its answers."""
     answers = sum(flips.answers for flips in flips_by_kind.values())
     if answers == 0:

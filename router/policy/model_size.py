@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
     from tiers.spec import TierSpec
 
-_SIZE = re.compile(r"(?<![a-z0-9.])(?:(\d{1,3})x)?(\d{1,4}(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
+_SIZE = re.compile(
+    r"(?<![a-z0-9.])(?:(\d{1,3})x)?(\d{1,4}(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE
+)
 _UNITS = {"b": 1e9, "m": 1e6}
 
 
-def parameters_of(specs: Iterable[TierSpec], model: str, stated: float | None = None) -> float | None:
+def parameters_of(
+    specs: Iterable[TierSpec], model: str, stated: float | None = None
+) -> float | None:
     """Return the number of the model's parameters; None if neither a checkpoint nor the model's name tells.
 
     Args:
@@ -47,6 +51,10 @@ def parameters_in_name(name: str) -> float | None:
 
 def _parameters_in_folder(folder: Path) -> float | None:
     try:
-        return float(architecture(json.loads((folder / "config.json").read_text("utf-8"))).parameters)
+        return float(
+            architecture(
+                json.loads((folder / "config.json").read_text("utf-8"))
+            ).parameters
+        )
     except (OSError, ValueError, PlanError):
         return None

@@ -100,7 +100,9 @@ class _Profile(Frozen):
     # The digest of each tier's weights. It is None for engines given by URL, whose checkpoint is not known.
     checkpoints: dict[TierName, str | None]
 
-    def _check_checkpoints(self, served: Mapping[TierName, str | None], path: Path) -> None:
+    def _check_checkpoints(
+        self, served: Mapping[TierName, str | None], path: Path
+    ) -> None:
         for tier, digest in served.items():
             measured_digest = self.checkpoints.get(tier)
             if measured_digest != digest:
@@ -120,9 +122,11 @@ class QualityProfile(_Profile):
     kind = "quality"
     version: Literal[3] = 3
     tasks: str  # what they were measured with, for people
-    whole: bool = True  # nothing is left to measure; else the router goes on when it is idle
+    # nothing is left to measure; else the router goes on when it is idle
+    whole: bool = True
     counts: tuple[AnswerCount, ...]
-    adapter: str | None = None  # the LoRA adapter that answered on every tier; None: the model itself
+    # the LoRA adapter that answered on every tier; None: the model itself
+    adapter: str | None = None
 
     def of(self, tier: TierName) -> tuple[AnswerCount, ...]:
         return tuple(count for count in self.counts if count.tier is tier)
@@ -133,7 +137,9 @@ class QualityProfile(_Profile):
         return self
 
 
-def profile_name(checkpoints: Mapping[TierName, str | None], adapter: str | None = None) -> str:
+def profile_name(
+    checkpoints: Mapping[TierName, str | None], adapter: str | None = None
+) -> str:
     digests = _digests(checkpoints)
     if adapter is not None:
         digests.append(f"adapter {adapter}")
@@ -143,7 +149,11 @@ def profile_name(checkpoints: Mapping[TierName, str | None], adapter: str | None
 def _digests(checkpoints: Mapping[TierName, str | None]) -> list[str | None]:
     """Return the digests of what is served, in a fixed order; those of added tiers with their names."""
     standard_digests = [checkpoints.get(tier) for tier in STANDARD_TIERS]
-    added_digests = [f"{tier} {checkpoints[tier]}" for tier in in_order(checkpoints) if tier not in STANDARD_TIERS]
+    added_digests = [
+        f"{tier} {checkpoints[tier]}"
+        for tier in in_order(checkpoints)
+        if tier not in STANDARD_TIERS
+    ]
     return [*standard_digests, *added_digests]
 
 
@@ -160,7 +170,9 @@ def _load(profile: type[_P], path: Path) -> _P:
     try:
         return profile.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ProfileError(f"the {kind} profile {path} cannot be read: {error.strerror}") from error
+        raise ProfileError(
+            f"the {kind} profile {path} cannot be read: {error.strerror}"
+        ) from error
     except ValidationError as error:
         raise ProfileError(
             f"{path} is no {kind} profile of this release: {first_fault(error)}; run 'qarr profile {kind}' again"
@@ -193,8 +205,10 @@ class Sample(Frozen):
     prompt_tokens: int
     sequences: int  # requests that the tier already had
     waiting_tokens: int  # their prompt tokens that were not computed yet
-    batch: int  # sequences decoded together with it, itself included; 0: it was not decoded
-    neighbours: float = Field(ge=0, le=1)  # share of the other tiers that were computing too, 0..1
+    # sequences decoded together with it, itself included; 0: it was not decoded
+    batch: int
+    # share of the other tiers that were computing too, 0..1
+    neighbours: float = Field(ge=0, le=1)
     ttft_ms: float | None
     tpot_ms: float | None
 
@@ -226,7 +240,9 @@ class Fit(Frozen):
 
     @property
     def model(self) -> SpeedModel:
-        figures = self.model_dump(exclude={"tier", "ttft_error", "tpot_error", "samples"})
+        figures = self.model_dump(
+            exclude={"tier", "ttft_error", "tpot_error", "samples"}
+        )
         figures["ttft_spread"] = max(self.ttft_spread, MIN_SPREAD)
         figures["tpot_spread"] = max(self.tpot_spread, MIN_SPREAD)
         return SpeedModel(**figures, profiled=True)
@@ -245,12 +261,19 @@ class LatencyProfile(_Profile):
         """Return the profile with an earlier one's measurements of the tiers that it leaves out."""
         own_tiers = {fit.tier for fit in self.fits}
         earlier_fits = [fit for fit in earlier.fits if fit.tier not in own_tiers]
-        earlier_samples = [sample for sample in earlier.samples if sample.tier not in own_tiers]
+        earlier_samples = [
+            sample for sample in earlier.samples if sample.tier not in own_tiers
+        ]
         return self.model_copy(
-            update={"fits": (*self.fits, *earlier_fits), "samples": (*self.samples, *earlier_samples)}
+            update={
+                "fits": (*self.fits, *earlier_fits),
+                "samples": (*self.samples, *earlier_samples),
+            }
         )
 
-    def check(self, checkpoints: Mapping[TierName, str | None], machine: str, path: Path) -> Self:
+    def check(
+        self, checkpoints: Mapping[TierName, str | None], machine: str, path: Path
+    ) -> Self:
         """Return the profile if it is of these checkpoints on this machine; ``ProfileError``: it is of others."""
         self._check_checkpoints(checkpoints, path)
         if self.machine != machine:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     Kind = tuple[PromptClass, Complexity]
 
-PUBLISHED_PARAMETERS = 7e9  # size of the smallest models whose losses are published by task
+# size of the smallest models whose losses are published by task
+PUBLISHED_PARAMETERS = 7e9
 SIZE_EXPONENT = 0.2261
 MOST_STEPS = 1.0  # a task counts as at most so many steps more complex
 LARGEST_MEAN = 0.5  # share of answers: no precision that is served loses more than half
@@ -41,9 +42,14 @@ def _by_class(losses: Mapping[str, list[float]]) -> dict[PromptClass, list[float
     return {PromptClass(name): by_complexity for name, by_complexity in losses.items()}
 
 
-_FILE = tomllib.loads(Path(__file__).with_name("published_losses.toml").read_text("utf-8"))
+_FILE = tomllib.loads(
+    Path(__file__).with_name("published_losses.toml").read_text("utf-8")
+)
 _LOSSES = {row: _by_class(losses) for row, losses in _FILE["losses"].items()}
-_LIKE = {name: (str(like["row"]), float(like["factor"])) for name, like in _FILE["like"].items()}
+_LIKE = {
+    name: (str(like["row"]), float(like["factor"]))
+    for name, like in _FILE["like"].items()
+}
 CLASSES = tuple(_LOSSES["int4"])
 
 

@@ -15,7 +15,10 @@ from tiers.spec import TierName
 
 def render_estimates(decision: Decision) -> list[dict[str, Any]]:
     choice = decision.choice
-    return [_render_estimate(estimate, verdict(choice, estimate)) for estimate in choice.estimates]
+    return [
+        _render_estimate(estimate, verdict(choice, estimate))
+        for estimate in choice.estimates
+    ]
 
 
 def _render_estimate(estimate: Estimate, verdict_text: str) -> dict[str, Any]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from classifier import PromptClass
 from router.section import AllBut, Section, Share, cache_dir
@@ -15,7 +21,9 @@ from tiers.spec import TierName
 class LikeTier(Section):
     """A loss budget by comparison."""
 
-    like: TierName = Field(TierName.BALANCED, description="No more answers than this tier loses.")
+    like: TierName = Field(
+        TierName.BALANCED, description="No more answers than this tier loses."
+    )
 
     @field_validator("like")
     @classmethod
@@ -28,8 +36,10 @@ class LikeTier(Section):
 class PolicySettings(Section, reloads=AllBut({"profiles"})):
     """How a tier is chosen."""
 
-    negligible_loss: ClassVar[float] = 0.005  # share of answers; a tier that loses no more is as good as the highest
-    sla_confidence: ClassVar[float] = 0.9  # with which bounds must be met, if a request gives none
+    # share of answers; a tier that loses no more is as good as the highest
+    negligible_loss: ClassVar[float] = 0.005
+    # with which bounds must be met, if a request gives none
+    sla_confidence: ClassVar[float] = 0.9
 
     objective: Literal["best", "cheapest"] = Field(
         "best",
@@ -49,7 +59,8 @@ class PolicySettings(Section, reloads=AllBut({"profiles"})):
         "Classes without a cap have only the budget.",
     )
     give_up: Literal["quality", "latency"] = Field(
-        "latency", description="The bound that is given up first if no tier meets all bounds of a request."
+        "latency",
+        description="The bound that is given up first if no tier meets all bounds of a request.",
     )
     prices: dict[TierName, PositiveFloat] = Field(
         {}, description="Weight of an engine-second of each tier; 1 if not given."

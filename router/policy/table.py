@@ -62,8 +62,10 @@ class LossTally:
     answers: int = 0
     lost: float = 0.0  # number expected to be worse than the highest precision's
     allowed: float = 0.0  # number that the loss budget would have allowed to be worse
-    spent: float = 0.0  # predicted engine time of the answers whose cost at the highest precision was known too
-    highest: float = 0.0  # predicted engine time of the same answers at the highest precision
+    # predicted engine time of the answers whose cost at the highest precision was known too
+    spent: float = 0.0
+    # predicted engine time of the same answers at the highest precision
+    highest: float = 0.0
 
 
 class PolicyStore:
@@ -87,7 +89,9 @@ class PolicyStore:
     @property
     def _parameters(self) -> float | None:
         """Return the number of the model's parameters; None: not known."""
-        return parameters_of(self._fleet.specs, self._model, self._settings.model_parameters)
+        return parameters_of(
+            self._fleet.specs, self._model, self._settings.model_parameters
+        )
 
     @property
     def _identities(self) -> dict[TierName, str | None]:
@@ -100,7 +104,9 @@ class PolicyStore:
 
     @property
     def _latency_file(self) -> Path:
-        return self._settings.profiles / latency_name(self._identities, self._fleet.machine)
+        return self._settings.profiles / latency_name(
+            self._identities, self._fleet.machine
+        )
 
     @property
     def _adapter_files(self) -> dict[str, Path]:
@@ -109,7 +115,10 @@ class PolicyStore:
             adapters.update(spec.adapters)
         identities = self._identities
         folder = self._settings.profiles
-        return {adapter: folder / profile_name(identities, adapter) for adapter in sorted(adapters)}
+        return {
+            adapter: folder / profile_name(identities, adapter)
+            for adapter in sorted(adapters)
+        }
 
     def successors(self, tier: TierName, query: Query) -> tuple[TierName, ...]:
         return successors(tier, query, self._fleet.snapshot(), self.table)
@@ -117,7 +126,9 @@ class PolicyStore:
     def served(self, decision: Decision, tier: TierName | None) -> None:
         """Count the expected loss of a request's answer, unless its caller chose the ``tier`` (None: nobody served it)."""
         features = decision.query.features
-        self._requests_by_kind[features.prompt_class, features.complexity or Complexity.MODERATE] += 1
+        self._requests_by_kind[
+            features.prompt_class, features.complexity or Complexity.MODERATE
+        ] += 1
         if tier is None or (decision.basis in BY_CALLER and tier is decision.tier):
             return
         table = self.table.with_adapter(decision.query.adapter)
@@ -127,7 +138,12 @@ class PolicyStore:
         tally.allowed += max(table.budget(tier), table.negligible_loss)
         chosen = decision.choice.chosen
         cost_at_highest = decision.choice.estimates[-1].cost
-        if chosen is not None and chosen.tier is tier and chosen.cost is not None and cost_at_highest is not None:
+        if (
+            chosen is not None
+            and chosen.tier is tier
+            and chosen.cost is not None
+            and cost_at_highest is not None
+        ):
             tally.spent += chosen.cost
             tally.highest += cost_at_highest
 
@@ -138,7 +154,9 @@ class PolicyStore:
         """
         prompt_class, complexity = kind
         loss = self.table.losses[tier][prompt_class][complexity]
-        share = (self._requests_by_kind[kind] + 1) / (self._requests_by_kind.total() + 1)
+        share = (self._requests_by_kind[kind] + 1) / (
+            self._requests_by_kind.total() + 1
+        )
         if loss.answers < ENOUGH:
             return self._worth_of_few(tier, kind, loss.answers, share=share)
         negligible_loss = self.table.negligible_loss
@@ -151,7 +169,9 @@ class PolicyStore:
             return (loss.high - loss.low) * share
         return 0.0
 
-    def _worth_of_few(self, tier: TierName, kind: Kind, answers: int, *, share: float) -> float:
+    def _worth_of_few(
+        self, tier: TierName, kind: Kind, answers: int, *, share: float
+    ) -> float:
         """Return what one more answer tells of a kind with too few answers to state an interval by."""
         tasks = 0
         for count in self._counts(tier):
@@ -175,19 +195,27 @@ class PolicyStore:
             for higher in specs[position + 1 :]:
                 if self._is_pointless_beside(lower, higher):
                     texts[lower.name] = _pointless_text(
-                        lower.name, higher.name, lower_speed=speeds[lower.name], higher_speed=speeds[higher.name]
+                        lower.name,
+                        higher.name,
+                        lower_speed=speeds[lower.name],
+                        higher_speed=speeds[higher.name],
                     )
         return texts
 
     def _is_pointless_beside(self, lower: TierSpec, higher: TierSpec) -> bool:
         """Tell whether a higher precision is faster than a lower one, and loses no more."""
         losses_by_tier = self.table.losses
-        if _mean(losses_by_tier.get(lower.name, {})) < _mean(losses_by_tier.get(higher.name, {})):
+        if _mean(losses_by_tier.get(lower.name, {})) < _mean(
+            losses_by_tier.get(higher.name, {})
+        ):
             return False
         lower_speed = self._fleet.speeds[lower.name]
         higher_speed = self._fleet.speeds[higher.name]
         batches = (1, min(POINTLESS_BATCH, lower.max_num_seqs))
-        return all(lower_speed.step_ms(batch) > higher_speed.step_ms(batch) for batch in batches)
+        return all(
+            lower_speed.step_ms(batch) > higher_speed.step_ms(batch)
+            for batch in batches
+        )
 
     @property
     def measured(self) -> frozenset[TierName]:
@@ -221,9 +249,16 @@ class PolicyStore:
         self._loaded_state = self._state()
         self.quality = self._profile(quality_file)
         speeds = self._measured_speeds(latency_file)
-        adapters = {adapter: self._profile(path) for adapter, path in self._adapter_files.items()}
+        adapters = {
+            adapter: self._profile(path)
+            for adapter, path in self._adapter_files.items()
+        }
         self.table = policy_table(
-            self._settings, self._fleet.specs, parameters=self._parameters, profile=self.quality, adapters=adapters
+            self._settings,
+            self._fleet.specs,
+            parameters=self._parameters,
+            profile=self.quality,
+            adapters=adapters,
         )
         self._rank_by_loss()
         self._set_speeds(speeds)
@@ -233,7 +268,9 @@ class PolicyStore:
     def _measured_speeds(self, path: Path) -> dict[TierName, SpeedModel]:
         try:
             if path.exists():
-                latency = load_latency(path).check(self._identities, self._fleet.machine, path)
+                latency = load_latency(path).check(
+                    self._identities, self._fleet.machine, path
+                )
                 return {fit.tier: fit.model for fit in latency.fits}
         except ProfileError as error:
             log.warning("%s; speed counts as not measured under load", error)
@@ -245,7 +282,11 @@ class PolicyStore:
         measured_tiers = {count.tier for count in counts}
         losses_by_tier = self.table.losses
         self._fleet.rank_by_loss(
-            {tier: _mean(losses_by_tier[tier]) for tier in measured_tiers if tier in losses_by_tier}
+            {
+                tier: _mean(losses_by_tier[tier])
+                for tier in measured_tiers
+                if tier in losses_by_tier
+            }
         )
 
     def _profile(self, path: Path) -> QualityProfile | None:
@@ -281,7 +322,11 @@ def policy_table(
         adapters: What was measured of LoRA adapters, by name.
     """
     specs = tuple(specs)
-    loss_budget = policy.loss_budget.like if isinstance(policy.loss_budget, LikeTier) else policy.loss_budget
+    loss_budget = (
+        policy.loss_budget.like
+        if isinstance(policy.loss_budget, LikeTier)
+        else policy.loss_budget
+    )
     if not isinstance(loss_budget, TierName):
         _warn_of_large_bound("policy.loss_budget", loss_budget)
     for prompt_class, bound in policy.max_loss.items():
@@ -307,10 +352,21 @@ def policy_table(
 
 def _warn_of_large_bound(name: str, bound: float) -> None:
     if bound > MOST_MEANT:
-        log.warning("%s = %g lets %s answers get worse: it counts answers, not tokens", name, bound, of_100(bound))
+        log.warning(
+            "%s = %g lets %s answers get worse: it counts answers, not tokens",
+            name,
+            bound,
+            of_100(bound),
+        )
 
 
-def _pointless_text(lower: TierName, higher: TierName, *, lower_speed: SpeedModel, higher_speed: SpeedModel) -> str:
+def _pointless_text(
+    lower: TierName,
+    higher: TierName,
+    *,
+    lower_speed: SpeedModel,
+    higher_speed: SpeedModel,
+) -> str:
     times = f"a token takes {lower_speed.step_ms(1):.0f} ms there and {higher_speed.step_ms(1):.0f} ms on {higher}"
     return (
         f"{lower} may not pay with this model on this machine: {times}, which also loses fewer answers. {WHERE_IT_PAYS} "
@@ -335,7 +391,9 @@ def _precision(spec: TierSpec) -> str:
     return spec.precision
 
 
-def _mean(losses_by_class: Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]) -> float:
+def _mean(
+    losses_by_class: Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]],
+) -> float:
     means: list[float] = []
     for losses_by_complexity in losses_by_class.values():
         means += [loss.mean for loss in losses_by_complexity.values()]

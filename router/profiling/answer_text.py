@@ -19,7 +19,11 @@ CLOSING = " .!?,;:。！？…"
 EDGES = " \t\r\n*_`\"'"
 
 _SIGNS = str.maketrans(
-    {**dict.fromkeys("‘’‚‛", "'"), **dict.fromkeys("“”„«»‹›「」『』", '"'), **dict.fromkeys("−–", "-")}
+    {
+        **dict.fromkeys("‘’‚‛", "'"),
+        **dict.fromkeys("“”„«»‹›「」『』", '"'),
+        **dict.fromkeys("−–", "-"),
+    }
 )
 _EMPHASIS = regex.compile(r"(?<!\w)[*_`]+|[*_`]+(?!\w)")
 # What words are made of, in scripts that put spaces between words.
@@ -41,10 +45,26 @@ _NUMBER = regex.compile(
     rf"(?:(?P<whole>\d+) (?=\d+/\d))?(?P<top>{_DIGITS})(?:\s?/\s?(?P<under>{_DIGITS}))?"
     r"(?:\s?(?:[×·*]|\\times|\\cdot)\s?10\^\{?(?P<power>[-+]?\d{1,3}))?"
 )
-_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 
 _MARK = regex.compile(r"^[ \t]*(?:[-*•+]|\d{1,3}[.)])[ \t]+", regex.MULTILINE)
-_SHORT = regex.compile(r"\b(?:(?:Mrs?|Ms|Dr|Prof|St)\.(?=\s)|(?:etc|vs|e\.g|i\.e|[ap]\.m|[A-Z]\.[A-Z])\.(?=\s+\p{Ll}))")
+_SHORT = regex.compile(
+    r"\b(?:(?:Mrs?|Ms|Dr|Prof|St)\.(?=\s)|(?:etc|vs|e\.g|i\.e|[ap]\.m|[A-Z]\.[A-Z])\.(?=\s+\p{Ll}))"
+)
 _SENTENCE_END = regex.compile(r"(?<=[.!?…]['\")\]*]?)\s+|(?<=[。！？])|\n+")
 
 
@@ -62,8 +82,15 @@ def bare(text: str) -> str:
 
 
 def whole(text: str) -> str:
-    before, after = (regex.match(_LETTER, edge, regex.V1) is not None for edge in (text[:1], text[-1:]))
-    return (f"(?<!{_LETTER})" if before else "") + regex.escape(text) + (f"(?!{_LETTER})" if after else "")
+    before, after = (
+        regex.match(_LETTER, edge, regex.V1) is not None
+        for edge in (text[:1], text[-1:])
+    )
+    return (
+        (f"(?<!{_LETTER})" if before else "")
+        + regex.escape(text)
+        + (f"(?!{_LETTER})" if after else "")
+    )
 
 
 def holds(answer: str, text: str) -> bool:
@@ -105,7 +132,9 @@ def first_json(text: str) -> Any:
             return decoder.decode(candidate)
         except (ValueError, RecursionError):
             continue
-    for start in [match.start() for match in regex.finditer(r"[\[{]", text)][:MAX_STARTS]:
+    for start in [match.start() for match in regex.finditer(r"[\[{]", text)][
+        :MAX_STARTS
+    ]:
         try:
             return decoder.raw_decode(text, start)[0]
         except (ValueError, RecursionError):
@@ -122,7 +151,11 @@ def words(text: str) -> int:
 
 
 def sentences(text: str) -> int:
-    return sum(1 for part in _SENTENCE_END.split(_SHORT.sub("", _MARK.sub("", text))) if words(part))
+    return sum(
+        1
+        for part in _SENTENCE_END.split(_SHORT.sub("", _MARK.sub("", text)))
+        if words(part)
+    )
 
 
 def bullets(text: str) -> int:

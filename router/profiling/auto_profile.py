@@ -26,9 +26,11 @@ from tiers.fleet import Fleet
 from tiers.spec import ReplicaStatus, TierName, in_order
 
 log = logging.getLogger(f"qarr.{__name__}")
-STEPS = 40  # that share the time for measuring speed: there are more, but most are shorter
+# that share the time for measuring speed: there are more, but most are shorter
+STEPS = 40
 PROMPT_S = 1.0
-PARALLEL = 8  # tasks: a request cancels them, and what an engine has begun delays the request
+# tasks: a request cancels them, and what an engine has begun delays the request
+PARALLEL = 8
 LOOK_S = 1.0
 ELSEWHERE = "some engines were not started by this router: 'qarr profile' measures them"
 FIRST_PAUSE_S = 5.0  # after an error; doubled after each further one
@@ -40,7 +42,8 @@ SETTLED = set(ReplicaStatus) - {
     ReplicaStatus.STOPPED,
 }
 What = Literal["latency", "quality"]
-Attempt = tuple[What, frozenset[TierName], tuple[str | None, ...]]  # tiers, and the identities of all
+# tiers, and the identities of all
+Attempt = tuple[What, frozenset[TierName], tuple[str | None, ...]]
 
 
 class AutoProfile:
@@ -50,11 +53,20 @@ class AutoProfile:
     """
 
     def __init__(
-        self, settings: Settings, fleet: Fleet, policy: PolicyStore, model: str, requests: Callable[[], tuple[int, int]]
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        policy: PolicyStore,
+        model: str,
+        requests: Callable[[], tuple[int, int]],
     ) -> None:
         self._fleet, self._policy = fleet, policy
-        self._folder, self._latency_s = settings.policy.profiles, settings.profile.latency_s
-        self.client = IdleClient(fleet, model, settings.profile.idle_s, requests)  # of the engines, while they are idle
+        self._folder, self._latency_s = (
+            settings.policy.profiles,
+            settings.profile.latency_s,
+        )
+        # of the engines, while they are idle
+        self.client = IdleClient(fleet, model, settings.profile.idle_s, requests)
         self._tried: set[Attempt] = set()
         why = ""
         if not settings.profile.auto:
@@ -63,15 +75,20 @@ class AutoProfile:
             why = ELSEWHERE
         self._on, self._since = not why, time.time()
         self._what: What | None = None  # is measured now
-        self._done = self._total = 0  # steps (speed) or tasks (loss), of which fewer may do
-        self._state, self._detail = ("off", why) if why else ("waiting", "tiers are starting")
+        # steps (speed) or tasks (loss), of which fewer may do
+        self._done = self._total = 0
+        self._state, self._detail = (
+            ("off", why) if why else ("waiting", "tiers are starting")
+        )
 
     def render(self, *, inside: bool) -> dict[str, Any]:
         """Return the progress and the measured tiers as JSON values; ``inside``: details may quote paths."""
         state, detail = self._state, self._detail
         if self._what is not None:
             running = self.client.asking or 0 < self._total == self._done
-            state, detail = ("running", "") if running else ("waiting", "requests go first")
+            state, detail = (
+                ("running", "") if running else ("waiting", "requests go first")
+            )
         return {
             "state": state,
             "what": self._what,
@@ -79,7 +96,10 @@ class AutoProfile:
             "total": self._total,
             "since": round(self._since, 3),
             "detail": detail if inside else "",
-            "measured": {"latency": in_order(self._fleet.speeds), "quality": in_order(self._policy.measured)},
+            "measured": {
+                "latency": in_order(self._fleet.speeds),
+                "quality": in_order(self._policy.measured),
+            },
             "pointless": self._policy.pointless,
         }
 
@@ -103,7 +123,8 @@ class AutoProfile:
 
     async def _look(self) -> None:
         states = {tier.status for tier in self._fleet.snapshot().tiers}
-        if any(replica.source is not None for replica in self._fleet.replicas):  # added while the router runs
+        # added while the router runs
+        if any(replica.source is not None for replica in self._fleet.replicas):
             self._show("waiting", ELSEWHERE)
         elif ReplicaStatus.READY not in states or not states <= SETTLED:
             self._show("waiting", "tiers are starting")
@@ -119,18 +140,28 @@ class AutoProfile:
 
     def _missing(self, what: What) -> tuple[TierName, ...]:
         """Return the ready tiers that are to be measured: not measured, and not tried before in vain."""
-        ready = [spec.name for spec in self._fleet.specs if self._fleet.is_ready(spec.name)]
-        known: Collection[TierName] = self._fleet.speeds if what == "latency" else self._policy.measured
+        ready = [
+            spec.name for spec in self._fleet.specs if self._fleet.is_ready(spec.name)
+        ]
+        known: Collection[TierName] = (
+            self._fleet.speeds if what == "latency" else self._policy.measured
+        )
         missing = tuple(tier for tier in ready if tier not in known)
         if what == "quality" and REFERENCE not in ready:
             return ()
         return () if self._attempt(what, missing) in self._tried else missing
 
     def _attempt(self, what: What, tiers: tuple[TierName, ...]) -> Attempt:
-        return what, frozenset(tiers), tuple(spec.identity for spec in self._fleet.specs)
+        return (
+            what,
+            frozenset(tiers),
+            tuple(spec.identity for spec in self._fleet.specs),
+        )
 
     async def _latency(self, tiers: tuple[TierName, ...]) -> None:
-        plan = LatencyPlan(self._latency_s / STEPS, tiers, self._latency_s, PROMPT_S, math.inf)
+        plan = LatencyPlan(
+            self._latency_s / STEPS, tiers, self._latency_s, PROMPT_S, math.inf
+        )
         async with self._fleet.measuring:
             self._show("waiting", "", "latency")
             profile = await measure_latency(self.client, plan, self._step)
@@ -139,7 +170,9 @@ class AutoProfile:
     async def _quality(self, tiers: tuple[TierName, ...]) -> None:
         tasks = await asyncio.to_thread(read_tasks, TASKS)
         journal = self._folder / JOURNAL
-        plan = Plan(tasks, SUITE, journal, PARALLEL, worth=self._policy.worth, keep=self._learn)
+        plan = Plan(
+            tasks, SUITE, journal, PARALLEL, worth=self._policy.worth, keep=self._learn
+        )
         self._show("waiting", "", "quality")
         profile = await measure(self.client, plan, self._step)
         self._keep("quality", tiers, keep_quality(self._folder, profile))
@@ -161,5 +194,10 @@ class AutoProfile:
         if what is not None:
             log.info("measuring %s while it is quiet (profile.auto)", what)
         if (self._state, self._what, self._detail) != (state, what, detail):
-            self._state, self._what, self._detail, self._since = state, what, detail, time.time()
+            self._state, self._what, self._detail, self._since = (
+                state,
+                what,
+                detail,
+                time.time(),
+            )
             self._done = self._total = 0

@@ -40,15 +40,27 @@ class NeedsRunError(Exception):
 def same(found: Any, wanted: Any) -> bool:
     """Compare a value with one from JSON: tuples are lists, keys are texts, and numbers are equal but for rounding."""
     if isinstance(wanted, list):
-        return isinstance(found, list | tuple) and len(found) == len(wanted) and all(map(same, found, wanted))
-    if isinstance(wanted, dict):
-        named = {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
         return (
-            isinstance(found, dict) and named.keys() == wanted.keys() and all(same(named[k], wanted[k]) for k in named)
+            isinstance(found, list | tuple)
+            and len(found) == len(wanted)
+            and all(map(same, found, wanted))
+        )
+    if isinstance(wanted, dict):
+        named = (
+            {str(key): value for key, value in found.items()}
+            if isinstance(found, dict)
+            else {}
+        )
+        return (
+            isinstance(found, dict)
+            and named.keys() == wanted.keys()
+            and all(same(named[k], wanted[k]) for k in named)
         )
     if isinstance(wanted, bool | str | None) or isinstance(found, bool):
         return type(found) is type(wanted) and bool(found == wanted)
-    return isinstance(found, int | float) and (found == wanted or math.isclose(found, wanted, rel_tol=1e-9))
+    return isinstance(found, int | float) and (
+        found == wanted or math.isclose(found, wanted, rel_tol=1e-9)
+    )
 
 
 class _Check(Frozen):
@@ -83,27 +95,37 @@ class ChoiceCheck(_Check):
     @model_validator(mode="after")
     def _is_option(self) -> ChoiceCheck:
         if self.value not in self.options:
-            raise ValueError(f"value must be one of the options {', '.join(self.options)}")
+            raise ValueError(
+                f"value must be one of the options {', '.join(self.options)}"
+            )
         return self
 
     def _passes(self, answer: str) -> bool:
-        answer = regex.sub(r"\\(?:boxed|text|textbf|mathrm)\b|[*_`{}$\"]", "", signs(answer)).strip()
+        answer = regex.sub(
+            r"\\(?:boxed|text|textbf|mathrm)\b|[*_`{}$\"]", "", signs(answer)
+        ).strip()
         options = sorted(self.options, key=len, reverse=True)
         for option in options:
             if answer.strip(CLOSING + "()[]'").casefold() == option.casefold():
                 return option == self.value
-        names = "|".join(f"(?P<o{number}>{_option(option)})" for number, option in enumerate(options))
+        names = "|".join(
+            f"(?P<o{number}>{_option(option)})" for number, option in enumerate(options)
+        )
         said = r"(?i:\banswer(?: is| would be| must be|:| =)(?: clearly| option| choice|:| the)*[ (\['\n]*)"
         named = [*regex.finditer(f"{said}(?:{names})", answer, regex.V1)]
         first = named or [*regex.finditer(names, answer, regex.V1)][:1]
-        return {options[int(str(match.lastgroup)[1:])] for match in first} == {self.value}
+        return {options[int(str(match.lastgroup)[1:])] for match in first} == {
+            self.value
+        }
 
 
 def _option(text: str) -> str:
     """Return a pattern of an option; of a letter, where it is no article and no part of a word."""
     if len(text) > 1 or not (text.isascii() and text.isalpha()):
         return f"(?i:{whole(text)})"
-    article = r"(?!\s+(?!(?:because|since|as|is|and|with)\b)\p{Ll})" if text in "AIai" else ""
+    article = (
+        r"(?!\s+(?!(?:because|since|as|is|and|with)\b)\p{Ll})" if text in "AIai" else ""
+    )
     return rf"(?<!\w'|[\w.])(?:{text.upper()}(?!\w|'\w)|{text.lower()}(?=[.):]|\Z)){article}"
 
 
@@ -172,28 +194,40 @@ class JsonCheck(_Check):
     @field_validator("json_schema")
     @classmethod
     def _is_schema(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        jsonschema_rs.validator_for(schema, offline=True)  # says what is wrong in a ValueError
+        # says what is wrong in a ValueError
+        jsonschema_rs.validator_for(schema, offline=True)
         return schema
 
     @field_validator("values")
     @classmethod
     def _are_pointers(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if bad := [pointer for pointer in values if pointer and not pointer.startswith("/")]:
+        if bad := [
+            pointer for pointer in values if pointer and not pointer.startswith("/")
+        ]:
             raise ValueError(f"{bad[0]!r} is no JSON pointer: they begin with /")
         return values
 
     def _passes(self, answer: str) -> bool:
         try:
             found = first_json(answer)
-            right = jsonschema_rs.validator_for(self.json_schema, offline=True).is_valid(found)
-            return right and all(same(_at(found, pointer), wanted) for pointer, wanted in self.values.items())
+            right = jsonschema_rs.validator_for(
+                self.json_schema, offline=True
+            ).is_valid(found)
+            return right and all(
+                same(_at(found, pointer), wanted)
+                for pointer, wanted in self.values.items()
+            )
         except (LookupError, ValueError, TypeError, RecursionError, OverflowError):
             return False
 
 
 def _at(value: Any, pointer: str) -> Any:
     for part in pointer.split("/")[1:]:
-        value = value[int(part) if isinstance(value, list) else part.replace("~1", "/").replace("~0", "~")]
+        value = value[
+            int(part)
+            if isinstance(value, list)
+            else part.replace("~1", "/").replace("~0", "~")
+        ]
     return value
 
 
@@ -229,14 +263,19 @@ class ConstraintsCheck(_Check):
         )
         text = normal(answer)
         return (
-            max(self.min_words or 0, 1) <= found <= (found if self.max_words is None else self.max_words)
+            max(self.min_words or 0, 1)
+            <= found
+            <= (found if self.max_words is None else self.max_words)
             and all(wanted in {None, count} for wanted, count in counts)
             and self._framed(text)
             and all(holds(text, word) for word in self.include)
             and not any(holds(text, word) for word in self.exclude)
             and (not self.lowercase or answer == answer.lower())
             and (not self.uppercase or answer == answer.upper())
-            and (not self.no_commas or regex.search("[,\uff0c\u3001\u060c]", answer) is None)
+            and (
+                not self.no_commas
+                or regex.search("[,\uff0c\u3001\u060c]", answer) is None
+            )
         )
 
     def _framed(self, text: str) -> bool:
@@ -259,7 +298,10 @@ class CodeCheck(_Check):
     def _passes(self, answer: str) -> bool:
         try:
             found = compute(answer, self.function, [args for args, _ in self.cases])
-            return all(same(value, wanted) for value, (_, wanted) in zip(found, self.cases, strict=True))
+            return all(
+                same(value, wanted)
+                for value, (_, wanted) in zip(found, self.cases, strict=True)
+            )
         except Exception:  # noqa: BLE001  whatever is wrong with the answer, it is wrong
             return False
 

@@ -21,7 +21,8 @@ Sent = AbstractAsyncContextManager[httpx.Response]
 
 SHORTEST_LOOK_S, LOOK_S = 0.05, 0.5  # between two looks whether others are served
 BUSY_WAIT_S, LONGEST_WAIT_S = 1.0, 10.0  # before a refused request is sent again
-MAX_WAIT_S = 600.0  # for others' requests to end, or for a slot of a full or absent tier
+# for others' requests to end, or for a slot of a full or absent tier
+MAX_WAIT_S = 600.0
 ANSWER_TIMEOUT_S = 900.0
 TRY_LATER = {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}
 
@@ -47,7 +48,8 @@ class MeasuredTier(NamedTuple):
 class FleetState:
     model: str
     machine: str
-    checkpoints: Mapping[TierName, str | None]  # digest or URL of what each tier serves, ready or not
+    # digest or URL of what each tier serves, ready or not
+    checkpoints: Mapping[TierName, str | None]
     tiers: Mapping[TierName, MeasuredTier]  # the ready ones
     in_flight: int = 0  # requests on all replicas
     served: int = 0  # requests that all replicas have completed
@@ -70,7 +72,9 @@ class Client(ABC):
     patience_s = MAX_WAIT_S  # for others' requests to end
     slot_patience_s = MAX_WAIT_S  # of a timed request, for a slot
 
-    def __init__(self, base_url: str = "", key: str = "", *, verify: ssl.SSLContext | bool = True) -> None:
+    def __init__(
+        self, base_url: str = "", key: str = "", *, verify: ssl.SSLContext | bool = True
+    ) -> None:
         self._url, self._looking = base_url, asyncio.Lock()
         self._http = httpx.AsyncClient(
             base_url=base_url,
@@ -95,14 +99,22 @@ class Client(ABC):
         """Return the fleet's present state; ``ProfileError``: nobody answers, or shows it with this key."""
 
     @abstractmethod
-    async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
+    async def undisturbed(
+        self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]
+    ) -> bool:
         """Run a step, made of calls of ``time``, once nobody else is served; tell whether it stayed undisturbed.
 
         ``waiting`` is called while others' requests are waited for.
         """
 
     @abstractmethod
-    def _send(self, tier: TierName, path: str, body: Mapping[str, Any], adapter: str | None = None) -> Sent:
+    def _send(
+        self,
+        tier: TierName,
+        path: str,
+        body: Mapping[str, Any],
+        adapter: str | None = None,
+    ) -> Sent:
         """Send a request; a tier without a free slot answers 503. ``ProfileError``: nobody answers."""
 
     @abstractmethod
@@ -131,12 +143,19 @@ class Client(ABC):
                 return response.json()
             await _later(tier, response, deadline)
 
-    async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
+    async def time(
+        self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]
+    ) -> Timed:
         """Time one answer of exactly ``tokens`` tokens to a prompt of token ids, within ``undisturbed``.
 
         ``begun`` is called with the first token. ``ProfileError``: the tier refuses, or breaks the answer off.
         """
-        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
         body["stream_options"] = {"include_usage": True}
         deadline = time.monotonic() + self.slot_patience_s
         while True:
@@ -145,8 +164,14 @@ class Client(ABC):
                 if response.status_code == httpx.codes.OK:
                     first, last = await _times(response, tier, begun)
                     # An answer may come all at once if the router got no processor time; it has no pace to measure.
-                    tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 and last > first else None
-                    return Timed(len(prompt), (first - started) * 1000, tpot_ms, started, last)
+                    tpot_ms = (
+                        (last - first) * 1000 / (tokens - 1)
+                        if tokens > 1 and last > first
+                        else None
+                    )
+                    return Timed(
+                        len(prompt), (first - started) * 1000, tpot_ms, started, last
+                    )
                 await response.aread()
             await _later(tier, response, deadline)
 
@@ -155,7 +180,8 @@ class Client(ABC):
         deadline, pause_s = time.monotonic() + self.patience_s, SHORTEST_LOOK_S
         async with self._looking:
             while not await self._is_quiet() and time.monotonic() < deadline:
-                if pause_s >= LOOK_S:  # not for the moment in which its own leases are released
+                # not for the moment in which its own leases are released
+                if pause_s >= LOOK_S:
                     waiting()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LOOK_S)
@@ -172,14 +198,20 @@ class RouterClient(Client):
             response = await self._http.get("/tiers")
         except httpx.HTTPError as error:
             why = type(error).__name__
-            raise ProfileError(f"no router answers at {self._url} ({why}): 'make up' starts one") from error
+            raise ProfileError(
+                f"no router answers at {self._url} ({why}): 'make up' starts one"
+            ) from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise ProfileError("the router needs a key: give one in the variable QARR_KEY")
+            raise ProfileError(
+                "the router needs a key: give one in the variable QARR_KEY"
+            )
         try:
             found = response.json()
             known = found["tiers"]
         except (ValueError, KeyError, TypeError):
-            raise NoRouterError(f"{self._url}/tiers answered HTTP {response.status_code}: is this a router?") from None
+            raise NoRouterError(
+                f"{self._url}/tiers answered HTTP {response.status_code}: is this a router?"
+            ) from None
         if found.get("scope") == "own" and any(t["identity"] is None for t in known):
             raise ProfileError(
                 "what its engines serve is known by their addresses alone, which the router shows to operators: give a key "
@@ -206,7 +238,9 @@ class RouterClient(Client):
             measuring=(found.get("profiling") or {}).get("what"),
         )
 
-    async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
+    async def undisturbed(
+        self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]
+    ) -> bool:
         self._quiet_until = 0.0
         await self.until_quiet(waiting)
         before, answered = (await self.fleet()).served, self._served
@@ -217,7 +251,11 @@ class RouterClient(Client):
 
     @asynccontextmanager
     async def _send(
-        self, tier: TierName, path: str, body: Mapping[str, Any], adapter: str | None = None
+        self,
+        tier: TierName,
+        path: str,
+        body: Mapping[str, Any],
+        adapter: str | None = None,
     ) -> AsyncIterator[httpx.Response]:
         options = {"tier": tier, "tier_policy": "require", "priority": "batch"}
         body = {"model": adapter or tier, "temperature": 0, "qarr": options, **body}
@@ -227,7 +265,9 @@ class RouterClient(Client):
                 self._served += response.status_code == httpx.codes.OK
                 yield response
         except httpx.HTTPError as error:
-            raise ProfileError(f"{self._url} does not answer any more ({type(error).__name__})") from error
+            raise ProfileError(
+                f"{self._url} does not answer any more ({type(error).__name__})"
+            ) from error
         finally:
             self._own -= 1
 
@@ -239,7 +279,9 @@ class RouterClient(Client):
         return True
 
 
-async def _times(response: httpx.Response, tier: TierName, begun: Callable[[], None]) -> tuple[float, float]:
+async def _times(
+    response: httpx.Response, tier: TierName, begun: Callable[[], None]
+) -> tuple[float, float]:
     """Read a streamed completion; return when its first and last tokens came, by the monotonic clock in seconds."""
     first = last = 0.0
     tail = b""
@@ -249,14 +291,22 @@ async def _times(response: httpx.Response, tier: TierName, begun: Callable[[], N
             first = now
             begun()
         # The last chunks hold no tokens, only counts and the end.
-        last = now if b'"finish_reason":"' in chunk or b'"usage":{' not in chunk else last
+        last = (
+            now if b'"finish_reason":"' in chunk or b'"usage":{' not in chunk else last
+        )
         tail = (tail + chunk)[-2000:]
     if b"[DONE]" not in tail:
-        raise ProfileError(f"{tier} cut an answer short: {tail[-300:].decode(errors='replace')}")
+        raise ProfileError(
+            f"{tier} cut an answer short: {tail[-300:].decode(errors='replace')}"
+        )
     return first, last
 
 
 async def _later(tier: TierName, response: httpx.Response, deadline: float) -> None:
     if response.status_code not in TRY_LATER or time.monotonic() > deadline:
-        raise ProfileError(f"{tier} answered HTTP {response.status_code}: {response.text[:300]}")
-    await asyncio.sleep(min(float(response.headers.get("retry-after", BUSY_WAIT_S)), LONGEST_WAIT_S))
+        raise ProfileError(
+            f"{tier} answered HTTP {response.status_code}: {response.text[:300]}"
+        )
+    await asyncio.sleep(
+        min(float(response.headers.get("retry-after", BUSY_WAIT_S)), LONGEST_WAIT_S)
+    )

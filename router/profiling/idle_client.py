@@ -31,14 +31,27 @@ class IdleClient(Client):
     ``requests`` returns the number of requests so far, and of those that are open.
     """
 
-    patience_s, slot_patience_s = math.inf, 0.0  # a step that waits for a slot is not alone any more
+    # a step that waits for a slot is not alone any more
+    patience_s, slot_patience_s = math.inf, 0.0
 
-    def __init__(self, fleet: Fleet, model: str, idle_s: float, requests: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        model: str,
+        idle_s: float,
+        requests: Callable[[], tuple[int, int]],
+    ) -> None:
         super().__init__()
-        self._fleet, self._model, self._idle_s, self._requests = fleet, model, idle_s, requests
+        self._fleet, self._model, self._idle_s, self._requests = (
+            fleet,
+            model,
+            idle_s,
+            requests,
+        )
         self._leases: dict[Lease, asyncio.Timeout] = {}
         self._busy_at, self._seen, self._preemptions = time.monotonic(), requests(), 0
-        self._wait_s = idle_s  # longer after a cancellation: if pauses are short, little is started in vain
+        # longer after a cancellation: if pauses are short, little is started in vain
+        self._wait_s = idle_s
 
     @property
     def asking(self) -> bool:
@@ -56,14 +69,20 @@ class IdleClient(Client):
 
     async def fleet(self) -> FleetState:
         fleet = self._fleet
-        ready = [r.spec.name for r in fleet.replicas if r.state.status is ReplicaStatus.READY]
+        ready = [
+            r.spec.name for r in fleet.replicas if r.state.status is ReplicaStatus.READY
+        ]
         return FleetState(
             self._model,
             fleet.machine,
             {spec.name: spec.identity for spec in fleet.specs},
             {
                 spec.name: MeasuredTier(
-                    spec.identity, ready.count(spec.name), spec.max_num_seqs, spec.max_model_len, spec.adapters
+                    spec.identity,
+                    ready.count(spec.name),
+                    spec.max_num_seqs,
+                    spec.max_model_len,
+                    spec.adapters,
                 )
                 for spec in fleet.specs
                 if fleet.is_ready(spec.name)
@@ -77,7 +96,9 @@ class IdleClient(Client):
                 self._wait_s = self._idle_s
                 return answer
 
-    async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
+    async def undisturbed(
+        self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]
+    ) -> bool:
         await self.until_quiet(waiting)
         before = self._preemptions, self._requests()
         try:
@@ -91,7 +112,11 @@ class IdleClient(Client):
 
     @asynccontextmanager
     async def _send(
-        self, tier: TierName, path: str, body: Mapping[str, Any], adapter: str | None = None
+        self,
+        tier: TierName,
+        path: str,
+        body: Mapping[str, Any],
+        adapter: str | None = None,
     ) -> AsyncIterator[httpx.Response]:
         """Send a request whatever the replica's limit: nobody is served. Without tokens it does not affect predictions.
 
@@ -99,21 +124,29 @@ class IdleClient(Client):
         """
         lease = self._fleet.lease(tier, prompt_tokens=0, max_tokens=0, over_limit=True)
         if lease is None:
-            yield httpx.Response(httpx.codes.SERVICE_UNAVAILABLE, text="no slot is free")
+            yield httpx.Response(
+                httpx.codes.SERVICE_UNAVAILABLE, text="no slot is free"
+            )
             return
         replica = lease.replica
         priority = {"priority": PRIORITIES["batch"]} if replica.takes_priority else {}
-        headers = {"authorization": f"Bearer {replica.api_key}"} if replica.api_key else {}
+        headers = (
+            {"authorization": f"Bearer {replica.api_key}"} if replica.api_key else {}
+        )
         body = {**body, "temperature": 0, "model": adapter or replica.model, **priority}
         try:
             async with asyncio.timeout(None) as running:
                 self._leases[lease], self._fleet.preempt = running, self.preempt
-                async with self._http.stream("POST", f"{replica.url}{path}", json=body, headers=headers) as response:
+                async with self._http.stream(
+                    "POST", f"{replica.url}{path}", json=body, headers=headers
+                ) as response:
                     if response.status_code == httpx.codes.OK:
                         lease.first_token()
                     yield response
         except httpx.HTTPError as error:
-            raise ProfileError(f"{tier} does not answer ({type(error).__name__})") from error
+            raise ProfileError(
+                f"{tier} does not answer ({type(error).__name__})"
+            ) from error
         finally:
             lease.release()
             self._leases.pop(lease, None)

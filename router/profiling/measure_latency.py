@@ -25,18 +25,21 @@ TIMES = 3  # that each prompt length is measured
 LEAST = 2  # lengths and batches that a fit needs
 ALONE_SHARE = 0.8  # of the budget, for measuring each tier alone
 TOGETHER_BATCHES = (1, 4)
-FIRST_ID, LAST_ID = 1000, 20000  # ordinary tokens in every large tokenizer; random, so that no prefix is cached
+# ordinary tokens in every large tokenizer; random, so that no prefix is cached
+FIRST_ID, LAST_ID = 1000, 20000
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyPlan:
-    step_s: float  # approximate duration of one step in seconds; bounds prompt and answer lengths on slow tiers
+    # approximate duration of one step in seconds; bounds prompt and answer lengths on slow tiers
+    step_s: float
     tiers: tuple[TierName, ...] = ()  # the tiers to measure; empty: all ready ones
     # approximate duration of all steps in seconds; long prompts and large batches that the fit does not need are
     # skipped for it
     budget_s: float = math.inf
-    prompt_s: float = math.inf  # longest time of a prompt; a request that comes meanwhile waits for it
+    # longest time of a prompt; a request that comes meanwhile waits for it
+    prompt_s: float = math.inf
     attempts: float = 3  # at a step that others' requests disturb
 
 
@@ -69,7 +72,9 @@ async def measure_latency(
         model=fleet.model,
         machine=fleet.machine,
         checkpoints=dict(fleet.checkpoints),
-        fits=fit_all(run.samples, {tier: fleet.tiers[tier].max_num_seqs for tier in tiers}),
+        fits=fit_all(
+            run.samples, {tier: fleet.tiers[tier].max_num_seqs for tier in tiers}
+        ),
         samples=tuple(run.samples),
     )
 
@@ -85,13 +90,20 @@ class _Bench:
     computed: asyncio.Event = field(default_factory=asyncio.Event)
     found: list[tuple[Sample, Timed]] = field(default_factory=list)
 
-    async def request(self, prompt_tokens: int, tokens: int, batch: int, *, neighbours: float = 0.0) -> None:
+    async def request(
+        self, prompt_tokens: int, tokens: int, batch: int, *, neighbours: float = 0.0
+    ) -> None:
         """Time one request under the present load.
 
         TTFT is left out if another request came before the first token: engines compute waiting prompts together, and a
         prediction knows of no later request.
         """
-        sequences, waiting, left, alone = self.sequences, self.waiting, prompt_tokens, False
+        sequences, waiting, left, alone = (
+            self.sequences,
+            self.waiting,
+            prompt_tokens,
+            False,
+        )
         self.sequences += 1
         self.asked += 1
         number = self.asked
@@ -137,7 +149,10 @@ class _Bench:
         for number, (sample, timed) in enumerate(self.found):
             slack_s = 2 * (timed.tpot_ms or 0.0) / 1000
             if begun[number] < max(begun) - slack_s:
-                self.found[number] = (sample.model_copy(update={"batch": 0, "tpot_ms": None}), timed)
+                self.found[number] = (
+                    sample.model_copy(update={"batch": 0, "tpot_ms": None}),
+                    timed,
+                )
 
 
 Step = Callable[[_Bench], Coroutine[Any, Any, None]]
@@ -152,53 +167,90 @@ class _Run:
         tiers: tuple[TierName, ...],
         progress: Callable[[str, int, int], None],
     ) -> None:
-        self._client, self._fleet, self._plan, self._tiers, self._progress = client, fleet, plan, tiers, progress
+        self._client, self._fleet, self._plan, self._tiers, self._progress = (
+            client,
+            fleet,
+            plan,
+            tiers,
+            progress,
+        )
         self._spent_s = 0.0  # in steps, without waiting for others
         self._done = 0
-        self._total = sum(map(self._steps, tiers)) + (len(TOGETHER_BATCHES) if len(tiers) > 1 else 0)
+        self._total = sum(map(self._steps, tiers)) + (
+            len(TOGETHER_BATCHES) if len(tiers) > 1 else 0
+        )
         self.samples: list[Sample] = []
 
     def _steps(self, tier: TierName) -> int:
         """Return the number of a tier's steps if none is skipped: warm-up, prompts, batches, arrivals."""
         limits = self._fleet.tiers[tier]
         lengths = sum(length < limits.max_model_len for length in LENGTHS)
-        return 2 + TIMES * lengths + sum(batch <= limits.max_num_seqs for batch in BATCHES)
+        return (
+            2 + TIMES * lengths + sum(batch <= limits.max_num_seqs for batch in BATCHES)
+        )
 
     async def alone(self, tier: TierName) -> None:
         until_s = self._spent_s + self._plan.budget_s * ALONE_SHARE / len(self._tiers)
         through, limits = self._done + self._steps(tier), self._fleet.tiers[tier]
-        warm = await self._step(f"{tier}: warming", tier, lambda bench: bench.burst(1, 4), keep=False)
+        warm = await self._step(
+            f"{tier}: warming", tier, lambda bench: bench.burst(1, 4), keep=False
+        )
         step_ms = warm.tpot_ms or warm.ttft_ms
         seen: list[tuple[int, float]] = []
         for length in LENGTHS:
-            if length + 1 > limits.max_model_len or self._too_long(length, seen, until_s):
+            if length + 1 > limits.max_model_len or self._too_long(
+                length, seen, until_s
+            ):
                 break
             what = f"{tier}: prompt of {length} tokens"
             single = partial(_Bench.request, prompt_tokens=length, tokens=1, batch=0)
-            seen.append((length, min([(await self._step(what, tier, single)).ttft_ms for _ in range(TIMES)])))
+            seen.append(
+                (
+                    length,
+                    min(
+                        [
+                            (await self._step(what, tier, single)).ttft_ms
+                            for _ in range(TIMES)
+                        ]
+                    ),
+                )
+            )
         for number, batch in enumerate(BATCHES):
             over = number >= LEAST and self._spent_s + self._plan.step_s > until_s
             if batch > limits.max_num_seqs or over:
                 break
-            tokens = min(max(int(self._plan.step_s * 1000 / (step_ms * (1 + batch / 8))), 6), 64)
+            tokens = min(
+                max(int(self._plan.step_s * 1000 / (step_ms * (1 + batch / 8))), 6), 64
+            )
             burst = partial(_Bench.burst, batch=batch, tokens=tokens)
-            step_ms = (await self._step(f"{tier}: {batch} at a time", tier, burst)).tpot_ms or step_ms
-        await self._step(f"{tier}: prompts while others are decoded", tier, self._arrival)
+            step_ms = (
+                await self._step(f"{tier}: {batch} at a time", tier, burst)
+            ).tpot_ms or step_ms
+        await self._step(
+            f"{tier}: prompts while others are decoded", tier, self._arrival
+        )
         self._done = through
 
-    def _too_long(self, length: int, seen: list[tuple[int, float]], until_s: float) -> bool:
+    def _too_long(
+        self, length: int, seen: list[tuple[int, float]], until_s: float
+    ) -> bool:
         if len(seen) < LEAST:
             return False
         (short, quick), (long, slow) = seen[-2:]
         expected_s = (slow + (length - long) * (slow - quick) / (long - short)) / 1000
-        return expected_s > min(self._plan.step_s, self._plan.prompt_s) or self._spent_s + TIMES * expected_s > until_s
+        return (
+            expected_s > min(self._plan.step_s, self._plan.prompt_s)
+            or self._spent_s + TIMES * expected_s > until_s
+        )
 
     async def together(self) -> None:
         slowest_s = max(map(self._single_step, self._tiers)) / 1000
         length_s = max(self._plan.step_s, 8 * slowest_s * len(self._tiers))
         for batch in TOGETHER_BATCHES:
             step = partial(self._all_busy, batch, length_s)
-            self.samples += await self._undisturbed(f"all tiers together, {batch} at a time each", step)
+            self.samples += await self._undisturbed(
+                f"all tiers together, {batch} at a time each", step
+            )
 
     async def _all_busy(self, batch: int, length_s: float) -> list[Sample]:
         benches = [_Bench(self._client, tier) for tier in self._tiers]
@@ -207,12 +259,26 @@ class _Run:
             for bench in benches:
                 for _ in range(batch):
                     group.create_task(
-                        self._keep_busy(bench, batch, until, length_s * 1000 / len(self._tiers) / 2, others)
+                        self._keep_busy(
+                            bench,
+                            batch,
+                            until,
+                            length_s * 1000 / len(self._tiers) / 2,
+                            others,
+                        )
                     )
         # The last samples, whose batch was no longer full, are dropped, unless a tier has no others.
-        return [s for b in benches for s in ([s for s, t in b.found if t.ended <= until] or [s for s, _ in b.found])]
+        return [
+            s
+            for b in benches
+            for s in (
+                [s for s, t in b.found if t.ended <= until] or [s for s, _ in b.found]
+            )
+        ]
 
-    async def _keep_busy(self, bench: _Bench, batch: int, until: float, answer_ms: float, others: int) -> None:
+    async def _keep_busy(
+        self, bench: _Bench, batch: int, until: float, answer_ms: float, others: int
+    ) -> None:
         step_ms = self._single_step(bench.tier) * (1 + others)
         tokens = min(max(int(answer_ms / step_ms), 4), 64)
         share = others / (len(self._fleet.tiers) - 1)
@@ -220,9 +286,13 @@ class _Run:
             await bench.request(PROMPT_TOKENS, tokens, batch, neighbours=share)
 
     def _single_step(self, tier: TierName) -> float:
-        alone = [s.tpot_ms for s in self._own(tier) if s.tpot_ms is not None and s.batch == 1]
+        alone = [
+            s.tpot_ms for s in self._own(tier) if s.tpot_ms is not None and s.batch == 1
+        ]
         if not alone:
-            raise ProfileError(f"{tier} sent every answer all at once: the machine is too busy to measure its pace")
+            raise ProfileError(
+                f"{tier} sent every answer all at once: the machine is too busy to measure its pace"
+            )
         return median(alone)
 
     def _own(self, tier: TierName) -> list[Sample]:
@@ -232,10 +302,17 @@ class _Run:
         background = min(4, self._fleet.tiers[bench.tier].max_num_seqs)
         lengths = (PROMPT_TOKENS, 4 * PROMPT_TOKENS)
         single = self._single_step(bench.tier)
-        first = min(s.ttft_ms / s.prompt_tokens for s in self._own(bench.tier) if s.ttft_ms is not None)
+        first = min(
+            s.ttft_ms / s.prompt_tokens
+            for s in self._own(bench.tier)
+            if s.ttft_ms is not None
+        )
         tokens = min(max(int(2 * first * sum(lengths) / single), 10), 200)
         async with asyncio.TaskGroup() as group:
-            decoding = [group.create_task(bench.request(PROMPT_TOKENS, tokens, background)) for _ in range(background)]
+            decoding = [
+                group.create_task(bench.request(PROMPT_TOKENS, tokens, background))
+                for _ in range(background)
+            ]
             await asyncio.sleep(0)
             await bench.computed.wait()
             for length in lengths:
@@ -244,7 +321,9 @@ class _Run:
         # The prompts disturbed the background's pace, so it does not tell how batch size affects it.
         bench.found = [(s, t) for s, t in bench.found if s.batch == 0]
 
-    async def _step(self, what: str, tier: TierName, step: Step, *, keep: bool = True) -> Timed:
+    async def _step(
+        self, what: str, tier: TierName, step: Step, *, keep: bool = True
+    ) -> Timed:
         """Run one step of a tier while nobody else is served; return its last answer."""
 
         async def fresh() -> _Bench:
@@ -258,7 +337,9 @@ class _Run:
         assert bench.last is not None
         return bench.last
 
-    async def _undisturbed(self, what: str, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _undisturbed(
+        self, what: str, step: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
         """Run a step while nobody else is served, again if it was disturbed; return its result."""
         results: list[T] = []
         took_s = 0.0
@@ -283,4 +364,6 @@ class _Run:
                 self._done += 1
                 self._spent_s += took_s
                 return results[-1]
-        raise ProfileError(f"others' requests disturbed '{what}' {attempts} times: measure when it is quiet")
+        raise ProfileError(
+            f"others' requests disturbed '{what}' {attempts} times: measure when it is quiet"
+        )

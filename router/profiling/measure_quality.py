@@ -20,7 +20,15 @@ from router.line_file import begin_line
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
 from router.profiling.checks import RunsCheck
 from router.profiling.client import first_of
-from router.profiling.scoring import CHAT, COMPLETIONS, Judged, answer_body, count, score, text_of
+from router.profiling.scoring import (
+    CHAT,
+    COMPLETIONS,
+    Judged,
+    answer_body,
+    count,
+    score,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -34,7 +42,8 @@ if TYPE_CHECKING:
 FORM = "answers 1"  # of the journal: lines of another form do not count
 DIAGNOSED = 4  # answers of each kind and tier that are scored as well
 KEEP_EVERY = 20  # tasks, after which what is known so far is written
-CHARS_PER_TOKEN = 4.0  # of long prompts: those that may be too long for a tier are left out
+# of long prompts: those that may be too long for a tier are left out
+CHARS_PER_TOKEN = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +51,22 @@ class Plan:
     tasks: tuple[Task, ...]  # in the order in which they are asked, within a kind
     name: str  # of the tasks, for people
     journal: Path  # file of judged answers, in JSON lines
-    parallel: int | None = None  # tasks at a time; None: as many as the tiers' engines compute at once
+    # tasks at a time; None: as many as the tiers' engines compute at once
+    parallel: int | None = None
     diagnosed: int = DIAGNOSED  # answers of each kind and tier that are scored as well
-    adapter: str | None = None  # the LoRA adapter that answers on every tier, the reference too; None: the model itself
+    # the LoRA adapter that answers on every tier, the reference too; None: the model itself
+    adapter: str | None = None
     # what one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything
     worth: Callable[[TierName, Kind], float] | None = None
-    keep: Callable[[QualityProfile], None] | None = None  # takes what is known so far, now and then
+    # takes what is known so far, now and then
+    keep: Callable[[QualityProfile], None] | None = None
     # runs the code of an answer with a test; None: tasks that need it are left out
     runs: Callable[[str, str], Awaitable[bool]] | None = None
 
 
-async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
+async def measure(
+    client: Client, plan: Plan, progress: Callable[[str, int, int], None]
+) -> QualityProfile:
     """Measure every ready tier, and return the profile.
 
     ``progress`` is called with the last step, the number of tasks done, and their total. ``ProfileError``: the router does
@@ -60,7 +74,9 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
     """
     fleet = await client.fleet()
     if REFERENCE not in fleet.tiers:
-        raise ProfileError(f"tier {REFERENCE} is not ready, and the others are measured against it")
+        raise ProfileError(
+            f"tier {REFERENCE} is not ready, and the others are measured against it"
+        )
     if plan.adapter is not None:
         fleet = _having(fleet, plan.adapter)
     run = _Run(client, plan, fleet, progress)
@@ -69,29 +85,53 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
 
 
 def _having(fleet: FleetState, adapter: str) -> FleetState:
-    having = {name: tier for name, tier in fleet.tiers.items() if adapter in tier.adapters}
+    having = {
+        name: tier for name, tier in fleet.tiers.items() if adapter in tier.adapters
+    }
     if REFERENCE not in having:
         raise ProfileError(
             f"tier {REFERENCE} does not offer the adapter {adapter}, and the others are measured against it"
         )
     if len(having) == 1:
-        raise ProfileError(f"no tier but {REFERENCE} offers the adapter {adapter}: there is nothing to compare")
+        raise ProfileError(
+            f"no tier but {REFERENCE} offers the adapter {adapter}: there is nothing to compare"
+        )
     return replace(fleet, tiers=having)
 
 
 class _Run:
     def __init__(
-        self, client: Client, plan: Plan, fleet: FleetState, progress: Callable[[str, int, int], None]
+        self,
+        client: Client,
+        plan: Plan,
+        fleet: FleetState,
+        progress: Callable[[str, int, int], None],
     ) -> None:
-        self._client, self._plan, self._fleet, self._progress = client, plan, fleet, progress
+        self._client, self._plan, self._fleet, self._progress = (
+            client,
+            plan,
+            fleet,
+            progress,
+        )
         self._lower = [tier for tier in fleet.tiers if tier is not REFERENCE]
         self._settings = {tier: _setting(plan, fleet, tier) for tier in fleet.tiers}
-        slots = {name: tier.max_num_seqs * tier.replicas for name, tier in fleet.tiers.items()}
+        slots = {
+            name: tier.max_num_seqs * tier.replicas
+            for name, tier in fleet.tiers.items()
+        }
         self._slots = {tier: asyncio.Semaphore(n) for tier, n in slots.items()}
         self._parallel = plan.parallel or min(slots.values())
-        longest = CHARS_PER_TOKEN * min(tier.max_model_len for tier in fleet.tiers.values())
-        tasks = plan.tasks if plan.runs is not None else [t for t in plan.tasks if not isinstance(t.check, RunsCheck)]
-        self._tasks = {task.digest: task for task in tasks if len(task.prompt) < longest}
+        longest = CHARS_PER_TOKEN * min(
+            tier.max_model_len for tier in fleet.tiers.values()
+        )
+        tasks = (
+            plan.tasks
+            if plan.runs is not None
+            else [t for t in plan.tasks if not isinstance(t.check, RunsCheck)]
+        )
+        self._tasks = {
+            task.digest: task for task in tasks if len(task.prompt) < longest
+        }
         self._answers: dict[tuple[str, TierName], Judged] = {}
         self._scored: Counter[tuple[TierName, Kind]] = Counter()
         self._read_journal()
@@ -116,7 +156,9 @@ class _Run:
 
     async def all(self) -> None:
         total = self._done + sum(map(len, self._left.values()))
-        self._progress("begun" if self._done < total else "nothing left to ask", self._done, total)
+        self._progress(
+            "begun" if self._done < total else "nothing left to ask", self._done, total
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._parallel):
@@ -141,7 +183,11 @@ class _Run:
         for one, tasks in self._left.items():
             value = 0.0
             if tasks:
-                value = max(worth(tier, one) for tier in self._lower) if worth is not None else float(len(tasks))
+                value = (
+                    max(worth(tier, one) for tier in self._lower)
+                    if worth is not None
+                    else float(len(tasks))
+                )
                 value /= 1 + self._lately[one]  # what these will tell is not known yet
             if value > most:
                 most, kind = value, one
@@ -151,8 +197,14 @@ class _Run:
         return self._left[kind].popleft()
 
     def _is_done(self, task: Task) -> bool:
-        found = {tier: self._answers.get((task.digest, tier)) for tier in (REFERENCE, *self._lower)}
-        hopeless = all((one := found[tier]) is not None and not one.right for tier in (REFERENCE, *self._lower[:1]))
+        found = {
+            tier: self._answers.get((task.digest, tier))
+            for tier in (REFERENCE, *self._lower)
+        }
+        hopeless = all(
+            (one := found[tier]) is not None and not one.right
+            for tier in (REFERENCE, *self._lower[:1])
+        )
         return hopeless or None not in found.values()
 
     async def _task(self, task: Task) -> None:
@@ -168,7 +220,10 @@ class _Run:
     async def _judge(self, task: Task, tier: TierName) -> None:
         if (task.digest, tier) in self._answers:
             return
-        diagnosed = tier is not REFERENCE and self._scored[tier, task.kind] < self._plan.diagnosed
+        diagnosed = (
+            tier is not REFERENCE
+            and self._scored[tier, task.kind] < self._plan.diagnosed
+        )
         self._scored[tier, task.kind] += diagnosed
         body = answer_body(task.messages, task.max_tokens, scored=diagnosed)
         answer = await self._ask(CHAT, tier, body)
@@ -179,7 +234,9 @@ class _Run:
                 complexity=task.complexity,
                 tier=tier,
                 right=await self._is_right(task, text_of(answer)),
-                scores=await score(answer, partial(self._ask, COMPLETIONS, REFERENCE)) if diagnosed else None,
+                scores=await score(answer, partial(self._ask, COMPLETIONS, REFERENCE))
+                if diagnosed
+                else None,
             )
         )
 
@@ -189,10 +246,16 @@ class _Run:
             return await runs(text, check.test)
         return await asyncio.to_thread(check.passes, text)
 
-    async def _ask(self, path: str, tier: TierName, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _ask(
+        self, path: str, tier: TierName, body: Mapping[str, Any]
+    ) -> dict[str, Any]:
         async with self._slots[tier]:
             found: dict[str, Any] = await self._client.ask(
-                path, tier, body, lambda: self._tell("waiting for others' requests"), self._plan.adapter
+                path,
+                tier,
+                body,
+                lambda: self._tell("waiting for others' requests"),
+                self._plan.adapter,
             )
         return found
 
@@ -203,7 +266,10 @@ class _Run:
         self._answers[answer.task, answer.tier] = answer
         with self._plan.journal.open("a") as journal:
             begin_line(journal)
-            line = {"setting": self._settings[answer.tier], "answer": answer.model_dump(mode="json")}
+            line = {
+                "setting": self._settings[answer.tier],
+                "answer": answer.model_dump(mode="json"),
+            }
             journal.write(json.dumps(line) + "\n")
 
     def _read_journal(self) -> None:
@@ -214,8 +280,15 @@ class _Run:
             try:
                 row = json.loads(line)
                 answer = Judged.model_validate(row["answer"])
-                known = answer.task in self._tasks and self._settings.get(answer.tier) == row["setting"]
-            except (ValueError, KeyError, TypeError):  # pydantic's ValidationError is a ValueError
+                known = (
+                    answer.task in self._tasks
+                    and self._settings.get(answer.tier) == row["setting"]
+                )
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+            ):  # pydantic's ValidationError is a ValueError
                 continue
             if known:
                 self._answers[answer.task, answer.tier] = answer

@@ -27,7 +27,9 @@ def only_one(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a")
     except OSError as error:
-        raise ProfileError(f"policy.profiles: {folder} cannot be written ({error.strerror})") from error
+        raise ProfileError(
+            f"policy.profiles: {folder} cannot be written ({error.strerror})"
+        ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,7 +49,9 @@ def keep_quality(folder: Path, profile: QualityProfile) -> Path:
 
 def keep_latency(folder: Path, profile: LatencyProfile) -> Path:
     path = folder / latency_name(profile.checkpoints, profile.machine)
-    if path.exists() and profile.checkpoints.keys() - {fit.tier for fit in profile.fits}:
+    if path.exists() and profile.checkpoints.keys() - {
+        fit.tier for fit in profile.fits
+    }:
         profile = profile.with_others(load_latency(path))
     _write(path, profile.model_dump_json(indent=2) + "\n")
     return path
@@ -59,4 +63,6 @@ def _write(path: Path, text: str) -> None:
         part.write_text(text, "utf-8")
         part.replace(path)
     except OSError as error:
-        raise ProfileError(f"policy.profiles: {path} cannot be written ({error.strerror})") from error
+        raise ProfileError(
+            f"policy.profiles: {path} cannot be written ({error.strerror})"
+        ) from error

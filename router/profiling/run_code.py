@@ -28,7 +28,11 @@ _BLOCKS = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 def code_of(answer: str) -> str:
     """Return the first block of Python, else the first block, else the whole answer."""
     blocks = _BLOCKS.findall(answer)
-    python = [block for language, block in blocks if language.lower() in {"python", "python3", "py"}]
+    python = [
+        block
+        for language, block in blocks
+        if language.lower() in {"python", "python3", "py"}
+    ]
     return dedent([*python, *(block for _, block in blocks), answer][0])
 
 
@@ -64,8 +68,12 @@ def run(code: str, test: str, seconds: float = WALL_S) -> bool:
                 process.stdin.write(job)
             output = process.stdout.fileno()
             if (begun := _read(output, 1, START_S)) != b"+":
-                why = (begun + _read(output, 200, 1)).decode(errors="replace") or "the sandbox did not start"
-                raise ProfileError(f"code is not run, for it cannot be locked in: {why}; leave out --run-code")
+                why = (begun + _read(output, 200, 1)).decode(
+                    errors="replace"
+                ) or "the sandbox did not start"
+                raise ProfileError(
+                    f"code is not run, for it cannot be locked in: {why}; leave out --run-code"
+                )
             return _read(output, len(token) + 1, seconds) == token
         finally:
             with suppress(ProcessLookupError):
@@ -76,7 +84,11 @@ def _read(pipe: int, size: int, seconds: float) -> bytes:
     until, found = time.monotonic() + seconds, b""
     waiting = select.poll()
     waiting.register(pipe)
-    while len(found) < size and (left := until - time.monotonic()) > 0 and waiting.poll(left * 1000):
+    while (
+        len(found) < size
+        and (left := until - time.monotonic()) > 0
+        and waiting.poll(left * 1000)
+    ):
         if not (chunk := os.read(pipe, size - len(found))):
             break
         found += chunk

@@ -11,7 +11,15 @@ import builtins
 import math
 import re
 import warnings
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Sequence,
+    ValuesView,
+)
 from copy import deepcopy
 from functools import partial
 from itertools import takewhile
@@ -23,13 +31,23 @@ from simpleeval import BASIC_ALLOWED_ATTRS, DEFAULT_OPERATORS, EvalWithCompoundT
 
 from router.profiling.answer_text import FENCE
 
-MAX_SIZE = 5_000  # of one value: characters, elements and 32 bits of integers, all levels together
+# of one value: characters, elements and 32 bits of integers, all levels together
+MAX_SIZE = 5_000
 MAX_BITS = 8_000  # of a power
 MAX_WORK = 100_000  # sizes of all values that an answer computes
 
 _FORMAT = re.compile(r"[<>^]?[-+ ]?0?\d{0,2}[,_]?(\.\d{1,2})?[bdefgnosxX%]?")
 _PADDING = {"center", "ljust", "rjust", "zfill"}
-_UNBOUNDED = {"encode", "expandtabs", "format", "format_map", "from_bytes", "fromkeys", "to_bytes", "translate"}
+_UNBOUNDED = {
+    "encode",
+    "expandtabs",
+    "format",
+    "format_map",
+    "from_bytes",
+    "fromkeys",
+    "to_bytes",
+    "translate",
+}
 
 
 class TooMuchWorkError(Exception):
@@ -65,7 +83,9 @@ def _modulo(left: Any, right: Any) -> Any:
 
 
 def _round(number: Any, digits: int | None = None) -> Any:
-    return round(number, digits if digits is None else min(max(digits, -MAX_BITS), MAX_BITS))
+    return round(
+        number, digits if digits is None else min(max(digits, -MAX_BITS), MAX_BITS)
+    )
 
 
 def _listed(make: Callable[..., Iterable[Any]], *args: Any, **named: Any) -> list[Any]:
@@ -81,7 +101,10 @@ _PLAIN = "abs all any bin bool chr dict divmod float hex int len list max min or
 _FUNCTIONS = {
     **_MATH,
     **{name: getattr(builtins, name) for name in _PLAIN.split()},
-    **{name: partial(_listed, getattr(builtins, name)) for name in ("enumerate", "filter", "map", "reversed", "zip")},
+    **{
+        name: partial(_listed, getattr(builtins, name))
+        for name in ("enumerate", "filter", "map", "reversed", "zip")
+    },
     "isinstance": partial(isinstance),  # the bare one is refused
     "pow": _power,
     "round": _round,
@@ -109,34 +132,54 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
     names: dict[str, Any]
 
     def __init__(self) -> None:
-        attributes = {kind: names - _UNBOUNDED for kind, names in BASIC_ALLOWED_ATTRS.items()}
+        attributes = {
+            kind: names - _UNBOUNDED for kind, names in BASIC_ALLOWED_ATTRS.items()
+        }
         attributes[SimpleNamespace] = set(_MATH)
         operators = {**DEFAULT_OPERATORS, ast.Pow: _power, ast.Mod: _modulo}
-        super().__init__(operators, dict(_FUNCTIONS), {"math": SimpleNamespace(**_MATH)}, attributes)
+        super().__init__(
+            operators, dict(_FUNCTIONS), {"math": SimpleNamespace(**_MATH)}, attributes
+        )
         self.ATTR_INDEX_FALLBACK = False
         self._left = MAX_WORK
         handlers: dict[type[ast.AST], Callable[[Any], Any]] = {
-            **dict.fromkeys((ast.Import, ast.ImportFrom, ast.Pass), lambda _: None),  # math is there, no other module
+            # math is there, no other module
+            **dict.fromkeys((ast.Import, ast.ImportFrom, ast.Pass), lambda _: None),
             **dict.fromkeys((ast.Return, ast.Break, ast.Continue), self._jump),
             **dict.fromkeys((ast.Assign, ast.AnnAssign), self._assign),
-            **dict.fromkeys((ast.ListComp, ast.GeneratorExp), lambda n: list(self._elements(n, n.elt))),
+            **dict.fromkeys(
+                (ast.ListComp, ast.GeneratorExp),
+                lambda n: list(self._elements(n, n.elt)),
+            ),
             ast.SetComp: lambda n: set(self._elements(n, n.elt)),
-            ast.DictComp: lambda n: dict(self._elements(n, ast.Tuple([n.key, n.value]))),
+            ast.DictComp: lambda n: dict(
+                self._elements(n, ast.Tuple([n.key, n.value]))
+            ),
             ast.Attribute: self._attribute,
             ast.AugAssign: self._augment,
             ast.Call: self._call,
-            ast.For: lambda n: self._repeat(n, map(partial(self._bind, n.target), self._eval(n.iter))),
+            ast.For: lambda n: self._repeat(
+                n, map(partial(self._bind, n.target), self._eval(n.iter))
+            ),
             ast.FormattedValue: self._formatted,
-            ast.FunctionDef: lambda n: self._bind(ast.Name(n.name), partial(self._enter, n, self.names)),
+            ast.FunctionDef: lambda n: self._bind(
+                ast.Name(n.name), partial(self._enter, n, self.names)
+            ),
             ast.If: lambda n: self._run(n.body if self._eval(n.test) else n.orelse),
             ast.Lambda: lambda n: partial(self._enter, n, self.names),
-            ast.While: lambda n: self._repeat(n, iter(lambda: bool(self._eval(n.test)), False)),
+            ast.While: lambda n: self._repeat(
+                n, iter(lambda: bool(self._eval(n.test)), False)
+            ),
         }
         self.nodes |= handlers
 
     def _eval(self, node: ast.AST) -> Any:
         found = self.nodes[type(node)](node)
-        return self._counted(list(found) if isinstance(found, KeysView | ValuesView | ItemsView) else found)
+        return self._counted(
+            list(found)
+            if isinstance(found, KeysView | ValuesView | ItemsView)
+            else found
+        )
 
     def _counted(self, value: Any) -> Any:
         self._left -= size(value)
@@ -149,7 +192,9 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
             self._eval(statement)
 
     def _jump(self, node: Any) -> None:
-        raise _Jump(type(node), self._eval(node.value) if getattr(node, "value", None) else None)
+        raise _Jump(
+            type(node), self._eval(node.value) if getattr(node, "value", None) else None
+        )
 
     def _bind(self, target: Any, value: Any) -> None:
         if isinstance(target, ast.Name):
@@ -166,7 +211,12 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
             self._bind(target, value)
 
     def _augment(self, node: ast.AugAssign) -> None:
-        self._bind(node.target, self.operators[type(node.op)](self._eval(node.target), self._eval(node.value)))
+        self._bind(
+            node.target,
+            self.operators[type(node.op)](
+                self._eval(node.target), self._eval(node.value)
+            ),
+        )
 
     def _repeat(self, node: Any, turns: Iterator[Any]) -> None:
         for _ in turns:
@@ -194,16 +244,29 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
             if all(self._eval(test) for test in loops[0].ifs):
                 yield from self._loops(loops[1:])
 
-    def _enter(self, node: ast.FunctionDef | ast.Lambda, around: dict[str, Any], *args: Any, **named: Any) -> Any:
+    def _enter(
+        self,
+        node: ast.FunctionDef | ast.Lambda,
+        around: dict[str, Any],
+        *args: Any,
+        **named: Any,
+    ) -> Any:
         names = [arg.arg for arg in node.args.args]
         late = dict(zip(reversed(names), reversed(node.args.defaults), strict=False))
         given = {**dict(zip(names, args, strict=False)), **named}
         if len(args) > len(names) or named.keys() - set(names):
             raise TypeError
-        bound = {name: given[name] if name in given else self._eval(late[name]) for name in names}
+        bound = {
+            name: given[name] if name in given else self._eval(late[name])
+            for name in names
+        }
         before, self.names = self.names, {**around, **bound}
         try:
-            return self._eval(node.body) if isinstance(node, ast.Lambda) else self._run(node.body)
+            return (
+                self._eval(node.body)
+                if isinstance(node, ast.Lambda)
+                else self._run(node.body)
+            )
         except _Jump as jump:
             return jump.args[1]
         finally:
@@ -212,12 +275,22 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
     def _call(self, node: ast.Call) -> Any:
         args: list[Any] = []
         for arg in node.args:
-            args += self._eval(arg.value) if isinstance(arg, ast.Starred) else [self._eval(arg)]
-        return self._eval(node.func)(*args, **{str(word.arg): self._eval(word.value) for word in node.keywords})
+            args += (
+                self._eval(arg.value)
+                if isinstance(arg, ast.Starred)
+                else [self._eval(arg)]
+            )
+        return self._eval(node.func)(
+            *args, **{str(word.arg): self._eval(word.value) for word in node.keywords}
+        )
 
     def _attribute(self, node: ast.Attribute) -> Any:
         found = self._eval_attribute(node)
-        return partial(self._method, found) if callable(found) and node.attr not in _MATH else found
+        return (
+            partial(self._method, found)
+            if callable(found) and node.attr not in _MATH
+            else found
+        )
 
     def _method(self, method: Any, *args: Any, **named: Any) -> Any:
         self._counted(method.__self__)  # each time: it may have grown
@@ -237,12 +310,16 @@ def _parse(text: str) -> ast.Module:
         return ast.parse(text.strip().strip("`"))
     except SyntaxError:
         lines = text.splitlines()
-        start = next(number for number, line in enumerate(lines) if line.startswith("def "))
+        start = next(
+            number for number, line in enumerate(lines) if line.startswith("def ")
+        )
         after = takewhile(lambda line: not line[:1].strip(), lines[start + 1 :])
         return ast.parse("\n".join([lines[start], *after]))
 
 
-def compute(text: str, function: str | None, calls: Sequence[Sequence[Any]]) -> list[Any]:
+def compute(
+    text: str, function: str | None, calls: Sequence[Sequence[Any]]
+) -> list[Any]:
     """Return what a function of a text, a program or prose around one, returns for each list of arguments.
 
     Without a name it is what the program defines last; a program may be one expression as well. A value that is no function

@@ -29,7 +29,8 @@ CALLS = (
     "sched_yield 24 124, nanosleep 35 101, clock_nanosleep 230 115, clock_gettime 228 113, clock_getres 229 114, "
     "gettimeofday 96 169, getrusage 98 165, getpid 39 172, getrandom 318 278, exit 60 93, exit_group 231 94"
 )
-MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column of CALLS, name in the kernel's audit
+# column of CALLS, name in the kernel's audit
+MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
 KILL, ALLOW, DENY = 0x80000000, 0x7FFF0000, 0x00050001  # denied calls fail with EPERM
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
 
@@ -38,24 +39,49 @@ def program(machine: str, token: int) -> bytes:
     """Return a BPF program that allows ``CALLS`` of this machine; who tries to read anything but the token is killed."""
     column, audit = MACHINES[machine]
     read, *calls = (int(call.split()[column]) for call in CALLS.split(", "))
-    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0), (EQUAL, 0, 5, read)]
-    steps += [(LOAD, 0, 0, 16), (EQUAL, 1, 0, 0), (EQUAL, 0, 1, token), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, KILL)]
+    steps = [
+        (LOAD, 0, 0, 4),
+        (EQUAL, 1, 0, audit),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, 0),
+        (EQUAL, 0, 5, read),
+    ]
+    steps += [
+        (LOAD, 0, 0, 16),
+        (EQUAL, 1, 0, 0),
+        (EQUAL, 0, 1, token),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, KILL),
+    ]
     for call in calls:
         steps += [(EQUAL, 0, 1, call), (RETURN, 0, 0, ALLOW)]
-    return b"".join(struct.pack("=HBBI", *step) for step in [*steps, (RETURN, 0, 0, DENY)])
+    return b"".join(
+        struct.pack("=HBBI", *step) for step in [*steps, (RETURN, 0, 0, DENY)]
+    )
 
 
 def lock(token: int) -> str:
     """Give up everything but computing; return why that fails, or nothing."""
     for name in PRELOADED.split():
         import_module(name)
-    for limit, value in {"CPU": CPU_S, "AS": MEMORY, "FSIZE": 0, "CORE": 0, "NPROC": 0}.items():
+    for limit, value in {
+        "CPU": CPU_S,
+        "AS": MEMORY,
+        "FSIZE": 0,
+        "CORE": 0,
+        "NPROC": 0,
+    }.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (value, value))
     if platform.machine() not in MACHINES:
         return f"no list of system calls for {platform.machine()}"
     code = create_string_buffer(program(platform.machine(), token))
-    sock_fprog = create_string_buffer(struct.pack("HP", len(code) // 8, addressof(code)))
-    steps = {"no_new_privs": (38, 1, 0, 0, 0), "seccomp filter": (22, 2, addressof(sock_fprog), 0, 0)}
+    sock_fprog = create_string_buffer(
+        struct.pack("HP", len(code) // 8, addressof(code))
+    )
+    steps = {
+        "no_new_privs": (38, 1, 0, 0, 0),
+        "seccomp filter": (22, 2, addressof(sock_fprog), 0, 0),
+    }
     libc = CDLL(None, use_errno=True)
     for name, arguments in steps.items():
         if libc.prctl(*map(c_ulong, arguments)):
@@ -69,16 +95,27 @@ def lock(token: int) -> str:
 
 def hide(event: str, arguments: tuple[Any, ...]) -> None:
     """Keep the frames below the code, and so the way to the token, out of its sight."""
-    if event in {"sys._getframe", "sys._current_frames", "sys.setprofile", "sys.settrace"} or (
-        event.startswith("gc.get_") or (event == "object.__getattr__" and arguments[1].endswith("_frame"))
+    if event in {
+        "sys._getframe",
+        "sys._current_frames",
+        "sys.setprofile",
+        "sys.settrace",
+    } or (
+        event.startswith("gc.get_")
+        or (event == "object.__getattr__" and arguments[1].endswith("_frame"))
     ):
         raise AttributeError(event)
 
 
 def main() -> None:
-    with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: the token stays where it is
+    # unbuffered: the token stays where it is
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
         code, test = json.loads(stdin.readline())
-    token, answer, null = 256 + os.urandom(1)[0], os.dup(1), os.open(os.devnull, os.O_RDWR)
+    token, answer, null = (
+        256 + os.urandom(1)[0],
+        os.dup(1),
+        os.open(os.devnull, os.O_RDWR),
+    )
     os.dup2(0, token)  # a number to guess, in one try
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -87,7 +124,9 @@ def main() -> None:
     write(answer, refused.encode() or b"+")
     if refused:
         leave(1)
-    for name in [name for name in sys.modules if "ctypes" in name or name == "__main__"]:
+    for name in [
+        name for name in sys.modules if "ctypes" in name or name == "__main__"
+    ]:
         del sys.modules[name]
     sys.addaudithook(hide)
     sys.modules["answer"] = answer_module = ModuleType("answer")

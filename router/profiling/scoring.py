@@ -51,7 +51,9 @@ class Judged(Frozen):
     scores: Scores | None = None  # None: not scored
 
 
-def answer_body(messages: Sequence[Any], tokens: int, *, scored: bool) -> dict[str, Any]:
+def answer_body(
+    messages: Sequence[Any], tokens: int, *, scored: bool
+) -> dict[str, Any]:
     """Return the body of a greedy chat completion, without model and priority; ``scored``: for ``score``."""
     body = {"messages": list(messages), "max_tokens": tokens, "temperature": 0}
     ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -62,29 +64,47 @@ def text_of(answer: Mapping[str, Any]) -> str:
     return answer["choices"][0]["message"].get("content") or ""
 
 
-async def score(answer: Mapping[str, Any], ask: Callable[[dict[str, Any]], Awaitable[Any]]) -> Scores:
+async def score(
+    answer: Mapping[str, Any], ask: Callable[[dict[str, Any]], Awaitable[Any]]
+) -> Scores:
     """Score an answer to ``answer_body``, a chat completion in which tokens are named ``token_id:123``.
 
     ``ask`` has the reference answer the body of a completion.
     """
     choice, prompt = answer["choices"][0], answer["prompt_token_ids"]
     own = [
-        {int(top["token"].rpartition(":")[2]): top["logprob"] for top in position["top_logprobs"]}
+        {
+            int(top["token"].rpartition(":")[2]): top["logprob"]
+            for top in position["top_logprobs"]
+        }
         for position in (choice.get("logprobs") or {}).get("content") or ()
     ]
-    ids = choice["token_ids"][: len(own)]  # the end of sequence has an id, but no position of its own
+    # the end of sequence has an id, but no position of its own
+    ids = choice["token_ids"][: len(own)]
     if not ids:
         return Scores(tokens=0, disagreed=0, kl=0.0, regret=0.0)
-    found = await ask({"prompt": [*prompt, *ids], "max_tokens": 1, "temperature": 0, "prompt_logprobs": TOP_K})
+    found = await ask(
+        {
+            "prompt": [*prompt, *ids],
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": TOP_K,
+        }
+    )
     reference = [
-        {int(token): (each["logprob"], each["rank"]) for token, each in position.items()}
+        {
+            int(token): (each["logprob"], each["rank"])
+            for token, each in position.items()
+        }
         for position in found["choices"][0]["prompt_logprobs"][len(prompt) :]
     ]
     return compare(ids, own, reference)
 
 
 def compare(
-    answer: Sequence[int], own: Sequence[Mapping[int, float]], reference: Sequence[Mapping[int, tuple[float, int]]]
+    answer: Sequence[int],
+    own: Sequence[Mapping[int, float]],
+    reference: Sequence[Mapping[int, tuple[float, int]]],
 ) -> Scores:
     """Compare an answer's tokens with the reference's choices.
 
@@ -115,20 +135,35 @@ def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
     return max(inner + rest_p * math.log(rest_p / rest_q), 0.0)
 
 
-def count(answers: Iterable[Judged], tiers: Iterable[TierName]) -> tuple[AnswerCount, ...]:
+def count(
+    answers: Iterable[Judged], tiers: Iterable[TierName]
+) -> tuple[AnswerCount, ...]:
     """Return the counts of every kind that the reference has answered, on each of these tiers but itself."""
-    by_tier: dict[TierName, dict[str, Judged]] = {tier: {} for tier in (*tiers, REFERENCE)}
+    by_tier: dict[TierName, dict[str, Judged]] = {
+        tier: {} for tier in (*tiers, REFERENCE)
+    }
     for answer in answers:
         by_tier[answer.tier][answer.task] = answer
     reference = by_tier.pop(REFERENCE).values()
     asked = {(answer.prompt_class, answer.complexity) for answer in reference}
     kinds = [kind for kind in product(PromptClass, Complexity) if kind in asked]
-    return tuple(_count(tier, kind, by_tier[tier], reference) for tier in in_order(by_tier) for kind in kinds)
+    return tuple(
+        _count(tier, kind, by_tier[tier], reference)
+        for tier in in_order(by_tier)
+        for kind in kinds
+    )
 
 
-def _count(tier: TierName, kind: Kind, answers: Mapping[str, Judged], reference: Iterable[Judged]) -> AnswerCount:
+def _count(
+    tier: TierName,
+    kind: Kind,
+    answers: Mapping[str, Judged],
+    reference: Iterable[Judged],
+) -> AnswerCount:
     asked = [a for a in reference if (a.prompt_class, a.complexity) == kind]
-    pairs = [(answers[theirs.task], theirs) for theirs in asked if theirs.task in answers]
+    pairs = [
+        (answers[theirs.task], theirs) for theirs in asked if theirs.task in answers
+    ]
     scores = [own.scores for own, _ in pairs if own.scores is not None]
     tokens = sum(one.tokens for one in scores)
     return AnswerCount(

@@ -13,7 +13,8 @@ class ProfileSettings(Section):
     """When the router measures itself."""
 
     latency_s: ClassVar[float] = 150.0  # of work, about, for the speed of all tiers
-    idle_s: ClassVar[float] = 5.0  # without requests; doubled after each attempt without a result, up to a minute
+    # without requests; doubled after each attempt without a result, up to a minute
+    idle_s: ClassVar[float] = 5.0
 
     auto: bool = Field(
         True,

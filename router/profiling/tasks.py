@@ -36,8 +36,12 @@ class Task(Frozen):
 
     @cached_property
     def digest(self) -> str:
-        decides = self.model_dump(include={"prompt", "system", "max_tokens", "check"}, by_alias=True)
-        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+        decides = self.model_dump(
+            include={"prompt", "system", "max_tokens", "check"}, by_alias=True
+        )
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[
+            :16
+        ]
 
     @property
     def kind(self) -> Kind:
@@ -56,9 +60,12 @@ def read_tasks(path: Path) -> tuple[Task, ...]:
     has no tasks, a line is no task, or two have the same id.
     """
     if path.is_dir():
-        return tuple(task for file in sorted(path.glob("*.jsonl")) for task in read_tasks(file))
+        return tuple(
+            task for file in sorted(path.glob("*.jsonl")) for task in read_tasks(file)
+        )
     try:
-        lines = path.read_text("utf-8").split("\n")  # splitlines() would also split at U+2028, which prompts may have
+        # splitlines() would also split at U+2028, which prompts may have
+        lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"the tasks {path} cannot be read: {error}") from error
     found: dict[str, tuple[int, Task]] = {}
@@ -67,17 +74,23 @@ def read_tasks(path: Path) -> tuple[Task, ...]:
             continue
         task = _read(line, number, path)
         if task.id in found:
-            raise ProfileError(f"{path} line {number}: id: {task.id!r} is line {found[task.id][0]}'s; ids are unique")
+            raise ProfileError(
+                f"{path} line {number}: id: {task.id!r} is line {found[task.id][0]}'s; ids are unique"
+            )
         found[task.id] = number, task
     if not found:
-        raise ProfileError(f"{path} has no tasks: a JSON object a line, with prompt, max_tokens and check")
+        raise ProfileError(
+            f"{path} has no tasks: a JSON object a line, with prompt, max_tokens and check"
+        )
     return tuple(task for _, task in found.values())
 
 
 def _read(line: str, number: int, path: Path) -> Task:
     try:
         row = json.loads(line)
-        return Task.model_validate(_judged({"id": f"line-{number}", **row}) if isinstance(row, dict) else row)
+        return Task.model_validate(
+            _judged({"id": f"line-{number}", **row}) if isinstance(row, dict) else row
+        )
     except ValidationError as error:
         why = _fault(error.errors(include_url=False)[0])
     except RecursionError:
@@ -93,11 +106,18 @@ def _judged(row: dict[str, Any]) -> dict[str, Any]:
     if {"class", "complexity"} <= row.keys() or not isinstance(prompt, str):
         return {"class": PromptClass.UNKNOWN, "complexity": Complexity.MODERATE, **row}
     features = extract(prompt, EstimatingCounter())
-    return {"class": features.prompt_class, "complexity": features.complexity or Complexity.MODERATE, **row}
+    return {
+        "class": features.prompt_class,
+        "complexity": features.complexity or Complexity.MODERATE,
+        **row,
+    }
 
 
 def _fault(error: ErrorDetails) -> str:
-    checks = {get_args(each.model_fields["type"].annotation)[0]: each for each in get_args(get_args(Check)[0])}
+    checks = {
+        get_args(each.model_fields["type"].annotation)[0]: each
+        for each in get_args(get_args(Check)[0])
+    }
     where = error["loc"]
     message = error["msg"].removeprefix("Value error, ").split("\n")[0]
     if error["type"] == "extra_forbidden":

@@ -9,8 +9,10 @@ import sys
 from dataclasses import dataclass
 
 log = logging.getLogger(f"qarr.{__name__}")
-SPARE_CONNECTIONS = 64  # This many beyond the limit get an error; further ones are dropped.
-FILES_BESIDES = 256  # Open files besides connections. If the limit is low, a quarter of it is kept for them.
+# This many beyond the limit get an error; further ones are dropped.
+SPARE_CONNECTIONS = 64
+# Open files besides connections. If the limit is low, a quarter of it is kept for them.
+FILES_BESIDES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,11 @@ class ConnectionLimit:
 def files_for_clients() -> int:
     """Return how many files may be open before new connections wait: the others are for connections to engines."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if files == resource.RLIM_INFINITY else files - _files_besides(files) // 2
+    return (
+        sys.maxsize
+        if files == resource.RLIM_INFINITY
+        else files - _files_besides(files) // 2
+    )
 
 
 def _files_besides(files: int) -> int:

@@ -11,12 +11,16 @@ class BodyTooLargeError(Exception):
 
 class HeadTooLargeError(Exception):
     def __init__(self, max_bytes: int, max_headers: int) -> None:
-        super().__init__(f"path and headers are more than {max_bytes} bytes, or more than {max_headers} headers")
+        super().__init__(
+            f"path and headers are more than {max_bytes} bytes, or more than {max_headers} headers"
+        )
 
 
 class RequestTooSlowError(Exception):
     def __init__(self, part: str, limit_s: float) -> None:
-        super().__init__(f"the request's {part} was not complete after {limit_s:g} s: send it again, faster")
+        super().__init__(
+            f"the request's {part} was not complete after {limit_s:g} s: send it again, faster"
+        )
 
 
 class TooManyConnectionsError(Exception):

@@ -88,17 +88,24 @@ class HandoverClient:
             TakeoverError: The old one does not answer; it may still accept connections.
         """
         try:
-            with contextlib.suppress(BrokenPipeError):  # The old router may have answered already, and ended.
+            # The old router may have answered already, and ended.
+            with contextlib.suppress(BrokenPipeError):
                 self._connection.sendall(READY)
             answer = self._connection.recv(MAX_LINE_BYTES)
         except OSError as error:
-            raise TakeoverError(f"the old router does not answer at {self._path}: end it") from error
+            raise TakeoverError(
+                f"the old router does not answer at {self._path}: end it"
+            ) from error
         finally:
             self._connection.close()
         if answer.startswith(TAKEN):
-            raise TakenError(f"another router has taken over at {self._path} meanwhile: this one exits")
+            raise TakenError(
+                f"another router has taken over at {self._path} meanwhile: this one exits"
+            )
         if answer != LEAVING:
-            raise TakeoverError(f"the old router did not exit when asked at {self._path}: end it")
+            raise TakeoverError(
+                f"the old router did not exit when asked at {self._path}: end it"
+            )
 
 
 @asynccontextmanager
@@ -108,7 +115,9 @@ async def handing_over(
     """Hand over the listening socket to routers that ask, within the context; call ``leave`` when one serves."""
     with _control_socket(path) as control, listening.dup() as shared:
         handover = _Handover(control, shared, version, leave)
-        task = asyncio.create_task(lasting(handover.accept, "handing over"), name="hand over")
+        task = asyncio.create_task(
+            lasting(handover.accept, "handing over"), name="hand over"
+        )
         try:
             yield
         finally:
@@ -132,14 +141,21 @@ def _control_socket(path: Path) -> Iterator[socket.socket]:
     finally:
         control.close()
         with contextlib.suppress(OSError):
-            if path.stat().st_ino == inode:  # Otherwise the router that took over has put its own there.
+            # Otherwise the router that took over has put its own there.
+            if path.stat().st_ino == inode:
                 path.unlink()
 
 
 class _Handover:
     """The old router's side. A task answers each new router, so that a silent one delays no other."""
 
-    def __init__(self, control: socket.socket, shared: socket.socket, version: str, leave: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        control: socket.socket,
+        shared: socket.socket,
+        version: str,
+        leave: Callable[[], None],
+    ) -> None:
         self._control = control
         self._shared = shared
         self._version = version
@@ -155,7 +171,9 @@ class _Handover:
             connection, _ = await loop.sock_accept(self._control)
             if len(self.peers) >= MOST_PEERS:
                 next(iter(self.peers)).cancel()
-            task = asyncio.create_task(self._answer(connection), name="hand over to one")
+            task = asyncio.create_task(
+                self._answer(connection), name="hand over to one"
+            )
             self.peers[task] = connection
             task.add_done_callback(self.peers.pop)
 
@@ -172,7 +190,10 @@ class _Handover:
                 self._leave()
                 await loop.sock_sendall(connection, LEAVING)
             except OSError as error:
-                log.warning("a router that was to take over went away: %s", str(error) or "it says nothing")
+                log.warning(
+                    "a router that was to take over went away: %s",
+                    str(error) or "it says nothing",
+                )
             else:
                 self._turn_away_all_but(connection)
 
@@ -193,14 +214,18 @@ class _Handover:
                 return False
         if self._is_taken_over:
             return False
-        socket.send_fds(connection, [f"qarr {self._version}\n".encode()], [self._shared.fileno()])
+        socket.send_fds(
+            connection, [f"qarr {self._version}\n".encode()], [self._shared.fileno()]
+        )
         # Without a time limit: the new router warms up its engines first, which takes long.
         return await loop.sock_recv(connection, MAX_LINE_BYTES) == READY
 
 
 def _may_take_over(connection: socket.socket) -> bool:
     """Tell whether the process at the other end runs as the same user, or as root."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+    )
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid in {os.getuid(), 0}:
         return True

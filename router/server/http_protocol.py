@@ -28,9 +28,15 @@ from router.server.errors import (
 )
 from router.server.responder import Responder
 from router.server.settings import ServerSettings
-from router.server.uvicorn_adapter import ASGI3Application, RequestResponseCycle, UvicornConnection, encode_head
+from router.server.uvicorn_adapter import (
+    ASGI3Application,
+    RequestResponseCycle,
+    UvicornConnection,
+    encode_head,
+)
 
-Refusal = Callable[[Exception, str], Response]  # It makes the answer to an error on a path.
+# It makes the answer to an error on a path.
+Refusal = Callable[[Exception, str], Response]
 
 log = logging.getLogger(f"qarr.{__name__}")
 # A refused client's further bytes are read and discarded: closing at once would destroy the answer, which many clients
@@ -84,18 +90,23 @@ class LimitedHttpProtocol(UvicornConnection):
     unread_connections: ClassVar[dict[LimitedHttpProtocol, None]] = {}
     _part_number = 0  # It counts the heads and bodies that are complete.
     _is_in_body = False
-    _part_bytes = 0  # It counts only reads that held nothing but bytes of the present part.
+    # It counts only reads that held nothing but bytes of the present part.
+    _part_bytes = 0
     _is_one_too_many = False
-    _request_fault: Exception | None = None  # It passes through the parser, on its way to ``send_400_response``.
+    # It passes through the parser, on its way to ``send_400_response``.
+    _request_fault: Exception | None = None
     # The answer in progress; ``cycle`` is that of the request read last, which may still wait for its turn.
     _responder: Responder | None = None
-    _receive_timer: asyncio.TimerHandle | None = None  # It limits the time for what the client must send.
-    _unread_timer: asyncio.TimerHandle | None = None  # It limits the time for what the client must read.
+    # It limits the time for what the client must send.
+    _receive_timer: asyncio.TimerHandle | None = None
+    # It limits the time for what the client must read.
+    _unread_timer: asyncio.TimerHandle | None = None
     _is_transport_full = False
     _is_discarding = False
     _discarded_bytes = 0
     _last_discarded_at = 0.0  # By the loop's clock.
-    _is_half_closed = False  # The client sends nothing more: either it waits for its answer, or it has left.
+    # The client sends nothing more: either it waits for its answer, or it has left.
+    _is_half_closed = False
     _reset_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -154,9 +165,15 @@ class LimitedHttpProtocol(UvicornConnection):
                 self._parse_without_upgrade(unparsed)
 
     def _bound_body(self) -> None:
-        if self._part_bytes <= MAX_FRAMING_FACTOR * self.bounds.max_body_bytes + self.bounds.max_header_bytes:
+        if (
+            self._part_bytes
+            <= MAX_FRAMING_FACTOR * self.bounds.max_body_bytes
+            + self.bounds.max_header_bytes
+        ):
             self._expect_more()
-        elif self.cycle.response_complete:  # A second answer would be taken for that of the next request.
+        elif (
+            self.cycle.response_complete
+        ):  # A second answer would be taken for that of the next request.
             self._end_and_discard(self.bounds.body_timeout_s)
         else:
             self._refuse(BodyTooLargeError(self.bounds.max_body_bytes))
@@ -176,15 +193,19 @@ class LimitedHttpProtocol(UvicornConnection):
         if self._is_half_closed:
             return True
         owes_answer = self._is_answering() and not self._is_in_body
-        can_half_close = self.transport.can_write_eof()  # TLS has no half-closed connections.
+        # TLS has no half-closed connections.
+        can_half_close = self.transport.can_write_eof()
         if not owes_answer or self._is_discarding or not can_half_close:
             return False
         self._is_half_closed = True
         if not self.pipeline:
             self.cycle.keep_alive = False
         self._send_probe()
-        self.flow.pause_writing()  # Events that a resumable stream sends now would count as received.
-        self._reset_timer = self.loop.call_later(FIRST_RESET_CHECK_S, self._check_first_for_reset)
+        # Events that a resumable stream sends now would count as received.
+        self.flow.pause_writing()
+        self._reset_timer = self.loop.call_later(
+            FIRST_RESET_CHECK_S, self._check_first_for_reset
+        )
         return True
 
     def _send_probe(self) -> None:
@@ -194,7 +215,9 @@ class LimitedHttpProtocol(UvicornConnection):
             return
         if responder.cycle.response_started:
             responder.send_comment()
-        elif responder.cycle.scope["http_version"] != "1.0":  # HTTP/1.0 has no interim answers.
+        elif (
+            responder.cycle.scope["http_version"] != "1.0"
+        ):  # HTTP/1.0 has no interim answers.
             self.transport.write(CONTINUE)
 
     def _check_first_for_reset(self) -> None:
@@ -208,7 +231,8 @@ class LimitedHttpProtocol(UvicornConnection):
             return True
         poller = select.poll()
         poller.register(self.transport.get_extra_info("socket").fileno(), 0)
-        if poller.poll(0):  # A reset gives POLLERR or POLLHUP, which are always reported.
+        # A reset gives POLLERR or POLLHUP, which are always reported.
+        if poller.poll(0):
             self.transport.abort()
             return True
         self._reset_timer = self.loop.call_later(RESET_POLL_S, self._abort_if_reset)
@@ -216,13 +240,22 @@ class LimitedHttpProtocol(UvicornConnection):
 
     def _ignores_upgrade(self) -> bool:
         """Tell whether a request asks for an upgrade, which is never granted; ``CONNECT`` is no such request."""
-        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+        return (
+            bool(self.parser.should_upgrade())
+            and self.parser.get_method() != b"CONNECT"
+        )
 
     def _parse_without_upgrade(self, unparsed: bytes) -> None:
         """Read a request without its wish for an upgrade (RFC 9110, section 7.8): with it, the parser skips the body."""
-        request_line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        request_line = b"%b %b HTTP/%b" % (
+            self.parser.get_method(),
+            self.url,
+            self.parser.get_http_version().encode(),
+        )
         lines = [request_line]
-        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        lines += [
+            name + b": " + value for name, value in self.headers if name != b"upgrade"
+        ]
         self._replace_parser()
         self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + unparsed)
 
@@ -241,7 +274,8 @@ class LimitedHttpProtocol(UvicornConnection):
         if self._request_fault is not None:
             raise self._request_fault
         super().on_headers_complete()
-        self.headers = []  # Trailers of the body would be added to the request's headers.
+        # Trailers of the body would be added to the request's headers.
+        self.headers = []
         self._decide_close_for_cycle()
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False  # Nothing after CONNECT could be read.
@@ -249,7 +283,9 @@ class LimitedHttpProtocol(UvicornConnection):
     def _decide_close_for_cycle(self) -> None:
         """Give the request a transport whose ``close`` lets this connection decide how it ends."""
         transport = SimpleNamespace(
-            write=self.transport.write, is_closing=self.transport.is_closing, close=self._end_after_answer
+            write=self.transport.write,
+            is_closing=self.transport.is_closing,
+            close=self._end_after_answer,
         )
         self.cycle.transport = cast("asyncio.Transport", transport)
 
@@ -265,8 +301,16 @@ class LimitedHttpProtocol(UvicornConnection):
             host_count += name == b"host"
         if head_bytes > self.bounds.max_header_bytes or len(self.headers) > MAX_HEADERS:
             return HeadTooLargeError(self.bounds.max_header_bytes, MAX_HEADERS)
-        is_plain = host_count == 1 and self.url.startswith(b"/") and self.parser.get_http_version() == "1.1"
-        if is_plain and not self._is_one_too_many and len(self.pipeline) < MAX_PIPELINED_REQUESTS:
+        is_plain = (
+            host_count == 1
+            and self.url.startswith(b"/")
+            and self.parser.get_http_version() == "1.1"
+        )
+        if (
+            is_plain
+            and not self._is_one_too_many
+            and len(self.pipeline) < MAX_PIPELINED_REQUESTS
+        ):
             return None
         return self._find_fault_of_unusual_request()
 
@@ -274,23 +318,35 @@ class LimitedHttpProtocol(UvicornConnection):
         if self.parser.get_http_version() not in {"1.0", "1.1"}:
             return NotHttpError("only HTTP/1.0 and HTTP/1.1 are spoken here")
         if not self._take_one_host():
-            return NotHttpError("a request needs one Host header, and not more than one (RFC 9112, section 3.2)")
+            return NotHttpError(
+                "a request needs one Host header, and not more than one (RFC 9112, section 3.2)"
+            )
         if self._is_one_too_many:
             open_connections = f"{self.limit.served} connections are open already"
             return TooManyConnectionsError(
                 f"{open_connections}: try again later, or keep connections and use them again"
             )
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
-            return NotHttpError(f"more than {MAX_PIPELINED_REQUESTS} requests wait on one connection")
+            return NotHttpError(
+                f"more than {MAX_PIPELINED_REQUESTS} requests wait on one connection"
+            )
         return None
 
     def _take_one_host(self) -> bool:
         """Put the host of a request's path in place of its header; return whether the request names exactly one host."""
-        host_positions = [position for position, (name, _) in enumerate(self.headers) if name == b"host"]
-        if len(host_positions) > 1 or (not host_positions and self.parser.get_http_version() == "1.1"):
+        host_positions = [
+            position
+            for position, (name, _) in enumerate(self.headers)
+            if name == b"host"
+        ]
+        if len(host_positions) > 1 or (
+            not host_positions and self.parser.get_http_version() == "1.1"
+        ):
             return False
         if not self.url.startswith(b"/") and b"://" in self.url:
-            authority = self.url.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0]
+            authority = (
+                self.url.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0]
+            )
             if host_positions:
                 del self.headers[host_positions[0]]
             self.headers.append((b"host", authority.rpartition(b"@")[2]))
@@ -304,7 +360,9 @@ class LimitedHttpProtocol(UvicornConnection):
         self._is_in_body = False
         self._stop_receive_timer()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+    def _start_asgi_task(
+        self, cycle: RequestResponseCycle, app: ASGI3Application
+    ) -> None:
         self._responder = Responder(cycle)
         super()._start_asgi_task(cycle, app)
 
@@ -313,7 +371,11 @@ class LimitedHttpProtocol(UvicornConnection):
             self._count_request()
             return
         super().on_response_complete()
-        if self._is_half_closed and self.cycle.response_complete and not self.transport.is_closing():
+        if (
+            self._is_half_closed
+            and self.cycle.response_complete
+            and not self.transport.is_closing()
+        ):
             self._close()
 
     def send_400_response(self, msg: str) -> None:
@@ -341,7 +403,11 @@ class LimitedHttpProtocol(UvicornConnection):
         """Limit the time for the part that comes next, unless that time runs already."""
         if self._receive_timer is not None:
             return
-        limit_s = self.bounds.body_timeout_s if self._is_in_body else self.bounds.header_timeout_s
+        limit_s = (
+            self.bounds.body_timeout_s
+            if self._is_in_body
+            else self.bounds.header_timeout_s
+        )
         self._receive_timer = self.loop.call_later(limit_s, self._end_slow_client)
 
     def _stop_receive_timer(self) -> None:
@@ -353,7 +419,8 @@ class LimitedHttpProtocol(UvicornConnection):
         self._receive_timer = None
         if self._is_discarding or self.transport.is_closing():
             return
-        if self.pipeline:  # Reading is paused while requests wait, so the client is not slow.
+        # Reading is paused while requests wait, so the client is not slow.
+        if self.pipeline:
             self._expect_more()
         elif self._is_in_body and self.cycle.response_complete:
             self._end_and_discard(LINGER_S)
@@ -370,11 +437,14 @@ class LimitedHttpProtocol(UvicornConnection):
         if has_answer_begun:
             self._close()
             return
-        url = getattr(self, "url", b"")  # Before its first request a connection has none.
+        # Before its first request a connection has none.
+        url = getattr(self, "url", b"")
         path = url.partition(b"?")[0].decode("latin-1")
         response = type(self).refusal(error, path)
         response.headers["connection"] = "close"
-        head = encode_head(response.status_code, [*self._default_headers(), *response.raw_headers])
+        head = encode_head(
+            response.status_code, [*self._default_headers(), *response.raw_headers]
+        )
         self.transport.write(head + bytes(response.body))
         if self._is_one_too_many or isinstance(error, RequestTooSlowError):
             self._end_and_discard(LINGER_S)
@@ -412,7 +482,9 @@ class LimitedHttpProtocol(UvicornConnection):
                 self.transport.write_eof()
         self._last_discarded_at = self.loop.time()
         closes_at = self._last_discarded_at + limit_s
-        self._receive_timer = self.loop.call_later(min(LINGER_S, limit_s), self._abort_if_silent, closes_at)
+        self._receive_timer = self.loop.call_later(
+            min(LINGER_S, limit_s), self._abort_if_silent, closes_at
+        )
 
     def _abort_if_silent(self, closes_at: float) -> None:
         """Abort the connection if the client is silent or has sent for too long; otherwise check again later."""
@@ -420,7 +492,9 @@ class LimitedHttpProtocol(UvicornConnection):
         if self.loop.time() >= next_check_at:
             self.transport.abort()
         else:
-            self._receive_timer = self.loop.call_at(next_check_at, self._abort_if_silent, closes_at)
+            self._receive_timer = self.loop.call_at(
+                next_check_at, self._abort_if_silent, closes_at
+            )
 
     def _close(self) -> None:
         unread_bytes = self.transport.get_write_buffer_size()
@@ -432,15 +506,24 @@ class LimitedHttpProtocol(UvicornConnection):
         """Cut the client if it does not read in time, or if all such clients leave too much unread together."""
         if self._unread_timer is None:
             limit_s = self.bounds.write_timeout_s
-            self._unread_timer = self.loop.call_later(limit_s, self.cut, f"for {limit_s:g} s")
+            self._unread_timer = self.loop.call_later(
+                limit_s, self.cut, f"for {limit_s:g} s"
+            )
         if self.transport.get_write_buffer_size() > LARGE_UNREAD_BYTES:
             self.unread_connections[self] = None
             self._bound_unread_together()
 
     def _bound_unread_together(self) -> None:
         connections = self.unread_connections
-        unread_bytes = {connection: connection.transport.get_write_buffer_size() for connection in connections}
-        while len(connections) > 1 and sum(unread_bytes[connection] for connection in connections) > MAX_UNREAD_BYTES:
+        unread_bytes = {
+            connection: connection.transport.get_write_buffer_size()
+            for connection in connections
+        }
+        while (
+            len(connections) > 1
+            and sum(unread_bytes[connection] for connection in connections)
+            > MAX_UNREAD_BYTES
+        ):
             longest_unread = next(iter(connections))
             longest_unread.cut("while others left theirs as well")
 

@@ -16,7 +16,8 @@ from router.server.connection_limit import files_for_clients
 
 log = logging.getLogger(f"qarr.{__name__}")
 ACCEPTED_A_TURN = 256  # At most: open streams wait meanwhile, for some 15 ms.
-RETRY_S = 0.1  # Time after a failed attempt, for example while the process may open no more files.
+# Time after a failed attempt, for example while the process may open no more files.
+RETRY_S = 0.1
 WARNING_INTERVAL_S = 60.0
 
 
@@ -27,7 +28,10 @@ class Listener:
     """
 
     def __init__(
-        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls_options: Mapping[str, Any]
+        self,
+        sock: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        tls_options: Mapping[str, Any],
     ) -> None:
         self._sock = sock
         self._make_protocol = make_protocol
@@ -75,7 +79,8 @@ class Listener:
                 self._pause(error.strerror or str(error))
                 return
             self._start_opening(connection)
-            if connection.fileno() >= max_files:  # A new file has the lowest number that is free.
+            # A new file has the lowest number that is free.
+            if connection.fileno() >= max_files:
                 self._pause("files run out")
                 return
 
@@ -87,8 +92,12 @@ class Listener:
 
     async def _open(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._tls_options)
-        except OSError as error:  # ``ssl.SSLError`` is one. The transport has closed the connection.
+            await self._loop.connect_accepted_socket(
+                self._make_protocol, connection, **self._tls_options
+            )
+        except (
+            OSError
+        ) as error:  # ``ssl.SSLError`` is one. The transport has closed the connection.
             log.debug("a client's connection was not opened: %s", error)
 
     def _pause(self, why: str) -> None:

@@ -14,7 +14,8 @@ from router.lifecycle import ServerPhase, ServerState
 from router.server.uvicorn_adapter import STATUS_LINE, RequestCycle
 
 OUT = "qarr.out"  # This key of a scope holds the request's ``Responder``.
-HOLD = "qarr.hold"  # This key of the message that starts an answer says that its body follows at once.
+# This key of the message that starts an answer says that its body follows at once.
+HOLD = "qarr.hold"
 CLIENT_GONE = 499  # nginx's status for a request whose client closed the connection.
 _STATUSES_WITHOUT_BODY = {204, 304}
 # Some clients take an empty line for the end of an event, even after a comment: a comment has one line end.
@@ -61,10 +62,12 @@ class Responder:
         cycle.send = self.send  # type: ignore[method-assign]
         self._unsent_head = b""
         self._is_chunked = False
-        self._remaining_bytes: int | None = None  # None for a body whose end its head does not say.
+        # None for a body whose end its head does not say.
+        self._remaining_bytes: int | None = None
         self.task: asyncio.Task[Any] | None = None
         self.cancels = False
-        self._comment_interval_s: float | None = None  # None for a stream that may be silent for any time.
+        # None for a stream that may be silent for any time.
+        self._comment_interval_s: float | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
         self._has_sent_since_check = False
         self._early_stream: asyncio.Task[None] | None = None
@@ -118,7 +121,9 @@ class Responder:
         self.streams = media_type.startswith(b"text/event-stream")
         if self.server_state is None or self.server_state.state is ServerPhase.OPEN:
             return message
-        kept_headers = [(name, value) for name, value in headers if name != b"connection"]
+        kept_headers = [
+            (name, value) for name, value in headers if name != b"connection"
+        ]
         return {**message, "headers": [*kept_headers, (b"connection", b"close")]}
 
     def break_silences(self, interval_s: float, head: Callable[[], Any]) -> None:
@@ -128,29 +133,42 @@ class Responder:
         """
         self._comment_interval_s = interval_s
         loop = asyncio.get_running_loop()
-        self._silence_timer = loop.call_later(interval_s, self._start_early_stream, interval_s, head)
+        self._silence_timer = loop.call_later(
+            interval_s, self._start_early_stream, interval_s, head
+        )
 
-    def _start_early_stream(self, interval_s: float, make_head: Callable[[], Any]) -> None:
+    def _start_early_stream(
+        self, interval_s: float, make_head: Callable[[], Any]
+    ) -> None:
         if not self.begun:
-            self._early_stream = asyncio.create_task(self._send_early_stream(interval_s, make_head))
+            self._early_stream = asyncio.create_task(
+                self._send_early_stream(interval_s, make_head)
+            )
 
-    async def _send_early_stream(self, interval_s: float, make_head: Callable[[], Any]) -> None:
+    async def _send_early_stream(
+        self, interval_s: float, make_head: Callable[[], Any]
+    ) -> None:
         """Send a head and then comments, until cancelled because the first event has come."""
         head = make_head()
-        await self.outer(head)  # If cancelled here, because the client takes no more, nothing has been sent.
+        # If cancelled here, because the client takes no more, nothing has been sent.
+        await self.outer(head)
         self.begun = True
         self.streams = True
         self.early = True
         self.status = head["status"]
         while True:
-            await self.send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            await self.send(
+                {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+            )
             await asyncio.sleep(interval_s)
 
     def _watch_silence(self) -> None:
         assert self._comment_interval_s is not None
         self._has_sent_since_check = False
         loop = asyncio.get_running_loop()
-        self._silence_timer = loop.call_later(self._comment_interval_s, self._check_silence)
+        self._silence_timer = loop.call_later(
+            self._comment_interval_s, self._check_silence
+        )
 
     def _check_silence(self) -> None:
         """Send a comment if nothing was sent since the last check; it cannot split an event, which is written at once."""
@@ -201,7 +219,9 @@ class Responder:
         await self.send({"type": "http.response.body", "body": b"", "more_body": True})
 
     async def end(self, events: Sequence[bytes]) -> None:
-        await self.send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
+        await self.send(
+            {"type": "http.response.body", "body": b"".join(events), "more_body": False}
+        )
         self.complete = True
 
     async def send(self, message: Any) -> None:
@@ -217,9 +237,13 @@ class Responder:
                 cycle.transport.write(self._unsent_head)
                 self._unsent_head = b""
         elif cycle.response_complete or not cycle.response_started:
-            raise RuntimeError(f"{message['type']} after the end of an answer, or before its head")
+            raise RuntimeError(
+                f"{message['type']} after the end of an answer, or before its head"
+            )
         else:
-            self._write_body(message.get("body", b""), more=message.get("more_body", False))
+            self._write_body(
+                message.get("body", b""), more=message.get("more_body", False)
+            )
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Make the head, which says how long the body is or how its end is known."""

@@ -27,8 +27,10 @@ log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.05
 IDLE_S = 5  # After a handover, idle connections may still send a request for this time.
 SHUTDOWN_S = 5.0  # A client has this time to confirm the end of TLS.
-OPENING_S = 0.1  # At the end, connections that were accepted and are not open yet have this time to open.
-CUT_S = 2  # After the deadline, the errors that end unfinished answers have this time to be sent.
+# At the end, connections that were accepted and are not open yet have this time to open.
+OPENING_S = 0.1
+# After the deadline, the errors that end unfinished answers have this time to be sent.
+CUT_S = 2
 
 
 def _has_terminal() -> bool:
@@ -80,11 +82,15 @@ class Server(UvicornServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections of the given sockets, which listen already."""
-        self.servers = []  # uvicorn's own would accept one connection a turn of the event loop.
+        # uvicorn's own would accept one connection a turn of the event loop.
+        self.servers = []
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(STARTUP_FAILURE)
-        self._listeners = [Listener(sock, self.make_protocol, self.tls_options) for sock in sockets or ()]
+        self._listeners = [
+            Listener(sock, self.make_protocol, self.tls_options)
+            for sock in sockets or ()
+        ]
         for listener in self._listeners:
             listener.start()
         self.started = True
@@ -155,7 +161,12 @@ class Server(UvicornServer):
         idle_deadline = now + IDLE_S if idle_too else now
         why = "another router takes over" if idle_too else "shutting down"
         open_requests = len(self._server_state.active_requests)
-        log.info("%s: %d open requests have %g s to finish", why, open_requests, self._drain_s)
+        log.info(
+            "%s: %d open requests have %g s to finish",
+            why,
+            open_requests,
+            self._drain_s,
+        )
         await asyncio.sleep(POLL_S)
         while time.monotonic() < deadline and self._may_still_be_used(idle_deadline):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
@@ -170,7 +181,9 @@ class Server(UvicornServer):
 
     def _has_connections(self) -> bool:
         """Tell whether a client may still send a request, its TLS handshake perhaps not done yet."""
-        return bool(self.server_state.connections) or any(listener.opening for listener in self._listeners)
+        return bool(self.server_state.connections) or any(
+            listener.opening for listener in self._listeners
+        )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

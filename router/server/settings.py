@@ -10,37 +10,55 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 from router.section import AllBut, Section, runtime_dir
 
 Origin = Annotated[
-    str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:]+\](:[0-9]{1,5})?)$")
+    str,
+    Field(
+        pattern=r"^(\*|[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:]+\](:[0-9]{1,5})?)$"
+    ),
 ]
 
 
-class ServerSettings(Section, reloads=AllBut({"cors_origins", "host", "notice", "port", "runtime_dir"})):
+class ServerSettings(
+    Section, reloads=AllBut({"cors_origins", "host", "notice", "port", "runtime_dir"})
+):
     """Where the router listens."""
 
-    max_header_bytes: ClassVar[int] = 32768  # It bounds a request's path and headers together.
+    # It bounds a request's path and headers together.
+    max_header_bytes: ClassVar[int] = 32768
     header_timeout_s: ClassVar[float] = 10.0
     body_timeout_s: ClassVar[float] = 60.0
-    write_timeout_s: ClassVar[float] = 30.0  # A client must read something of its answer within this time.
+    # A client must read something of its answer within this time.
+    write_timeout_s: ClassVar[float] = 30.0
     # A stream without a first token for this long gets its head, and a comment at this interval; 0: never. A failure is an
     # error event then, not a status.
     silence_s: ClassVar[float] = 15.0
-    resume_s: ClassVar[float] = 30.0  # A stream is kept this long after its end, or after its connection is lost.
-    resume_bytes: ClassVar[int] = 1 << 18  # So many bytes of events are kept of each stream.
+    # A stream is kept this long after its end, or after its connection is lost.
+    resume_s: ClassVar[float] = 30.0
+    # So many bytes of events are kept of each stream.
+    resume_bytes: ClassVar[int] = 1 << 18
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
-    page: Literal["auto", "on", "off"] = Field(
-        "auto", description="The page at `/`: `auto` serves it on loopback, and wherever requests need keys."
+    port: int = Field(
+        8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one."
     )
-    notice: str = Field("", description="A sentence at the head of the page, for all who may read its figures.")
+    page: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="The page at `/`: `auto` serves it on loopback, and wherever requests need keys.",
+    )
+    notice: str = Field(
+        "",
+        description="A sentence at the head of the page, for all who may read its figures.",
+    )
     allowed_hosts: tuple[str, ...] = Field(
-        (), description="Host names besides addresses and localhost to which a keyless router on loopback answers."
+        (),
+        description="Host names besides addresses and localhost to which a keyless router on loopback answers.",
     )
     cors_origins: tuple[Origin, ...] = Field(
         (),
         description="Origins whose web pages may send requests, as in `https://chat.example.com`; `*`: all, with a key.",
     )
-    max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
+    max_body_bytes: int = Field(
+        1 << 20, ge=1024, description="Request bodies over this are refused unread."
+    )
     max_connections: int = Field(
         4096,
         ge=1,
@@ -53,13 +71,16 @@ class ServerSettings(Section, reloads=AllBut({"cors_origins", "host", "notice", 
         "sends a request while the router closes.",
     )
     resume_streams: NonNegativeInt = Field(
-        256, description="Most resumable streams at once; further ones are served, but cannot be resumed."
+        256,
+        description="Most resumable streams at once; further ones are served, but cannot be resumed.",
     )
     drain_s: NonNegativeFloat = Field(
-        30, description="Time for open answers to finish after a signal, or after another router has taken over."
+        30,
+        description="Time for open answers to finish after a signal, or after another router has taken over.",
     )
     runtime_dir: Path = Field(
-        default_factory=runtime_dir, description="Folder of the socket by which another router takes over."
+        default_factory=runtime_dir,
+        description="Folder of the socket by which another router takes over.",
     )
 
 
@@ -67,11 +88,15 @@ class TlsSettings(Section, reloads=frozenset({"certificate", "key"})):
     """HTTPS. The files are read again when they change."""
 
     certificate: Path | None = Field(
-        None, description="PEM file of the router's certificate and those that sign it; with it, only HTTPS is served."
+        None,
+        description="PEM file of the router's certificate and those that sign it; with it, only HTTPS is served.",
     )
-    key: Path | None = Field(None, description="PEM file of the certificate's key, without a password.")
+    key: Path | None = Field(
+        None, description="PEM file of the certificate's key, without a password."
+    )
     client_ca: Path | None = Field(
-        None, description="PEM file of authorities: only clients with a certificate of one of them are served."
+        None,
+        description="PEM file of authorities: only clients with a certificate of one of them are served.",
     )
     ca: Path | None = Field(
         None,

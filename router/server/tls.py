@@ -60,7 +60,9 @@ def load_pair(settings: TlsSettings) -> Pair:
         _demand_client_certificates(context, settings.client_ca)
     expires = certificate.not_valid_after_utc
     if expires <= datetime.now(UTC):
-        raise TlsError(f"tls.certificate: {settings.certificate} has expired at {expires:%Y-%m-%d %H:%M} UTC")
+        raise TlsError(
+            f"tls.certificate: {settings.certificate} has expired at {expires:%Y-%m-%d %H:%M} UTC"
+        )
     return Pair(context, expires.timestamp(), file_states)
 
 
@@ -69,7 +71,11 @@ def _read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())[0]
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it holds no certificate in PEM form"
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else "it holds no certificate in PEM form"
+        )
         raise TlsError(f"tls.certificate: {path} cannot be used ({why})") from None
 
 
@@ -77,7 +83,11 @@ def _load_key(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     try:
         context.load_cert_chain(certificate, key, password=_no_password)
     except (OSError, ValueError) as error:
-        why = "it does not belong to tls.certificate" if "MISMATCH" in str(error) else _reason(error)
+        why = (
+            "it does not belong to tls.certificate"
+            if "MISMATCH" in str(error)
+            else _reason(error)
+        )
         raise TlsError(
             f"tls.key: {key} cannot be used ({why}); the certificate's key without a password is allowed"
         ) from None
@@ -88,7 +98,9 @@ def _demand_client_certificates(context: ssl.SSLContext, authorities: Path) -> N
     try:
         context.load_verify_locations(authorities)
     except (OSError, ValueError) as error:
-        raise TlsError(f"tls.client_ca: {authorities} cannot be used ({_reason(error)})") from None
+        raise TlsError(
+            f"tls.client_ca: {authorities} cannot be used ({_reason(error)})"
+        ) from None
 
 
 def _no_password() -> bytes:
@@ -106,7 +118,10 @@ def _reason(error: Exception) -> str:
 
 def _file_states(settings: TlsSettings) -> tuple[FileState, ...]:
     """Return how the files are now, to see later whether one has changed."""
-    return tuple(_file_state(path) for path in (settings.certificate, settings.key, settings.client_ca))
+    return tuple(
+        _file_state(path)
+        for path in (settings.certificate, settings.key, settings.client_ca)
+    )
 
 
 def _file_state(path: Path | None) -> FileState:
@@ -158,5 +173,7 @@ class Tls:
             await asyncio.sleep(FILES_POLL_S)
             self.look()
 
-    def _choose_newest_pair(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+    def _choose_newest_pair(
+        self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext
+    ) -> None:
         connection.context = self._pair.context

@@ -36,9 +36,12 @@ ROUTER_FILE = "router-{port}.log"
 OLD_FILES = 3
 MAX_CHARS = 4_000  # of one message: an engine's error may have any length
 PATH_CHARS = 120
-NOT_LOGGED = {"/health", "/healthz", "/readyz"}  # their 503 is no failure, and load balancers ask every second
-_PLAIN = "/:@{}+,;=~"  # characters of a path that are not quoted, beside letters and digits
-SHOWN_BY_THE_COMMAND = "qarr.tiers.lifecycle"  # states of replicas: `qarr up` has its own lines for them
+# their 503 is no failure, and load balancers ask every second
+NOT_LOGGED = {"/health", "/healthz", "/readyz"}
+# characters of a path that are not quoted, beside letters and digits
+_PLAIN = "/:@{}+,;=~"
+# states of replicas: `qarr up` has its own lines for them
+SHOWN_BY_THE_COMMAND = "qarr.tiers.lifecycle"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SECONDS = 10_000.0  # times from this many milliseconds on are shown in seconds
 SERVER_ERROR, CLIENT_ERROR = 500, 400  # HTTP: the first of each kind
@@ -47,7 +50,9 @@ log = logging.getLogger("qarr.request")
 
 
 # The present request's id, its trace id, and when it arrived, by the monotonic clock.
-_REQUEST: ContextVar[tuple[str, str, float] | None] = ContextVar("qarr_request", default=None)
+_REQUEST: ContextVar[tuple[str, str, float] | None] = ContextVar(
+    "qarr_request", default=None
+)
 
 
 def begin_request(request_id: str, trace_id: str) -> None:
@@ -58,8 +63,14 @@ def begin_request(request_id: str, trace_id: str) -> None:
 def log_request(record: RequestRecord) -> None:
     level = logging.WARNING if record.kept_for is KeptFor.ERROR else logging.INFO
     if log.isEnabledFor(level):
-        text, ids = f"POST {record.route} {record.outcome._value_}", (record.request_id, record.trace_id)
-        made, current = made_record(log.name, level, text, fields=record, ids=ids), Logging.current
+        text, ids = (
+            f"POST {record.route} {record.outcome._value_}",
+            (record.request_id, record.trace_id),
+        )
+        made, current = (
+            made_record(log.name, level, text, fields=record, ids=ids),
+            Logging.current,
+        )
         log.handle(made) if current is None else current.put(made)
 
 
@@ -68,21 +79,43 @@ def log_failure(scope: Scope, status: int) -> None:
         return
     method, route = scope["method"], quote(scope["path"], safe=_PLAIN)[:PATH_CHARS]
     took_ms = (time.monotonic() - ids[2]) * 1000
-    fields = {"event": "http", "method": method, "route": route, "status": status, "duration_ms": round(took_ms, 1)}
+    fields = {
+        "event": "http",
+        "method": method,
+        "route": route,
+        "status": status,
+        "duration_ms": round(took_ms, 1),
+    }
     level = logging.WARNING if status >= SERVER_ERROR else logging.INFO
-    log.log(level, "%s %s %d in %s", method, route, status, shown_ms(took_ms), extra={"fields": fields})
+    log.log(
+        level,
+        "%s %s %d in %s",
+        method,
+        route,
+        status,
+        shown_ms(took_ms),
+        extra={"fields": fields},
+    )
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    fields = getattr(record, "fields", {})  # or a request's record, which is rendered in the thread that writes
-    return fields if isinstance(fields, dict) else {"event": "request", **render_summary(fields)}
+    # or a request's record, which is rendered in the thread that writes
+    fields = getattr(record, "fields", {})
+    return (
+        fields
+        if isinstance(fields, dict)
+        else {"event": "request", **render_summary(fields)}
+    )
 
 
 def request_line(record: Mapping[str, Any]) -> str:
     """Return a request, as ``render_summary`` gives it, in one line without its ids; unknown values are left out."""
     served, decided = record["served_by"], record["tier"]
     instead_of = f"(for {decided})" if served and decided not in {served, None} else ""
-    times = {name: shown_ms(record[f"{name}_ms"]) if record[f"{name}_ms"] else "" for name in ("queue", "ttft", "tpot")}
+    times = {
+        name: shown_ms(record[f"{name}_ms"]) if record[f"{name}_ms"] else ""
+        for name in ("queue", "ttft", "tpot")
+    }
     shown = {
         "class": record["class"],
         "tier": f"{served or decided}{instead_of}" if served or decided else "",
@@ -91,7 +124,9 @@ def request_line(record: Mapping[str, Any]) -> str:
         **times,
         "tokens": f"{record['prompt_tokens']}+{record['output_tokens']}",
         "total": shown_ms(record["duration_ms"]),
-        "overhead": shown_ms(record["overhead_ms"]) if record["overhead_ms"] is not None else "",
+        "overhead": shown_ms(record["overhead_ms"])
+        if record["overhead_ms"] is not None
+        else "",
         "sla": "missed" if record["sla_met"] is False else "",
         "degraded": ",".join(record["degraded"]),
         "retries": record["attempts_failed"],
@@ -116,7 +151,8 @@ def shown_ms(milliseconds: float | None) -> str:
 class Logging:
     """The process's logging, to standard error and perhaps a file, until ``stop``."""
 
-    current: ClassVar[Logging | None] = None  # the one that has taken over the process's log; None: nobody has
+    # the one that has taken over the process's log; None: nobody has
+    current: ClassVar[Logging | None] = None
 
     def __init__(self, telemetry: TelemetrySettings) -> None:
         self._telemetry = telemetry
@@ -125,7 +161,8 @@ class Logging:
         self._writer = Writer(self._stderr)
         self.put = self._writer.put
         self._handler = _Queued(cast("Any", self._writer))
-        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody reads them of a record
+        # nobody reads them of a record
+        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         logging.basicConfig(level=logging.WARNING, handlers=[self._handler], force=True)
         logging.captureWarnings(True)
         self.set_level(telemetry)
@@ -146,9 +183,13 @@ class Logging:
             return None
         path = folder / ROUTER_FILE.format(port=port)
         try:
-            self._file = file = _File(path, self._telemetry.log_file_mb << 20, OLD_FILES, "the log")
+            self._file = file = _File(
+                path, self._telemetry.log_file_mb << 20, OLD_FILES, "the log"
+            )
         except OSError as error:
-            logging.getLogger("qarr.router").warning("no log is kept in %s: %s", path, error.strerror)
+            logging.getLogger("qarr.router").warning(
+                "no log is kept in %s: %s", path, error.strerror
+            )
             return None
         file.setFormatter(JsonFormatter())
         file.setLevel(min(_level(self._telemetry), logging.INFO))
@@ -166,7 +207,9 @@ class Logging:
         self._stderr.setLevel(level)
         if self._file is not None:
             self._file.setLevel(min(level, logging.INFO))
-        wanted = any(place is not None and place.requests for place in (self._stderr, self._file))
+        wanted = any(
+            place is not None and place.requests for place in (self._stderr, self._file)
+        )
         log.setLevel(logging.INFO if wanted else logging.WARNING)
 
     def say(self, write: Callable[[], None]) -> None:
@@ -192,7 +235,11 @@ def _level(telemetry: TelemetrySettings) -> int:
 
 
 def _is_request(record: logging.LogRecord) -> bool:
-    return record.name == log.name and record.levelno < logging.WARNING and hasattr(record, "fields")
+    return (
+        record.name == log.name
+        and record.levelno < logging.WARNING
+        and hasattr(record, "fields")
+    )
 
 
 class _Queued(QueueHandler):
@@ -200,8 +247,13 @@ class _Queued(QueueHandler):
         """Format the message now: its arguments may change. The record is not copied: no other handler gets it."""
         text, error = record.getMessage(), (record.exc_info or (None, None, None))[1]
         if error is not None and record.name.startswith("opentelemetry"):
-            record.exc_info, text = None, f"{text} ({error!r})"  # as for a variable that is not valid
-        record.msg = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
+            # as for a variable that is not valid
+            record.exc_info, text = None, f"{text} ({error!r})"
+        record.msg = (
+            text
+            if len(text) <= MAX_CHARS
+            else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
+        )
         record.args = None
         ids = _REQUEST.get()
         record.__dict__["ids"] = ids and ids[:2]
@@ -218,9 +270,13 @@ class _Printed(io.TextIOBase):
         return len(text)
 
 
-def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+) -> None:
     exc_info = (kind, error or kind(), trace)
-    logging.getLogger("qarr.command").critical("an error that nobody expected: %r", error, exc_info=exc_info)
+    logging.getLogger("qarr.command").critical(
+        "an error that nobody expected: %r", error, exc_info=exc_info
+    )
 
 
 class _File(PrivateFile):
@@ -242,7 +298,9 @@ class _Stream(Losses, logging.StreamHandler[Any]):
         super().__init__(sys.stderr)
         self.json = telemetry.log_format == "json"
         colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        self.setFormatter(JsonFormatter() if self.json else TextFormatter(colour=colour))
+        self.setFormatter(
+            JsonFormatter() if self.json else TextFormatter(colour=colour)
+        )
         self.setLevel(_level(telemetry))
         self.requests = telemetry.request_lines != "file" and self.level <= logging.INFO
 
@@ -253,14 +311,19 @@ class _Stream(Losses, logging.StreamHandler[Any]):
     def emit(self, record: logging.LogRecord) -> None:
         if self._cut_off:
             self._cut_off = False
-            with suppress(OSError, ValueError):  # if it still cannot be written, the line itself tells
+            # if it still cannot be written, the line itself tells
+            with suppress(OSError, ValueError):
                 self.stream.flush()
                 begin_line(self.stream)
         super().emit(record)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Leave out lines that are not for it, and states of replicas, for which the command has lines of its own."""
-        if not self.json and record.name.startswith(SHOWN_BY_THE_COMMAND) and record.levelno < logging.ERROR:
+        if (
+            not self.json
+            and record.name.startswith(SHOWN_BY_THE_COMMAND)
+            and record.levelno < logging.ERROR
+        ):
             return False
         return self.requests or not _is_request(record)
 
@@ -286,7 +349,9 @@ class JsonFormatter(logging.Formatter):
         try:
             return to_json(line, fallback=str, inf_nan_mode="constants").decode()
         except ValueError:  # a lone surrogate, which the file's own encoding escapes
-            return json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
+            return json.dumps(
+                line, ensure_ascii=False, default=str, separators=(",", ":")
+            )
 
 
 class TextFormatter(logging.Formatter):
@@ -300,8 +365,15 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields_of(record)
-        message = request_line(fields) if fields.get("event") == "request" else str(record.msg)
-        request_id, trace_id = getattr(record, "ids", None) or (fields.get("request_id"), fields.get("trace_id"))
+        message = (
+            request_line(fields)
+            if fields.get("event") == "request"
+            else str(record.msg)
+        )
+        request_id, trace_id = getattr(record, "ids", None) or (
+            fields.get("request_id"),
+            fields.get("trace_id"),
+        )
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         text, level = escaped(message), record.levelname
         tail = f" trace={trace_id}" if trace_id else ""

@@ -106,7 +106,8 @@ def error_name(error: BaseException) -> str:
     return kind.__name__
 
 
-JOURNEY: ContextVar[Journey | None] = ContextVar("qarr_journey", default=None)  # the present request's
+# the present request's
+JOURNEY: ContextVar[Journey | None] = ContextVar("qarr_journey", default=None)
 
 
 class Served(NamedTuple):
@@ -187,7 +188,9 @@ class Cost(NamedTuple):
         return Cost(self.engine_us + other.engine_us, self.money_u + other.money_u)
 
     def at_most(self, other: Cost) -> Cost:
-        return Cost(min(self.engine_us, other.engine_us), min(self.money_u, other.money_u))
+        return Cost(
+            min(self.engine_us, other.engine_us), min(self.money_u, other.money_u)
+        )
 
 
 FREE = Cost()
@@ -274,10 +277,17 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "cached_prompt_tokens": tokens.cached,
         "predicted_cached_tokens": tokens.predicted_cached,
         "output_tokens": tokens.output,
-        **{name: ms and int(ms * 100 + 0.5) / 100 for name, ms in zip(Times._fields, record.times, strict=True)},
+        **{
+            name: ms and int(ms * 100 + 0.5) / 100
+            for name, ms in zip(Times._fields, record.times, strict=True)
+        },
         "predicted_ttft_ms": chosen.predicted_ttft_ms if chosen else None,
         "predicted_tpot_ms": chosen.predicted_tpot_ms if chosen else None,
-        "sla": {"ttft_ms": sla.ttft_ms, "tpot_ms": sla.tpot_ms, "max_quality_loss": sla.max_quality_loss},
+        "sla": {
+            "ttft_ms": sla.ttft_ms,
+            "tpot_ms": sla.tpot_ms,
+            "max_quality_loss": sla.max_quality_loss,
+        },
         "sla_met": record.sla_met,
         "attempts_failed": served.attempts_failed,
         "continued_on": list(served.continued_on),

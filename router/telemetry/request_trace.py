@@ -20,7 +20,8 @@ KEY_ID = "qarr.key.id"  # A key's id is no secret.
 # The GenAI conventions mean the one whose API is spoken.
 PROVIDER = "vllm"
 OVERFLOW_PROVIDER = "openai"
-FOR_OPERATORS = {"server.address", "server.port"}  # Only operators may know where engines are.
+# Only operators may know where engines are.
+FOR_OPERATORS = {"server.address", "server.port"}
 
 
 def features_attributes(features: PromptFeatures) -> dict[str, Any]:
@@ -77,7 +78,10 @@ def estimate_attributes(estimate: Estimate, verdict: str) -> dict[str, Any]:
         "cost": estimate.rounded_cost,
         "cached_prompt_tokens": estimate.cached,
     }
-    return {f"qarr.{estimate.tier}.{name}": value for name, value in without_unknown(attributes).items()}
+    return {
+        f"qarr.{estimate.tier}.{name}": value
+        for name, value in without_unknown(attributes).items()
+    }
 
 
 def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
@@ -95,7 +99,9 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
             "qarr.overhead_ms": times.overhead_ms,
             "qarr.served.tier": served.tier,
             "qarr.served.replica": served.replica,
-            "qarr.attempts.failed": None if served.tier is None else served.attempts_failed,
+            "qarr.attempts.failed": None
+            if served.tier is None
+            else served.attempts_failed,
             "qarr.served.precision": served.precision,
             "qarr.served.checkpoint": served.checkpoint,
             "qarr.overflow": served.overflow,
@@ -162,7 +168,9 @@ def render_trace(records: Sequence[RequestRecord], *, inside: bool) -> dict[str,
     numbers = count(1)
     spans: list[dict[str, Any]] = []
     for record in records:
-        spans += _numbered(list(spans_of(record)), numbers, later_ms=(record.at - first.at) * 1000)
+        spans += _numbered(
+            list(spans_of(record)), numbers, later_ms=(record.at - first.at) * 1000
+        )
     if not inside:
         for span in spans:
             _hide_engines(span)
@@ -176,7 +184,9 @@ def render_trace(records: Sequence[RequestRecord], *, inside: bool) -> dict[str,
     }
 
 
-def _numbered(spans: list[dict[str, Any]], numbers: Iterator[int], *, later_ms: float) -> list[dict[str, Any]]:
+def _numbered(
+    spans: list[dict[str, Any]], numbers: Iterator[int], *, later_ms: float
+) -> list[dict[str, Any]]:
     """Give a request's spans their ids, the first one as the parent of the others, and shift them in time."""
     server_id = None
     for span in spans:
@@ -190,19 +200,29 @@ def _numbered(spans: list[dict[str, Any]], numbers: Iterator[int], *, later_ms: 
 
 
 def _hide_engines(span: dict[str, Any]) -> None:
-    span["attributes"] = {name: value for name, value in span["attributes"].items() if name not in FOR_OPERATORS}
+    span["attributes"] = {
+        name: value
+        for name, value in span["attributes"].items()
+        if name not in FOR_OPERATORS
+    }
 
 
 def spans_of(record: RequestRecord) -> Iterator[dict[str, Any]]:
     """Yield a request's spans, the server span first; times in milliseconds from its arrival."""
     journey = record.journey
-    attributes: dict[str, Any] = {"http.request.method": "POST", "http.route": record.route}
+    attributes: dict[str, Any] = {
+        "http.request.method": "POST",
+        "http.route": record.route,
+    }
     if record.key_id:
         attributes[KEY_ID] = record.key_id
     attributes |= decision_attributes(record.decision) | outcome_attributes(record)
     events = []
     if journey is not None:
-        events = [_event(event.name, (event.at - journey.arrived) * 1000, event.attributes) for event in journey.events]
+        events = [
+            _event(event.name, (event.at - journey.arrived) * 1000, event.attributes)
+            for event in journey.events
+        ]
     if record.outcome is Outcome.CLIENT_GONE:
         events.append(_event("qarr.client_gone", record.times.duration_ms, {}))
     yield _span(
@@ -219,7 +239,9 @@ def spans_of(record: RequestRecord) -> Iterator[dict[str, Any]]:
 
 
 def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
-    def step(name: str, began: float, ended: float, attributes: dict[str, Any]) -> dict[str, Any]:
+    def step(
+        name: str, began: float, ended: float, attributes: dict[str, Any]
+    ) -> dict[str, Any]:
         return _span(
             name,
             kind="internal",
@@ -231,11 +253,23 @@ def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
     decision = record.decision
     route_attributes = decision_attributes(decision)
     for estimate in decision.choice.estimates:
-        route_attributes |= estimate_attributes(estimate, verdict(decision.choice, estimate))
-    yield step("classify", journey.began, journey.classified, features_attributes(decision.query.features))
+        route_attributes |= estimate_attributes(
+            estimate, verdict(decision.choice, estimate)
+        )
+    yield step(
+        "classify",
+        journey.began,
+        journey.classified,
+        features_attributes(decision.query.features),
+    )
     yield step("route", journey.classified, journey.decided, route_attributes)
     for began, ended in journey.waits:
-        yield step("admission wait", began, ended, {"qarr.waited_ms": round((ended - began) * 1000, 3)})
+        yield step(
+            "admission wait",
+            began,
+            ended,
+            {"qarr.waited_ms": round((ended - began) * 1000, 3)},
+        )
     for hop in journey.hops:
         yield _hop_span(hop, journey.arrived, record.times.duration_ms)
 
@@ -248,7 +282,9 @@ def _hop_span(hop: Hop, arrived: float, duration_ms: float) -> dict[str, Any]:
     error = hop.result.get("error.type")
     events = []
     if hop.first_token_at is not None:
-        events.append(_event("qarr.first_token", (hop.first_token_at - arrived) * 1000, {}))
+        events.append(
+            _event("qarr.first_token", (hop.first_token_at - arrived) * 1000, {})
+        )
     if hop.message:
         exception = {"exception.type": error, "exception.message": hop.message}
         events.append(_event("exception", ended_ms, exception))

@@ -14,14 +14,17 @@ TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
 
 def _viewer_address(url: str) -> str:
     if url and not (url.startswith(("http://", "https://")) and TRACE_ID in url):
-        raise ValueError(f"an address that begins with http:// or https:// and has {TRACE_ID} in it is allowed")
+        raise ValueError(
+            f"an address that begins with http:// or https:// and has {TRACE_ID} in it is allowed"
+        )
     return url
 
 
 class TelemetrySettings(Section, reloads=frozenset({"record_prompts", "log_level"})):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
 
-    recent_requests: ClassVar[int] = 500  # ended ones in memory; as many that failed or missed their SLA besides
+    # ended ones in memory; as many that failed or missed their SLA besides
+    recent_requests: ClassVar[int] = 500
 
     record_prompts: bool = Field(False, description="Record prompts on spans.")
     trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
@@ -32,14 +35,19 @@ class TelemetrySettings(Section, reloads=frozenset({"record_prompts", "log_level
         None,
         description="File of sampled prompts, to write tasks from and to train the classifier; none: no prompt is kept.",
     )
-    prompt_share: Share = Field(0.01, description="Share of prompts that are sampled to that file.")
+    prompt_share: Share = Field(
+        0.01, description="Share of prompts that are sampled to that file."
+    )
     decision_log: Path | None = Field(
         None,
         description="File for every decision with all its inputs except the prompt; `benchmarks/replay.py` reads it.",
     )
-    log_format: Literal["text", "json"] = Field("text", description="Format of the router's log on standard error.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Format of the router's log on standard error."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Level of that log: `info` has one line for each failure, and what `request_lines` adds."
+        "info",
+        description="Level of that log: `info` has one line for each failure, and what `request_lines` adds.",
     )
     request_lines: Literal["auto", "file", "stderr", "both"] = Field(
         "auto",

@@ -19,17 +19,38 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 from opentelemetry.metrics import NoOpMeterProvider
-from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
+from opentelemetry.sdk.resources import (
+    SERVICE_NAME,
+    SERVICE_VERSION,
+    OTELResourceDetector,
+    Resource,
+)
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    ConsoleSpanExporter,
+    SpanExporter,
+)
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision as Sampling
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from classifier import PromptClass
-from router.telemetry.record import JOURNEY, Event, Hop, Outcome, RequestRecord, error_name
-from router.telemetry.request_trace import KEY_ID, hop_attributes, spans_of, without_unknown
+from router.telemetry.record import (
+    JOURNEY,
+    Event,
+    Hop,
+    Outcome,
+    RequestRecord,
+    error_name,
+)
+from router.telemetry.request_trace import (
+    KEY_ID,
+    hop_attributes,
+    spans_of,
+    without_unknown,
+)
 from router.telemetry.settings import TelemetrySettings
 from tiers.spec import OtlpTarget, TierName
 
@@ -44,11 +65,13 @@ def random_hex(digits: int) -> str:
 SERVICE = "qarr-router"
 HTTP, GRPC = "http/protobuf", "grpc"
 UNTRACED = {"/route"}  # it serves nothing, and the page asks it while somebody types
-ANSWERED = "qarr.answered"  # in a scope, once it is answered: the endpoint's path, the status and the key's id
+# in a scope, once it is answered: the endpoint's path, the status and the key's id
+ANSWERED = "qarr.answered"
 _CARRIERS = (b"traceparent", b"tracestate", b"baggage")
 # The headers that a request without spans passes on to engines, traceparent first; empty: it has spans.
 _PASSED = ContextVar[tuple[tuple[bytes, bytes], ...]]("qarr_passed", default=())
-_TRACE_ID = ContextVar("qarr_trace_id", default=0)  # of the next root span, for which the sampler was asked beforehand
+# of the next root span, for which the sampler was asked beforehand
+_TRACE_ID = ContextVar("qarr_trace_id", default=0)
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
 
 
@@ -64,11 +87,19 @@ class _GivenIds(RandomIdGenerator):
 class Telemetry:
     """The router's tracer. Made once. Without a provider there are no spans."""
 
-    def __init__(self, provider: TracerProvider | None, *, record_prompts: bool = False) -> None:
-        self._provider, self.record_prompts, self.exports = provider, record_prompts, provider is not None
+    def __init__(
+        self, provider: TracerProvider | None, *, record_prompts: bool = False
+    ) -> None:
+        self._provider, self.record_prompts, self.exports = (
+            provider,
+            record_prompts,
+            provider is not None,
+        )
         if provider is not None:
             provider.id_generator = _GivenIds()
-        self._tracer: Tracer = (provider or trace.NoOpTracerProvider()).get_tracer("qarr")
+        self._tracer: Tracer = (provider or trace.NoOpTracerProvider()).get_tracer(
+            "qarr"
+        )
 
     def instrument(self, app: ASGIApp) -> ASGIApp:
         """Wrap an application so that each POST request that the sampler chooses has a server span.
@@ -95,18 +126,28 @@ class Telemetry:
             parent = carried.get(b"traceparent", b"").decode("latin-1")
             trace_id = _trace_id_of(parent) if parent else ""
             parent, trace_id = parent if trace_id else "", trace_id or random_hex(32)
-            if provider is not None and scope["method"] == "POST" and scope["path"] not in UNTRACED:
+            if (
+                provider is not None
+                and scope["method"] == "POST"
+                and scope["path"] not in UNTRACED
+            ):
                 within = Context()
                 if parent:
-                    within = propagate.extract({n.decode(): v.decode("latin-1") for n, v in carried.items()})
+                    within = propagate.extract(
+                        {n.decode(): v.decode("latin-1") for n, v in carried.items()}
+                    )
                 number = int(trace_id, 16)
-                chosen = provider.sampler.should_sample(within, number, scope["method"], trace.SpanKind.SERVER)
+                chosen = provider.sampler.should_sample(
+                    within, number, scope["method"], trace.SpanKind.SERVER
+                )
                 if chosen.decision is not Sampling.DROP:
                     _TRACE_ID.set(number)  # the middleware asks the sampler again
-                    _PASSED.set(())  # the request before on this connection may have left some
+                    # the request before on this connection may have left some
+                    _PASSED.set(())
                     await wrapped(scope, receive, send)
                     return
-                parent = parent and f"{parent[:-2]}00"  # engines that trace keep to the sampler's choice
+                # engines that trace keep to the sampler's choice
+                parent = parent and f"{parent[:-2]}00"
             told = (parent or f"00-{trace_id}-{random_hex(16)}-00").encode("latin-1")
             names = (b"tracestate", b"baggage") if parent else (b"baggage",)
             beside = [(name, carried[name]) for name in names if name in carried]
@@ -122,9 +163,14 @@ class Telemetry:
         elif (context := trace.get_current_span().get_span_context()).is_valid:
             trace_id = trace.format_trace_id(context.trace_id)
         else:
-            trace_id = _trace_id_of(headers.get(b"traceparent", b"").decode("latin-1")) or random_hex(32)
+            trace_id = _trace_id_of(
+                headers.get(b"traceparent", b"").decode("latin-1")
+            ) or random_hex(32)
         asked = headers.get(b"x-request-id", b"")
-        usable = 0 < len(asked) <= 128 and asked.replace(b"-", b"").replace(b"_", b"").isalnum()  # noqa: PLR2004
+        usable = (
+            0 < len(asked) <= 128  # noqa: PLR2004
+            and asked.replace(b"-", b"").replace(b"_", b"").isalnum()
+        )
         return asked.decode() if usable else random_hex(32), trace_id
 
     def record_outcome(self, record: RequestRecord) -> None:
@@ -136,33 +182,55 @@ class Telemetry:
         server, *steps = spans_of(record)
         span.set_attributes(server["attributes"])
         for event in server["events"]:
-            span.add_event(event["name"], event["attributes"], _ns(record, event["at_ms"]))
+            span.add_event(
+                event["name"], event["attributes"], _ns(record, event["at_ms"])
+            )
         if record.outcome is Outcome.ERROR:
             span.set_status(Status(StatusCode.ERROR, record.error))
         for step in steps:
-            if step["kind"] != "internal":  # attempts have spans already, which engines continue
+            # attempts have spans already, which engines continue
+            if step["kind"] != "internal":
                 continue
             below = self._tracer.start_span(
-                step["name"], attributes=step["attributes"], start_time=_ns(record, step["start_ms"])
+                step["name"],
+                attributes=step["attributes"],
+                start_time=_ns(record, step["start_ms"]),
             )
             if prompt and step["name"] == "classify":
                 below.set_attribute("gen_ai.input.messages", _messages_of(prompt))
             below.end(_ns(record, step["start_ms"] + step["duration_ms"]))
 
     def record_failed_attempt(self, replica_id: str, error: Exception) -> None:
-        _note("qarr.attempt_failed", {"qarr.replica": replica_id, "error.type": error_name(error)})
+        _note(
+            "qarr.attempt_failed",
+            {"qarr.replica": replica_id, "error.type": error_name(error)},
+        )
 
-    def record_continuation(self, broken: str, replica_id: str, tokens: int, error: Exception) -> None:
+    def record_continuation(
+        self, broken: str, replica_id: str, tokens: int, error: Exception
+    ) -> None:
         went_on = {"qarr.continued_on": replica_id, "qarr.continued_tokens": tokens}
-        _note("qarr.continuation", {"qarr.replica": broken, **went_on, "error.type": error_name(error)})
+        _note(
+            "qarr.continuation",
+            {"qarr.replica": broken, **went_on, "error.type": error_name(error)},
+        )
 
-    def live_check(self, kind: PromptClass, tier: TierName) -> AbstractContextManager[Span]:
+    def live_check(
+        self, kind: PromptClass, tier: TierName
+    ) -> AbstractContextManager[Span]:
         attributes = {"qarr.class": kind.value, "qarr.tier": tier}
-        return self._tracer.start_as_current_span("live check", Context(), attributes=attributes)
+        return self._tracer.start_as_current_span(
+            "live check", Context(), attributes=attributes
+        )
 
-    def record_live_check(self, span: Span, regret: float, *, same: bool | None) -> None:
+    def record_live_check(
+        self, span: Span, regret: float, *, same: bool | None
+    ) -> None:
         """Put what became of a live prompt on its check's span; ``same`` None: the answers could not be compared."""
-        span.set_attributes({"qarr.regret": regret} | ({} if same is None else {"qarr.same_answer": same}))
+        span.set_attributes(
+            {"qarr.regret": regret}
+            | ({} if same is None else {"qarr.same_answer": same})
+        )
 
     def start(self, hop: Hop, parameters: Callable[[], Mapping[str, float]]) -> None:
         """Note a request to an engine (GenAI semantic conventions), and start its span if it is traced, with ``parameters``.
@@ -175,11 +243,18 @@ class Telemetry:
             hop.headers = passed
             return
         if not isinstance(trace.get_current_span(), trace.NonRecordingSpan):
-            name, attributes = f"{hop.operation} {hop.model}", {**hop_attributes(hop), **parameters()}
-            hop.span = self._tracer.start_span(name, kind=trace.SpanKind.CLIENT, attributes=attributes)
+            name, attributes = (
+                f"{hop.operation} {hop.model}",
+                {**hop_attributes(hop), **parameters()},
+            )
+            hop.span = self._tracer.start_span(
+                name, kind=trace.SpanKind.CLIENT, attributes=attributes
+            )
         hop.headers = self.context_headers(hop.span)
 
-    def context_headers(self, span: Span | None = None) -> Sequence[tuple[bytes, bytes]]:
+    def context_headers(
+        self, span: Span | None = None
+    ) -> Sequence[tuple[bytes, bytes]]:
         """Return the headers that carry W3C trace context and baggage to an engine: of a span (None: the present one).
 
         A request without spans passes on its caller's.
@@ -190,7 +265,10 @@ class Telemetry:
         span = span or trace.get_current_span()
         if span.get_span_context().is_valid:
             propagate.inject(carrier, trace.set_span_in_context(span))
-        return [(name.encode("ascii"), value.encode("latin-1")) for name, value in carrier.items()]
+        return [
+            (name.encode("ascii"), value.encode("latin-1"))
+            for name, value in carrier.items()
+        ]
 
     def shutdown(self) -> None:
         if self._provider is not None:
@@ -207,8 +285,14 @@ def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
         provider.add_span_processor(BatchSpanProcessor(exporter))
         _middleware(None, provider)
     except Exception as error:  # noqa: BLE001  exporters, samplers and plugins raise what they like
-        given = {name: value for name, value in os.environ.items() if name.startswith("OTEL_") and value}
-        guilty = [name for name, value in given.items() if value.lower() in str(error).lower()] or sorted(given)
+        given = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("OTEL_") and value
+        }
+        guilty = [
+            name for name, value in given.items() if value.lower() in str(error).lower()
+        ] or sorted(given)
         log.warning("no spans are made: %s (%s)", error, ", ".join(guilty))
         return Telemetry(None)
     return Telemetry(provider, record_prompts=settings.record_prompts)
@@ -237,12 +321,17 @@ def resource_of(version: str) -> Resource:
     """
     named = OTELResourceDetector().detect().attributes
     own = {SERVICE_NAME: SERVICE, SERVICE_VERSION: version}
-    return Resource.create({key: value for key, value in own.items() if not named.get(key)})
+    return Resource.create(
+        {key: value for key, value in own.items() if not named.get(key)}
+    )
 
 
 def _middleware(app: Any, provider: TracerProvider) -> ASGIApp:
     return OpenTelemetryMiddleware(
-        app, tracer_provider=provider, meter_provider=NoOpMeterProvider(), exclude_spans=["receive", "send"]
+        app,
+        tracer_provider=provider,
+        meter_provider=NoOpMeterProvider(),
+        exclude_spans=["receive", "send"],
     )
 
 
@@ -263,10 +352,14 @@ def _exporter_name() -> str:
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return "none"
     named = os.environ.get("OTEL_TRACES_EXPORTER", "")
-    configured = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    configured = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get(
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+    )
     name = named or ("otlp" if configured else "none")
     if name not in {"otlp", "console", "none"}:
-        raise ValueError(f"OTEL_TRACES_EXPORTER is {name!r}: allowed are otlp, console and none")
+        raise ValueError(
+            f"OTEL_TRACES_EXPORTER is {name!r}: allowed are otlp, console and none"
+        )
     return name
 
 
@@ -276,10 +369,14 @@ def _exporter() -> SpanExporter | None:
         return ConsoleSpanExporter() if name == "console" else None
     # Imported here: the exporters cost 200 ms of start-up, and most runs export nothing.
     if protocol_of("TRACES") == GRPC:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc  # noqa: PLC0415
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
+            OTLPSpanExporter as Grpc,
+        )
 
         return Grpc()
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http  # noqa: PLC0415
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
+        OTLPSpanExporter as Http,
+    )
 
     return Http()
 
@@ -289,7 +386,9 @@ def protocol_of(signal: str) -> str:
     general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or HTTP
     protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or general
     if protocol not in DEFAULT_ENDPOINTS:
-        raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: allowed are {HTTP} and {GRPC}")
+        raise ValueError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: allowed are {HTTP} and {GRPC}"
+        )
     return protocol
 
 
@@ -360,5 +459,9 @@ def _trace_id_of(parent: str) -> str:
     """Return the trace id of a ``traceparent`` header; empty where the header is not valid."""
     parts = parent.split("-")  # version, trace, span, flags
     given = parts[1] if len(parts) == 4 else ""  # noqa: PLR2004
-    usable = len(given) == 32 and given != "0" * 32 and all(c in "0123456789abcdef" for c in given)  # noqa: PLR2004
+    usable = (
+        len(given) == 32  # noqa: PLR2004
+        and given != "0" * 32
+        and all(c in "0123456789abcdef" for c in given)
+    )
     return given if usable else ""

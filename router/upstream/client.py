@@ -21,7 +21,14 @@ from router.policy.table import PolicyStore
 from router.telemetry.record import Hop, error_name
 from router.telemetry.tracing import Telemetry
 from router.upstream.engine_request import MESSAGES, EngineRequest
-from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, OverflowHold, end_hop
+from router.upstream.engine_stream import (
+    Attempt,
+    BufferedAnswer,
+    EngineAnswer,
+    EngineStream,
+    OverflowHold,
+    end_hop,
+)
 from router.upstream.errors import (
     EngineBrokeError,
     EngineFailedError,
@@ -42,9 +49,11 @@ from tiers.fleet import Fleet, Lease
 from tiers.replica import Replica
 from tiers.spec import TierName
 
-PASSED_AT_ONCE = 16  # small requests without a lease that one engine is sent at once, for each pool
+# small requests without a lease that one engine is sent at once, for each pool
+PASSED_AT_ONCE = 16
 MAX_ERROR_BYTES = 65536  # no more of an engine's error is read: it would help nobody
-LARGE_BYTES = 1 << 18  # an answer to a small request that is larger takes some milliseconds to read
+# an answer to a small request that is larger takes some milliseconds to read
+LARGE_BYTES = 1 << 18
 log = logging.getLogger(f"qarr.{__name__}")
 # Statuses of an engine that blame the router or the moment, not the request.
 _NOT_THE_REQUEST = {401, 403, 408, 425, 429}
@@ -93,17 +102,23 @@ class Upstream:
         self._policy = policy
         # Small requests have connections of their own, bounded by their pools: those that hang take none from others.
         self._passing_transport = transport.alike()
-        self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
+        self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = (
+            WeakValueDictionary()
+        )
         self._id = token_hex(4)
         self._attempt_numbers = count()
-        self.retries: Counter[TierName] = Counter()  # before the first byte, by the tier that they went to
+        # before the first byte, by the tier that they went to
+        self.retries: Counter[TierName] = Counter()
         self.use(options)
 
     def use(self, options: UpstreamSettings) -> None:
         """Take over settings, for requests from now on."""
         self._options = options
         self._retries = RetryBudget(options.retry_share, options.retry_reserve)
-        connect_times = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
+        connect_times = {
+            "connect": options.connect_timeout_s,
+            "pool": options.connect_timeout_s,
+        }
         self._streamed_times = {**connect_times, "read": options.first_token_timeout_s}
         self._buffered_times = {**connect_times, "read": options.answer_timeout_s}
 
@@ -154,8 +169,14 @@ class Upstream:
                     break
                 self._count_attempt(tier, lease, errors)
                 try:
-                    return await self._attempt(tier, lease, request, number=len(errors), sent_at=sent_at)
-                except (EngineUnreachableError, EngineFailedError, EngineBrokeError) as error:
+                    return await self._attempt(
+                        tier, lease, request, number=len(errors), sent_at=sent_at
+                    )
+                except (
+                    EngineUnreachableError,
+                    EngineFailedError,
+                    EngineBrokeError,
+                ) as error:
                     errors[lease.replica.id] = error
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
                     lease = None
@@ -163,23 +184,38 @@ class Upstream:
             raise NoSlotError(f"every slot on {', '.join(tiers)} is taken")
         raise no_answer(errors.values(), *_reports(errors))
 
-    def _tiers_to_try(self, decision: Decision, *, may_switch: bool) -> Iterator[TierName]:
+    def _tiers_to_try(
+        self, decision: Decision, *, may_switch: bool
+    ) -> Iterator[TierName]:
         """Yield the chosen tier, then its successors by the fleet's state once attempts on the first tier have failed."""
         assert decision.tier is not None
         yield decision.tier
         if may_switch:
             yield from self._policy.successors(decision.tier, decision.query)
 
-    def _count_attempt(self, tier: TierName, lease: Lease, errors: Mapping[str, UpstreamError]) -> None:
+    def _count_attempt(
+        self, tier: TierName, lease: Lease, errors: Mapping[str, UpstreamError]
+    ) -> None:
         """Take a retry out of the budget if attempts have failed; if it has none, give the lease back and raise."""
         is_retry = bool(errors)
         if is_retry and not self._retries.spend():
             lease.release()
-            raise no_answer(errors.values(), *_reports(errors), "no retry, because too many requests fail")
+            raise no_answer(
+                errors.values(),
+                *_reports(errors),
+                "no retry, because too many requests fail",
+            )
         self.retries[tier] += is_retry
 
     async def pass_on(
-        self, url: str, api_key: str, path: str, body: bytes, pool: Pool = "own", *, request_id: str = ""
+        self,
+        url: str,
+        api_key: str,
+        path: str,
+        body: bytes,
+        pool: Pool = "own",
+        *,
+        request_id: str = "",
     ) -> tuple[int, str, bytes]:
         """Pass a small request on to an engine, without a lease, and return status, media type and body.
 
@@ -191,26 +227,40 @@ class Upstream:
             EngineFailedError: The answer is an error of the engine's own.
         """
         headers = self._passing_headers(api_key, request_id)
-        places = self._passing.setdefault((pool, url), asyncio.Semaphore(PASSED_AT_ONCE))
+        places = self._passing.setdefault(
+            (pool, url), asyncio.Semaphore(PASSED_AT_ONCE)
+        )
         limit_s = self._options.first_token_timeout_s
         has_place = False
         try:
             async with asyncio.timeout(limit_s), places:
                 has_place = True
-                answer = await self._passing_transport.send(*json_post(url + path, headers, body), self._streamed_times)
+                answer = await self._passing_transport.send(
+                    *json_post(url + path, headers, body), self._streamed_times
+                )
                 content = await body_of(answer)
         except (TimeoutError, httpx.HTTPError) as error:
             if not has_place:
-                raise NoSlotError(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
+                raise NoSlotError(
+                    f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s"
+                ) from error
             log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
-            raise EngineUnreachableError(f"no answer ({type(error).__name__})") from error
+            raise EngineUnreachableError(
+                f"no answer ({type(error).__name__})"
+            ) from error
         failure = _failure_in(answer, content)
         if failure is not None:
             log.warning("%s%s: %s", url, path, failure)
             raise failure
-        return answer.status, answer.header(b"content-type") or "application/json", content
+        return (
+            answer.status,
+            answer.header(b"content-type") or "application/json",
+            content,
+        )
 
-    def _passing_headers(self, api_key: str, request_id: str) -> list[tuple[bytes, bytes]]:
+    def _passing_headers(
+        self, api_key: str, request_id: str
+    ) -> list[tuple[bytes, bytes]]:
         headers = [*self._telemetry.context_headers()]
         if api_key:
             headers.append((b"authorization", b"Bearer " + api_key.encode("ascii")))
@@ -228,7 +278,13 @@ class Upstream:
         await self._passing_transport.aclose()
 
     async def _attempt(
-        self, tier: TierName, lease: Lease, request: EngineRequest, *, number: int, sent_at: float
+        self,
+        tier: TierName,
+        lease: Lease,
+        request: EngineRequest,
+        *,
+        number: int,
+        sent_at: float,
     ) -> EngineAnswer:
         """Make one attempt. The lease, the connection and the span end with it unless an answer is returned."""
         replica = lease.replica
@@ -262,21 +318,36 @@ class Upstream:
                 silence_timeout_s=self._options.answer_timeout_s,
                 sent_at=sent_at,
             )
-            answer = EngineStream(attempt, request) if request.streamed else BufferedAnswer(attempt, request.answers)
+            answer = (
+                EngineStream(attempt, request)
+                if request.streamed
+                else BufferedAnswer(attempt, request.answers)
+            )
             answer.ignored = request.ignored_by(replica)
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:
-            await give_up(error, lease, hop, body=body, limit_s=times["read"], streamed=request.streamed)
+            await give_up(
+                error,
+                lease,
+                hop,
+                body=body,
+                limit_s=times["read"],
+                streamed=request.streamed,
+            )
             raise
 
-    def _post(self, replica: Replica, request: EngineRequest, hop: Hop) -> tuple[Origin, bytes]:
+    def _post(
+        self, replica: Replica, request: EngineRequest, hop: Hop
+    ) -> tuple[Origin, bytes]:
         # Each attempt has an id of its own, since an engine mixes up requests that share one. Callers repeat their ids,
         # several routers share engines, and an engine may still hold an attempt that was given up.
         attempt_id = f"{request.request_id}-{self._id}-{next(self._attempt_numbers):x}"
         headers = [(b"x-request-id", attempt_id.encode("ascii"))]
         if replica.api_key:
-            headers.append((b"authorization", b"Bearer " + replica.api_key.encode("ascii")))
+            headers.append(
+                (b"authorization", b"Bearer " + replica.api_key.encode("ascii"))
+            )
         if request.path == MESSAGES and request.priority and replica.takes_priority:
             # The body of a message has no member for it.
             headers.append((b"x-vllm-priority", b"%d" % request.priority))
@@ -290,7 +361,9 @@ def lease_for(
 ) -> Lease | None:  # fmt: skip
     """Return a slot for a request on a tier, apart from replicas to exclude; None: there is none."""
     if query.precisions is not None:
-        unfit_replicas = [replica.id for replica in fleet.replicas if not query.takes(replica.spec)]
+        unfit_replicas = [
+            replica.id for replica in fleet.replicas if not query.takes(replica.spec)
+        ]
         exclude = [*exclude, *unfit_replicas]
     return fleet.lease(
         tier,
@@ -346,7 +419,9 @@ async def give_up(
     """End an attempt that failed before its answer began. Raise the failure where ``error`` is only how it showed."""
     failure = _translate(error, limit_s, streamed=streamed)
     try:
-        if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefusedError):
+        if isinstance(failure, UpstreamError) and not isinstance(
+            failure, EngineRefusedError
+        ):
             lease.failed(error_name(failure))
         lease.release()
         end_hop(hop, failure)
@@ -358,18 +433,24 @@ async def give_up(
         del failure  # break the reference cycle between the exception and this frame
 
 
-def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
+def _translate(
+    error: BaseException, limit_s: float, *, streamed: bool
+) -> BaseException:
     """Return our error for one of the connection before an answer began; return other errors as they are."""
     if isinstance(error, httpx.ReadTimeout | EngineStalledError):
         if streamed:
             return EngineUnreachableError(f"no first token within {limit_s:g} s")
-        return EngineTooSlowError(f"no whole answer within {limit_s:g} s; a streamed one may take longer")
+        return EngineTooSlowError(
+            f"no whole answer within {limit_s:g} s; a streamed one may take longer"
+        )
     if isinstance(error, httpx.HTTPError):
         return EngineUnreachableError(f"no answer: {error}")
     return error
 
 
-def status_error(status: int, body: bytes | None, retry_after: str | None = None) -> UpstreamError:
+def status_error(
+    status: int, body: bytes | None, retry_after: str | None = None
+) -> UpstreamError:
     """Return the error for an answer that is not 200: the request's fault if the engine says so in vLLM's form.
 
     An answer in another form comes from a proxy in front of the engine, or from no vLLM. ``body`` None: the form is not

@@ -15,7 +15,8 @@ from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
 from tiers.replica import Replica
 
 MESSAGES = "/v1/messages"
-DEFAULT_COMPLETION = 16  # tokens of a completion without a limit, as in OpenAI's API and vLLM
+# tokens of a completion without a limit, as in OpenAI's API and vLLM
+DEFAULT_COMPLETION = 16
 # Members of a body that are numbers, and the span attributes that show them.
 _NUMBERS = {
     "n": "gen_ai.request.choice.count",
@@ -95,10 +96,21 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
     def at_most(self, max_tokens: int) -> EngineRequest:
         """Return the request with this limit of output tokens; a caller's body keeps its own."""
-        if isinstance(self.document, JsonObject) or self.document["max_tokens"] == max_tokens:
+        if (
+            isinstance(self.document, JsonObject)
+            or self.document["max_tokens"] == max_tokens
+        ):
             return self
-        continuable = None if self.continuable is None else replace(self.continuable, max_tokens=max_tokens)
-        return replace(self, document={**self.document, "max_tokens": max_tokens}, continuable=continuable)
+        continuable = (
+            None
+            if self.continuable is None
+            else replace(self.continuable, max_tokens=max_tokens)
+        )
+        return replace(
+            self,
+            document={**self.document, "max_tokens": max_tokens},
+            continuable=continuable,
+        )
 
     def body(self, replica: Replica) -> bytes:
         """Return the body for one replica; in a caller's, all values that are not changed are the caller's bytes."""
@@ -118,7 +130,11 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
     def _changes_for(self, replica: Replica, document: JsonObject) -> dict[str, Any]:
         """Return the members of a caller's body that are set for a replica, or by None left out."""
-        changes: dict[str, Any] = {"model": self.adapter or replica.model, "qarr": None, "provider": None}
+        changes: dict[str, Any] = {
+            "model": self.adapter or replica.model,
+            "qarr": None,
+            "provider": None,
+        }
         if not replica.takes_priority:
             changes["priority"] = None
         elif self.priority is not None:
@@ -149,7 +165,9 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         if options is None or options == {"include_usage": True}:
             return b'{"include_usage":true}'
         try:
-            callers_options = JsonObject.parse(document.text_of("stream_options").encode("utf-8", "surrogatepass"))
+            callers_options = JsonObject.parse(
+                document.text_of("stream_options").encode("utf-8", "surrogatepass")
+            )
         except NotJsonError:
             return None
         changes: dict[str, Any] = {"include_usage": True}
@@ -186,7 +204,9 @@ def messages_in(document: JsonObject) -> Sequence[Any] | None:
     return None
 
 
-def continuable_of(document: JsonObject, priority: int, *, choices: int, chat: bool) -> Continuable | None:
+def continuable_of(
+    document: JsonObject, priority: int, *, choices: int, chat: bool
+) -> Continuable | None:
     """Return what continuing the streamed answer of a request needs; None where it must not be continued."""
     if choices != 1 or not _has_plain_answer(document):
         return None
@@ -196,7 +216,11 @@ def continuable_of(document: JsonObject, priority: int, *, choices: int, chat: b
     max_tokens = token_limit(document, chat=chat)
     if max_tokens is None and not chat and "max_tokens" not in document.values:
         max_tokens = DEFAULT_COMPLETION
-    sampling = {name: value for name, value in document.values.items() if name in _SAMPLING and value is not None}
+    sampling = {
+        name: value
+        for name, value in document.values.items()
+        if name in _SAMPLING and value is not None
+    }
     return Continuable(max_tokens, sampling, priority)
 
 
@@ -229,5 +253,7 @@ def _is_text(message: Any) -> bool:
     """Tell whether a chat's message holds nothing but text."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, list):
-        return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+        return all(
+            isinstance(part, dict) and part.get("type") == "text" for part in content
+        )
     return content is None or isinstance(content, str)

@@ -15,20 +15,35 @@ from msgspec import Struct
 from router.telemetry.record import Hop, error_name
 from router.telemetry.tracing import end_span
 from router.upstream.engine_request import EngineRequest
-from router.upstream.errors import EngineBrokeError, EngineFailedError, EngineRefusedError, UpstreamError, without_trace
+from router.upstream.errors import (
+    EngineBrokeError,
+    EngineFailedError,
+    EngineRefusedError,
+    UpstreamError,
+    without_trace,
+)
 from router.upstream.progress import Progress
-from router.upstream.sse import COMPLETION_FORMAT, USAGE, AnswerFormat, Chunk, EventParser, cached_tokens_of
+from router.upstream.sse import (
+    COMPLETION_FORMAT,
+    USAGE,
+    AnswerFormat,
+    Chunk,
+    EventParser,
+    cached_tokens_of,
+)
 from router.upstream.transport import Body, body_of
 from tiers.fleet import Lease
 from tiers.replica import SentPrompt
 from tiers.spec import TierName, TierSpec
 
-Feed = Callable[[Sequence[Chunk]], bool]  # receives events that came together; tells whether it takes more now
+# receives events that came together; tells whether it takes more now
+Feed = Callable[[Sequence[Chunk]], bool]
 Drain = Callable[[], Awaitable[None]]  # waits until the receiver takes more
 
 NOTED_EVERY_S = 0.1  # noting each chunk by itself costs twice as much
 ENDED_EARLY = "the engine's stream ended early"
-MAX_ANSWER_BYTES = 1 << 28  # for an answer that is not streamed: log-probabilities of a long prompt take many
+# for an answer that is not streamed: log-probabilities of a long prompt take many
+MAX_ANSWER_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +70,9 @@ class OverflowHold:
 
     first_token = produced = finished = failed = note
 
-    def may_be_silent_until(self, now: float, limit_s: float, *, is_expected: bool) -> float:
+    def may_be_silent_until(
+        self, now: float, limit_s: float, *, is_expected: bool
+    ) -> float:
         """Return until when a silent answer is waited for: nobody sees whether a foreign server computes."""
         if is_expected:
             return now + limit_s
@@ -121,7 +138,8 @@ class EngineAnswer(ABC):
         self.complete = False
         self.output_tokens = 0
         self._body = attempt.body
-        self._first_at = 0.0  # when the first token and the last one came; 0: none has come
+        # when the first token and the last one came; 0: none has come
+        self._first_at = 0.0
         self._last_at = 0.0
         # Whether nothing came for so long before the first word that its time tells nothing of the engine's speed.
         self._was_silent = False
@@ -160,7 +178,11 @@ class EngineAnswer(ABC):
         tpot_ms = self.tpot_ms
         if self.complete:
             tpot_to_learn_ms = None if self._was_silent else tpot_ms
-            lease.finished(tpot_to_learn_ms, self.usage.get("completion_tokens", 0), self.cached_tokens)
+            lease.finished(
+                tpot_to_learn_ms,
+                self.usage.get("completion_tokens", 0),
+                self.cached_tokens,
+            )
         elif isinstance(error, UpstreamError):
             lease.failed(error_name(error))
         lease.release()
@@ -208,13 +230,19 @@ class EngineStream(EngineAnswer):
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
         super().__init__(attempt)
         self.continuable = request.continuable is not None
-        self.continuation: Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]] | None = None
+        self.continuation: (
+            Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]]
+            | None
+        ) = None
         self.failed_over = False
-        characters_held_back = 0 if request.continuable is None else request.continuable.held_back
+        characters_held_back = (
+            0 if request.continuable is None else request.continuable.held_back
+        )
         self._progress = Progress(characters_held_back)
         self._unnoted: list[Chunk] = []  # chunks that are not in ``_progress`` yet
         self._unreported_tokens = 0  # tokens that the lease was not told of yet
-        self._note_at = 0.0  # when both are to be noted next, by the monotonic clock in seconds
+        # when both are to be noted next, by the monotonic clock in seconds
+        self._note_at = 0.0
         self._wants_usage = request.wants_usage
         self._may_be_silent = request.may_be_silent
         self._parser = EventParser(request.answers)
@@ -222,7 +250,8 @@ class EngineStream(EngineAnswer):
         self._held_chunks: list[Chunk] = []  # chunks that no receiver has got yet
         self._receive: Feed | None = None  # the receiver, while the answer is relayed
         self._receiver_errors: list[Exception] = []  # at most one
-        self._has_events = False  # whether an event of the answer has come, whatever it holds
+        # whether an event of the answer has come, whatever it holds
+        self._has_events = False
         self._has_output = False  # whether an event with output of the model has come
         # Whether the engine tells each token's id. One that does is known not to compute while it sends nothing.
         self._tells_tokens = False
@@ -269,7 +298,9 @@ class EngineStream(EngineAnswer):
     def _can_be_continued(self) -> bool:
         """Tell whether another engine could go on from what has come: it needs the prompt's ids, and text alone."""
         progress = self.progress
-        return self.continuable and progress.continuable and len(progress.prompt_ids) > 0
+        return (
+            self.continuable and progress.continuable and len(progress.prompt_ids) > 0
+        )
 
     async def _pump(self) -> None:
         """Let ``feed`` have what the engine sends, until it wants no more or the stream has ended."""
@@ -288,7 +319,9 @@ class EngineStream(EngineAnswer):
         attempt = self.attempt
         now = time.monotonic()
         limit_s = self._body.read_timeout_s or attempt.token_timeout_s
-        until = attempt.lease.may_be_silent_until(now, limit_s, is_expected=self._may_be_silent)
+        until = attempt.lease.may_be_silent_until(
+            now, limit_s, is_expected=self._may_be_silent
+        )
         patience_s = min(until, silent_since + attempt.silence_timeout_s) - now
         if patience_s > 0 and not self._has_output:
             self._was_silent = True
@@ -328,7 +361,8 @@ class EngineStream(EngineAnswer):
             try:
                 await self._pump()
             finally:
-                self._receive = None  # break the reference cycle: the receiver leads back here
+                # break the reference cycle: the receiver leads back here
+                self._receive = None
         if self._receiver_errors:
             raise self._receiver_errors.pop()
         parser.check()
@@ -357,7 +391,8 @@ class EngineStream(EngineAnswer):
                 self._tells_tokens = True
             if chunk.text or chunk.other or chunk.finish_reason:
                 self._has_output = True
-                chunk_tokens = chunk_tokens or 1  # an engine that does not tell its tokens sends about one at a time
+                # an engine that does not tell its tokens sends about one at a time
+                chunk_tokens = chunk_tokens or 1
             tokens += chunk_tokens
         if self.continuable:
             self._unnoted += chunks
@@ -369,7 +404,9 @@ class EngineStream(EngineAnswer):
 
     def _hold_back(self, chunks: Sequence[Chunk], tokens: int) -> bool:
         """Keep chunks until there is a receiver; tell whether more is wanted before that."""
-        self._has_events = self._has_events or any(not chunk.raw.startswith(b":") for chunk in chunks)
+        self._has_events = self._has_events or any(
+            not chunk.raw.startswith(b":") for chunk in chunks
+        )
         if tokens:
             self._note_opening_tokens(tokens)
         self._held_chunks += chunks
@@ -382,7 +419,9 @@ class EngineStream(EngineAnswer):
         self._unreported_tokens += tokens
         if not self._first_at:
             self._first_at = now
-            time_to_learn_ms = None if self._was_silent else (now - self.attempt.hop.began) * 1000
+            time_to_learn_ms = (
+                None if self._was_silent else (now - self.attempt.hop.began) * 1000
+            )
             self.attempt.lease.first_token(time_to_learn_ms)
         elif now >= self._note_at:
             self._report_tokens(now)
@@ -405,7 +444,9 @@ class EngineStream(EngineAnswer):
             self._receiver_errors.append(error)
             return False
 
-    async def _fail_over(self, broken: EngineBrokeError, receive: Feed, drain: Drain) -> None:
+    async def _fail_over(
+        self, broken: EngineBrokeError, receive: Feed, drain: Drain
+    ) -> None:
         """Let other engines go on with the answer; raise ``broken``, or what broke last, if none can."""
         progress = self.progress
         if self.continuation is None or not self.continuable:
@@ -424,14 +465,17 @@ class EngineStream(EngineAnswer):
             self.output_tokens = self.usage.get("completion_tokens", self.output_tokens)
         self.finish_reason = progress.finish_reason
         if self._wants_usage and not self.usage:
-            raise type(broken)(str(broken))  # an answer without token counts is not complete
+            # an answer without token counts is not complete
+            raise type(broken)(str(broken))
         self.complete = True
 
 
 class BufferedAnswer(EngineAnswer):
     """An answer that is not streamed, read as a whole before any of it is passed on."""
 
-    def __init__(self, attempt: Attempt, answers: AnswerFormat = COMPLETION_FORMAT) -> None:
+    def __init__(
+        self, attempt: Attempt, answers: AnswerFormat = COMPLETION_FORMAT
+    ) -> None:
         super().__init__(attempt)
         self.content = b""
         self._read_whole = answers.read_whole
@@ -442,7 +486,9 @@ class BufferedAnswer(EngineAnswer):
         except httpx.ReadTimeout:
             raise
         except httpx.HTTPError as error:
-            raise EngineBrokeError("the engine's connection broke off: ask again") from error
+            raise EngineBrokeError(
+                "the engine's connection broke off: ask again"
+            ) from error
         answer = self._read_whole(self.content)
         if answer is None:
             raise EngineFailedError("the engine's answer is not a completion")
@@ -451,12 +497,16 @@ class BufferedAnswer(EngineAnswer):
         self.complete = True
 
 
-def end_hop(hop: Hop, error: BaseException | None, attributes: dict[str, Any] | None = None) -> None:
+def end_hop(
+    hop: Hop, error: BaseException | None, attributes: dict[str, Any] | None = None
+) -> None:
     """End a request to an engine, with its error if it had one; not with a refusal's words, which may quote the prompt."""
     hop.ended = time.monotonic()
     hop.result = attributes or {}
     if hop.streamed and hop.first_token_at is not None:
-        hop.result["gen_ai.response.time_to_first_chunk"] = round(hop.first_token_at - hop.began, 6)
+        hop.result["gen_ai.response.time_to_first_chunk"] = round(
+            hop.first_token_at - hop.began, 6
+        )
     if error is not None:
         hop.result["error.type"] = error_name(error)
     shown_error: Exception | None = None

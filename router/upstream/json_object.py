@@ -16,7 +16,8 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-MOST_NESTED = 200  # depth of lists and objects that the parser of our own bodies (jiter) and vLLM's allow
+# depth of lists and objects that the parser of our own bodies (jiter) and vLLM's allow
+MOST_NESTED = 200
 
 
 def read_json(text: bytes | str) -> Any:
@@ -78,11 +79,16 @@ class JsonObject:
         """Read an object; ``NotJsonError``: it is not UTF-8, not JSON, nested too deep, or not an object."""
         try:
             values = from_json(body, allow_inf_nan=False, cache_strings="keys")
-        except ValueError:  # Python's decoder takes lone surrogates, and says what is wrong
+        except (
+            ValueError
+        ):  # Python's decoder takes lone surrogates, and says what is wrong
             values = _decoded(body)
         if not isinstance(values, dict):
             raise NotJsonError("not a JSON object")
-        if body.count(b"[") + body.count(b"{") > MOST_NESTED and _nested(values.values()) >= MOST_NESTED:
+        if (
+            body.count(b"[") + body.count(b"{") > MOST_NESTED
+            and _nested(values.values()) >= MOST_NESTED
+        ):
             raise NotJsonError(f"nested more than {MOST_NESTED} deep")
         return JsonObject(body, values)
 
@@ -92,7 +98,10 @@ class JsonObject:
         try:
             return _MEMBERS.decode(self.raw)
         except msgspec.DecodeError:
-            return {key: msgspec.Raw(json.dumps(value).encode()) for key, value in self.values.items()}
+            return {
+                key: msgspec.Raw(json.dumps(value).encode())
+                for key, value in self.values.items()
+            }
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
@@ -110,7 +119,10 @@ class JsonObject:
         try:
             return msgspec.json.encode(members)
         except UnicodeEncodeError:  # a key has a lone surrogate
-            texts = [json.dumps(key).encode() + b":" + msgspec.json.encode(value) for key, value in members.items()]
+            texts = [
+                json.dumps(key).encode() + b":" + msgspec.json.encode(value)
+                for key, value in members.items()
+            ]
             return b"{%b}" % b",".join(texts)
 
 
@@ -126,7 +138,9 @@ def _decoded(body: bytes) -> Any:
     except RecursionError:
         raise NotJsonError("nested too deep") from None
     except json.JSONDecodeError as error:
-        raise NotJsonError(f"{error.msg} at line {error.lineno} column {error.colno}") from None
+        raise NotJsonError(
+            f"{error.msg} at line {error.lineno} column {error.colno}"
+        ) from None
     except NotJsonError:
         raise
     except ValueError as error:  # a number has more digits than Python converts

@@ -12,10 +12,22 @@ import msgspec
 from msgspec import Struct
 
 from router.upstream.errors import EngineBrokeError
-from router.upstream.sse import NOT_A_CHUNK, AnswerFormat, Chunk, Count, WholeAnswer, decoded
+from router.upstream.sse import (
+    NOT_A_CHUNK,
+    AnswerFormat,
+    Chunk,
+    Count,
+    WholeAnswer,
+    decoded,
+)
 
 # Why an answer ended, in the words of chat completions, which records and traces use.
-STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+STOP_REASONS = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "tool_use": "tool_calls",
+}
 MESSAGE_OVER = "message_stop"
 RESPONSE_OVER = ("response.completed", "response.incomplete")
 _FAILURES = ("error", "response.failed")
@@ -79,7 +91,9 @@ def read_message_event(raw: bytes) -> Chunk:
     kind = event.type
     delta = event.delta or _NO_DELTA
     if kind == "content_block_delta":
-        return Chunk(raw, delta.text or "", other=bool(delta.thinking or delta.partial_json))
+        return Chunk(
+            raw, delta.text or "", other=bool(delta.thinking or delta.partial_json)
+        )
     if kind == "content_block_start":
         block = event.content_block
         return Chunk(raw, other=block is not None and block.type == "tool_use")
@@ -117,7 +131,9 @@ def read_response_event(raw: bytes) -> Chunk:
     if event.type in RESPONSE_OVER:
         answer = _answer_in(event.response or _ResponseObject())
         if answer is None:
-            raise EngineBrokeError("the engine ended the response before it was complete")
+            raise EngineBrokeError(
+                "the engine ended the response before it was complete"
+            )
         finish_reason, usage = answer
         return Chunk(raw, finish_reason=finish_reason, usage=usage, last=True)
     if event.type == "response.output_text.delta" and isinstance(event.delta, str):
@@ -150,7 +166,11 @@ def _answer_in(response: _ResponseObject) -> tuple[str, dict[str, int]] | None:
     """Return why a response ended, and its token counts; None for one that failed, or is none."""
     usage = response.usage
     output = response.output
-    if usage is None or output is None or response.status not in {"completed", "incomplete"}:
+    if (
+        usage is None
+        or output is None
+        or response.status not in {"completed", "incomplete"}
+    ):
         return None
     counts = _counts(usage)
     if response.status == "incomplete":
@@ -162,7 +182,9 @@ def _answer_in(response: _ResponseObject) -> tuple[str, dict[str, int]] | None:
 
 def _counts(usage: _InputOutputUsage) -> dict[str, int]:
     """Return token counts under OpenAI's older names. Anthropic's count of the input leaves out what the cache had."""
-    cached_tokens = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    cached_tokens = (usage.cache_read_input_tokens or 0) + (
+        usage.cache_creation_input_tokens or 0
+    )
     prompt_tokens = (usage.input_tokens or 0) + cached_tokens
     output_tokens = usage.output_tokens or 0
     return {

@@ -33,7 +33,13 @@ from router.upstream.engine_stream import (
     OverflowHold,
     OverflowServer,
 )
-from router.upstream.errors import EngineBrokeError, EngineRefusedError, NoSlotError, UpstreamError, without_trace
+from router.upstream.errors import (
+    EngineBrokeError,
+    EngineRefusedError,
+    NoSlotError,
+    UpstreamError,
+    without_trace,
+)
 from router.upstream.json_object import JsonObject, read_json
 from router.upstream.settings import OverflowSettings, UpstreamSettings
 from router.upstream.sse import COMPLETION_FORMAT, WholeAnswer, decoded
@@ -81,7 +87,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def body_for(request: EngineRequest, model: str, limit_name: str = LIMIT) -> bytes | None:
+def body_for(
+    request: EngineRequest, model: str, limit_name: str = LIMIT
+) -> bytes | None:
     """Return the body of a request to a foreign server; None where it cannot be asked there.
 
     ``model`` is the server's name for its model, ``limit_name`` its name for a chat's limit of output tokens.
@@ -89,22 +97,37 @@ def body_for(request: EngineRequest, model: str, limit_name: str = LIMIT) -> byt
     if request.adapter is not None:
         return None
     if isinstance(request.document, JsonObject):
-        return _edited_body(request, request.document, model=model, limit_name=limit_name)
+        return _edited_body(
+            request, request.document, model=model, limit_name=limit_name
+        )
     return _own_body(request, request.document, model=model, limit_name=limit_name)
 
 
-def _own_body(request: EngineRequest, document: Mapping[str, Any], *, model: str, limit_name: str) -> bytes | None:
+def _own_body(
+    request: EngineRequest, document: Mapping[str, Any], *, model: str, limit_name: str
+) -> bytes | None:
     """Return the body for a request that the router has made; None where it cannot be asked there."""
-    requested = {name: value for name, value in document.items() if name not in request.implied}
+    requested = {
+        name: value for name, value in document.items() if name not in request.implied
+    }
     portable = _portable(requested, _CHAT)
     if portable is None:
         return None
     if OLDER_LIMIT in portable:
         portable[limit_name] = portable.pop(OLDER_LIMIT)
-    return to_json({"model": model, **portable, "stream": True, "stream_options": {"include_usage": True}})
+    return to_json(
+        {
+            "model": model,
+            **portable,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
 
 
-def _edited_body(request: EngineRequest, document: JsonObject, *, model: str, limit_name: str) -> bytes | None:
+def _edited_body(
+    request: EngineRequest, document: JsonObject, *, model: str, limit_name: str
+) -> bytes | None:
     """Return the caller's body with what the server needs changed; None where it cannot be asked there."""
     if not request.counts:
         return None  # few servers have these APIs
@@ -114,7 +137,9 @@ def _edited_body(request: EngineRequest, document: JsonObject, *, model: str, li
     portable = _portable(values, known_names)
     if portable is None:
         return None
-    if not _is_text(values.get("prompt")) or not _has_plain_options(values.get("stream_options")):
+    if not _is_text(values.get("prompt")) or not _has_plain_options(
+        values.get("stream_options")
+    ):
         return None
     changes: dict[str, Any] = {name: None for name in values if name not in portable}
     changes["model"] = model
@@ -132,12 +157,16 @@ def _limit_changes(chat: Mapping[str, Any], limit_name: str) -> dict[str, Any]:
     changes = {other_name: None}
     if limit_name not in chat:
         changes[limit_name] = chat[other_name]
-    elif limit_name == OLDER_LIMIT:  # where both are given, the newer name counts, as in vLLM
+    elif (
+        limit_name == OLDER_LIMIT
+    ):  # where both are given, the newer name counts, as in vLLM
         changes[limit_name] = chat[LIMIT]
     return changes
 
 
-def _portable(values: Mapping[str, Any], known_names: set[str]) -> dict[str, Any] | None:
+def _portable(
+    values: Mapping[str, Any], known_names: set[str]
+) -> dict[str, Any] | None:
     """Return the members that any server knows; None where another one changes the answer."""
     portable: dict[str, Any] = {}
     for name, value in values.items():
@@ -211,9 +240,14 @@ def read_whole(content: bytes) -> WholeAnswer | None:
     except EngineBrokeError:
         return None
     usage = completion.usage or {}
-    if not all(isinstance(usage.get(name, 0), int) for name in ("prompt_tokens", "completion_tokens")):
+    if not all(
+        isinstance(usage.get(name, 0), int)
+        for name in ("prompt_tokens", "completion_tokens")
+    ):
         return None
-    if any(choice.message is None and choice.text is None for choice in completion.choices):
+    if any(
+        choice.message is None and choice.text is None for choice in completion.choices
+    ):
         return None
     return completion.choices[0].finish_reason, usage
 
@@ -228,15 +262,24 @@ class _BufferedOverflowAnswer(BufferedAnswer):
         if usage:
             super()._note_usage(usage)
             return
-        texts = [choice.answer_text for choice in _COMPLETION_DECODER.decode(self.content).choices]
-        self.output_tokens = sum(math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts)
+        texts = [
+            choice.answer_text
+            for choice in _COMPLETION_DECODER.decode(self.content).choices
+        ]
+        self.output_tokens = sum(
+            math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts
+        )
 
 
 class OverflowClient:
     """Opens answers of the overflow. After failures it gets no requests for a while, as a replica of the fleet."""
 
     def __init__(
-        self, options: OverflowSettings, times: UpstreamSettings, telemetry: Telemetry, transport: EngineTransport
+        self,
+        options: OverflowSettings,
+        times: UpstreamSettings,
+        telemetry: Telemetry,
+        transport: EngineTransport,
     ) -> None:
         self._transport = transport
         self._telemetry = telemetry
@@ -250,10 +293,14 @@ class OverflowClient:
         self.name = options.shown_name
         self._breaker = Breaker(times.breaker)
         self._limit_name = LIMIT
-        tier = TierSpec(TierName(OVERFLOW), 0, 0, max_in_flight=options.max_in_flight, replicas=0)
+        tier = TierSpec(
+            TierName(OVERFLOW), 0, 0, max_in_flight=options.max_in_flight, replicas=0
+        )
         self._replica = OverflowServer(self.name, tier)
 
-    async def open(self, request: EngineRequest, sequences: int, sent_at: float) -> EngineAnswer:
+    async def open(
+        self, request: EngineRequest, sequences: int, sent_at: float
+    ) -> EngineAnswer:
         """Return an answer that has begun; ``sent_at``: when it was first sent, by the monotonic clock.
 
         Raises:
@@ -267,14 +314,20 @@ class OverflowClient:
         now = time.monotonic()
         content = body_for(request, options.model, self._limit_name)
         if content is None:
-            raise UnsupportedError("a parameter that only the fleet's engines understand")
+            raise UnsupportedError(
+                "a parameter that only the fleet's engines understand"
+            )
         if self.in_flight >= options.max_in_flight:
             raise NoSlotError(f"it has {self.in_flight} requests")
         if not breaker.admits(now):
-            raise PausedError(f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s")
+            raise PausedError(
+                f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s"
+            )
         probe = breaker.begin(now)
         try:
-            answer = await self._begin_with_either_limit(request, content, sequences=sequences, sent_at=sent_at)
+            answer = await self._begin_with_either_limit(
+                request, content, sequences=sequences, sent_at=sent_at
+            )
         except EngineRefusedError:
             breaker.given_up(probe=probe)
             raise
@@ -292,26 +345,39 @@ class OverflowClient:
     ) -> EngineAnswer:
         """Send a request; if its limit's name is refused, send it again with the other name, and keep that if it works."""
         options = self._options
-        sent_name = self._limit_name  # Another request, or other settings, may change it meanwhile.
+        # Another request, or other settings, may change it meanwhile.
+        sent_name = self._limit_name
         other_name = OLDER_LIMIT if sent_name == LIMIT else LIMIT
         try:
-            return await self._begin(request, content, sequences=sequences, sent_at=sent_at)
+            return await self._begin(
+                request, content, sequences=sequences, sent_at=sent_at
+            )
         except RefusedThereError as refused:
             other_content = body_for(request, options.model, other_name)
-            if other_content is None or other_content == content or sent_name.encode() not in refused.body:
+            if (
+                other_content is None
+                or other_content == content
+                or sent_name.encode() not in refused.body
+            ):
                 raise
             first_refusal = without_trace(refused)
         try:
-            answer = await self._begin(request, other_content, sequences=sequences, sent_at=sent_at)
+            answer = await self._begin(
+                request, other_content, sequences=sequences, sent_at=sent_at
+            )
         except RefusedThereError:
-            raise first_refusal from None  # something else than the limit's name is wrong
+            # something else than the limit's name is wrong
+            raise first_refusal from None
         finally:
-            del first_refusal  # break the reference cycle between the exception and this frame
+            # break the reference cycle between the exception and this frame
+            del first_refusal
         if self._options is options:
             self._limit_name = other_name
         return answer
 
-    async def _begin(self, request: EngineRequest, content: bytes, *, sequences: int, sent_at: float) -> EngineAnswer:
+    async def _begin(
+        self, request: EngineRequest, content: bytes, *, sequences: int, sent_at: float
+    ) -> EngineAnswer:
         """Send a request; its place, its connection and its span end with it unless an answer is returned."""
         options = self._options
         times = self._times
@@ -326,8 +392,16 @@ class OverflowClient:
             streamed=request.streamed,
         )
         self._telemetry.start(hop, request.parameters)
-        limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
-        limits = {"connect": times.connect_timeout_s, "pool": times.connect_timeout_s, "read": limit_s}
+        limit_s = (
+            options.first_token_timeout_s
+            if request.streamed
+            else times.answer_timeout_s
+        )
+        limits = {
+            "connect": times.connect_timeout_s,
+            "pool": times.connect_timeout_s,
+            "read": limit_s,
+        }
         body: Body | None = None
         try:
             body = await self._transport.send(*self._post(request, content), limits)
@@ -342,12 +416,18 @@ class OverflowClient:
                 silence_timeout_s=times.answer_timeout_s,
                 sent_at=sent_at,
             )
-            answer = _stream(attempt, request) if request.streamed else _BufferedOverflowAnswer(attempt, _FORMAT)
+            answer = (
+                _stream(attempt, request)
+                if request.streamed
+                else _BufferedOverflowAnswer(attempt, _FORMAT)
+            )
             answer.overflow = self.name
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:
-            await give_up(error, hold, hop, body=body, limit_s=limit_s, streamed=request.streamed)
+            await give_up(
+                error, hold, hop, body=body, limit_s=limit_s, streamed=request.streamed
+            )
             raise
 
     def _give_place_back(self) -> None:
@@ -355,11 +435,17 @@ class OverflowClient:
 
     def _post(self, request: EngineRequest, content: bytes) -> tuple[Origin, bytes]:
         media_type = b"text/event-stream" if request.streamed else b"application/json"
-        headers = [(b"accept", media_type), (b"accept-encoding", b"identity"), (b"user-agent", b"qarr")]
+        headers = [
+            (b"accept", media_type),
+            (b"accept-encoding", b"identity"),
+            (b"user-agent", b"qarr"),
+        ]
         key = self._options.api_key.get_secret_value()
         if key:
             headers.append((b"authorization", b"Bearer " + key.encode("ascii")))
-        return json_post(self._options.url + request.path.removeprefix("/v1"), headers, content)
+        return json_post(
+            self._options.url + request.path.removeprefix("/v1"), headers, content
+        )
 
     async def aclose(self) -> None:
         await self._transport.aclose()
@@ -372,7 +458,9 @@ def _error_in(answer: Body, content: bytes) -> UpstreamError:
     """Return the error for an answer that is not 200; it has none of the server's words."""
     error = status_error(answer.status, None, answer.header(b"retry-after"))
     if isinstance(error, EngineRefusedError):
-        return RefusedThereError(_codes_of(answer.status, content), answer.status, content)
+        return RefusedThereError(
+            _codes_of(answer.status, content), answer.status, content
+        )
     return error
 
 

@@ -67,7 +67,9 @@ class Progress:
     @property
     def point(self) -> Point:
         """Return the last point whose text is known."""
-        return Point(*next(point for point in reversed(self._points) if point[1] <= self.told))
+        return Point(
+            *next(point for point in reversed(self._points) if point[1] <= self.told)
+        )
 
     @property
     def settled(self) -> bool:
@@ -104,7 +106,8 @@ class Progress:
 
     def _note_besides_text(self, chunk: Chunk) -> None:
         """Note the prompt and the end of the answer, and output that could not be continued as text can."""
-        if chunk.prompt_ids and not self.prompt_ids:  # the prompt of a continuation holds the answer so far
+        # the prompt of a continuation holds the answer so far
+        if chunk.prompt_ids and not self.prompt_ids:
             self.prompt_ids = array("I", chunk.prompt_ids)
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 log = logging.getLogger(f"qarr.{__name__}")
-LOOKUP_S = 1.0  # a connection to a name whose addresses are known waits no longer for a new lookup
-AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]  # as ``socket.getaddrinfo`` returns it
+# a connection to a name whose addresses are known waits no longer for a new lookup
+LOOKUP_S = 1.0
+# as ``socket.getaddrinfo`` returns it
+AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
 @dataclass(slots=True)
@@ -33,13 +35,18 @@ class _Name:
 
 async def system_lookup(host: str, port: int) -> Sequence[AddressInfo]:
     """Return the addresses of a name in the order in which to try them; ``socket.gaierror``: it does not resolve."""
-    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    )
 
 
 class Resolver:
     """Looks names up with each connection that is opened. One event loop owns it."""
 
-    def __init__(self, lookup: Callable[[str, int], Awaitable[Sequence[AddressInfo]]] = system_lookup) -> None:
+    def __init__(
+        self,
+        lookup: Callable[[str, int], Awaitable[Sequence[AddressInfo]]] = system_lookup,
+    ) -> None:
         self._lookup = lookup
         self._names: dict[tuple[str, int], _Name] = {}
 
@@ -47,10 +54,13 @@ class Resolver:
         """Return where connections to a name go; ``socket.gaierror``: no address was ever known, or it has none."""
         name = self._names.setdefault((host, port), _Name())
         if name.lookup is None:
-            name.lookup = asyncio.create_task(self._look_up(host, port, name), name=f"resolving {host}")
+            name.lookup = asyncio.create_task(
+                self._look_up(host, port, name), name=f"resolving {host}"
+            )
         if name.is_stale and name.addresses:
             return name.addresses
-        lookup = name.lookup  # By the time that this goes on, another connection may have begun the next one.
+        # By the time that this goes on, another connection may have begun the next one.
+        lookup = name.lookup
         limit_s = LOOKUP_S if name.addresses else None
         await asyncio.wait({lookup}, timeout=limit_s)
         if not name.addresses:
@@ -58,8 +68,14 @@ class Resolver:
         has_failed = name.fault is not None or not lookup.done()
         if has_failed and not name.is_stale:
             name.is_stale = True
-            why = f"no answer within {LOOKUP_S:g} s" if name.fault is None else name.fault.strerror
-            log.warning("%s does not resolve (%s): its last addresses stay in use", host, why)
+            why = (
+                f"no answer within {LOOKUP_S:g} s"
+                if name.fault is None
+                else name.fault.strerror
+            )
+            log.warning(
+                "%s does not resolve (%s): its last addresses stay in use", host, why
+            )
         return name.addresses
 
     async def _look_up(self, host: str, port: int, name: _Name) -> None:
@@ -69,7 +85,10 @@ class Resolver:
             name.fault = error
             if error.errno == socket.EAI_NODATA:
                 name.addresses = ()
-        except (OSError, UnicodeError) as error:  # UnicodeError: no name at all, such as one with an empty label
+        except (
+            OSError,
+            UnicodeError,
+        ) as error:  # UnicodeError: no name at all, such as one with an empty label
             name.fault = socket.gaierror(socket.EAI_NONAME, str(error))
         else:
             name.addresses = tuple(addresses)

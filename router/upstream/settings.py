@@ -16,19 +16,27 @@ class UpstreamSettings(Section, reloads=AllBut()):
     """How the router talks to engines."""
 
     connect_timeout_s: ClassVar[float] = 5.0
-    retry_share: ClassVar[float] = 0.2  # retries before the first byte that each request adds to a budget shared by all
-    retry_reserve: ClassVar[int] = 50  # retries in that budget at the start, and at most
+    # retries before the first byte that each request adds to a budget shared by all
+    retry_share: ClassVar[float] = 0.2
+    # retries in that budget at the start, and at most
+    retry_reserve: ClassVar[int] = 50
     breaker: ClassVar[BreakerOptions] = BreakerOptions()
 
-    first_token_timeout_s: PositiveFloat = Field(120, description="Time from sending a request to its first token.")
+    first_token_timeout_s: PositiveFloat = Field(
+        120, description="Time from sending a request to its first token."
+    )
     token_timeout_s: PositiveFloat = Field(
-        60, description="Longest time between two tokens, and longest silence of an engine that is not seen to compute."
+        60,
+        description="Longest time between two tokens, and longest silence of an engine that is not seen to compute.",
     )
     answer_timeout_s: PositiveFloat = Field(
-        600, description="Time to the whole answer of an unstreamed request, and longest silence of any stream."
+        600,
+        description="Time to the whole answer of an unstreamed request, and longest silence of any stream.",
     )
     attempts: int = Field(
-        3, ge=1, description="Most replicas tried before the first byte, and most failovers of one answer."
+        3,
+        ge=1,
+        description="Most replicas tried before the first byte, and most failovers of one answer.",
     )
 
 
@@ -37,7 +45,9 @@ def _overflow_address(url: str) -> str:
         return url
     allowed = "an address like https://api.example.com/v1 is allowed"
     if "@" in url:
-        raise ValueError(f"user and password do not belong here: overflow.api_key holds the key; {allowed}")
+        raise ValueError(
+            f"user and password do not belong here: overflow.api_key holds the key; {allowed}"
+        )
     if not url.isascii():
         raise ValueError(f"a host's name is written in ASCII (xn--...); {allowed}")
     base = url.rstrip("/")
@@ -47,7 +57,11 @@ def _overflow_address(url: str) -> str:
     if base.endswith("/completions"):
         raise ValueError(f"the path of an endpoint does not belong here; {allowed}")
     address = urlsplit(url)
-    if address.scheme == "http" and address.hostname not in {"localhost", "127.0.0.1", "::1"}:
+    if address.scheme == "http" and address.hostname not in {
+        "localhost",
+        "127.0.0.1",
+        "::1",
+    }:
         raise ValueError(
             "prompts and the key would go over the network in the clear: https:// is allowed, or http:// of this machine"
         )
@@ -62,7 +76,8 @@ def _secret_header_value(key: SecretStr) -> SecretStr:
 class OverflowSettings(Section, reloads=AllBut()):
     """A server of OpenAI's API that answers what all tiers are too full for."""
 
-    first_token_timeout_s: ClassVar[float] = 30.0  # other times are those of ``UpstreamSettings``
+    # other times are those of ``UpstreamSettings``
+    first_token_timeout_s: ClassVar[float] = 30.0
 
     url: Annotated[str, AfterValidator(_overflow_address)] = Field(
         "",
@@ -70,7 +85,8 @@ class OverflowSettings(Section, reloads=AllBut()):
         "when every tier is full. Empty: such requests are refused.",
     )
     api_key: Annotated[SecretStr, AfterValidator(_secret_header_value)] = Field(
-        SecretStr(""), description="Key for the overflow, sent nowhere else; empty: none is sent."
+        SecretStr(""),
+        description="Key for the overflow, sent nowhere else; empty: none is sent.",
     )
     model: str = Field("", description="Model to ask the overflow for.")
     name: str = Field(
@@ -78,7 +94,9 @@ class OverflowSettings(Section, reloads=AllBut()):
         pattern=r"^[A-Za-z0-9._-]{0,64}$",
         description="Name of the overflow in answers and records; empty: the host of `overflow.url`.",
     )
-    max_in_flight: int = Field(16, ge=1, description="Most requests that are there at once.")
+    max_in_flight: int = Field(
+        16, ge=1, description="Most requests that are there at once."
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> OverflowSettings:

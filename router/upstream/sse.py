@@ -17,7 +17,8 @@ WholeAnswer = tuple[str | None, Mapping[str, Any]]
 
 SEPARATOR = b"\n\n"
 DONE = b"data: [DONE]"
-COMMENT_END = b"\n"  # no empty line: some clients take one for the end of an event, even after a comment
+# no empty line: some clients take one for the end of an event, even after a comment
+COMMENT_END = b"\n"
 MAX_EVENT_BYTES = 1 << 24  # enough for the token ids of a prompt of two million tokens
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 NOT_A_CHUNK = "the engine's stream holds something that is not a chunk"
@@ -62,7 +63,8 @@ class _Completion(Struct):
 
 _INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _MEMBERS_WITH_TEXT = {"content", "reasoning", "reasoning_content"}
-_MEMBERS_OF_PLAIN_TEXT = {"role", "content"}  # a delta with these alone holds nothing but the answer's text
+# a delta with these alone holds nothing but the answer's text
+_MEMBERS_OF_PLAIN_TEXT = {"role", "content"}
 _EVENT = msgspec.json.Decoder(_Event)
 _COMPLETION = msgspec.json.Decoder(_Completion)
 
@@ -121,7 +123,8 @@ def parse_event(raw: bytes) -> Chunk:
             raw.decode()
         event = _EVENT.decode(raw[5:])
     except _INVALID:
-        raise EngineBrokeError(NOT_A_CHUNK) from None  # the decoder's message quotes the event
+        # the decoder's message quotes the event
+        raise EngineBrokeError(NOT_A_CHUNK) from None
     choices = event.choices
     if event.error is not None or not choices:
         return _parse_event_without_choice(raw, event)
@@ -201,7 +204,9 @@ def read_completion(content: bytes) -> WholeAnswer | None:
         completion = decoded(_COMPLETION, content)
     except EngineBrokeError:
         return None
-    if any(choice.message is None and choice.text is None for choice in completion.choices):
+    if any(
+        choice.message is None and choice.text is None for choice in completion.choices
+    ):
         return None
     return completion.choices[0].finish_reason, msgspec.structs.asdict(completion.usage)
 
@@ -224,7 +229,10 @@ class AnswerFormat:
 
 
 COMPLETION_FORMAT = AnswerFormat(
-    read_event=parse_event, read_whole=read_completion, usual=re.compile(rb"data: \{[^\n]*+").fullmatch, done=DONE
+    read_event=parse_event,
+    read_whole=read_completion,
+    usual=re.compile(rb"data: \{[^\n]*+").fullmatch,
+    done=DONE,
 )
 
 
@@ -243,14 +251,24 @@ class EventParser:
         ended: Whether no further part is read, because of the last event or of a fault.
     """
 
-    __slots__ = ("_buffer", "_done", "_ends_in_cr", "_fault", "_is_usual", "_read_event", "ended", "over")
+    __slots__ = (
+        "_buffer",
+        "_done",
+        "_ends_in_cr",
+        "_fault",
+        "_is_usual",
+        "_read_event",
+        "ended",
+        "over",
+    )
 
     def __init__(self, answers: AnswerFormat = COMPLETION_FORMAT) -> None:
         self._is_usual = answers.usual
         self._read_event = answers.read_event
         self._done = answers.done or None
         self._buffer = bytearray()  # the beginning of an event whose end has not come
-        self._ends_in_cr = False  # whether the last part ended in a carriage return, whose line feed may follow
+        # whether the last part ended in a carriage return, whose line feed may follow
+        self._ends_in_cr = False
         self._fault: EngineBrokeError | None = None
         self.over = False
         self.ended = False
@@ -293,7 +311,9 @@ class EventParser:
         buffer += data
         if not has_end:
             if len(buffer) > MAX_EVENT_BYTES:
-                raise EngineBrokeError(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes")
+                raise EngineBrokeError(
+                    f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes"
+                )
             return b""
         whole_events, _, unfinished_event = bytes(buffer).rpartition(SEPARATOR)
         self._buffer = bytearray(unfinished_event)

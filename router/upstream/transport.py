@@ -31,19 +31,24 @@ from router.upstream.resolver import AddressInfo, Resolver
 from tiers.errors import TrustError
 from tiers.trust import client_context, why_untrusted
 
-READ_BUFFER_BYTES = 1 << 15  # while more than that of an answer waits for its reader, the socket is not read
-MAX_HEAD_BYTES = 1 << 16  # for an answer's status line and headers, informational ones included
+# while more than that of an answer waits for its reader, the socket is not read
+READ_BUFFER_BYTES = 1 << 15
+# for an answer's status line and headers, informational ones included
+MAX_HEAD_BYTES = 1 << 16
 # A connection that was idle for longer is not used again. vLLM closes idle connections after 5 s (uvicorn's default,
 # VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request that meets the close is sent again, once, if nothing of an answer has come.
 KEEP_ALIVE_S = 4.0
-NEXT_ADDRESS_S = 0.25  # a name's next address is tried as well after that time (RFC 8305, section 5)
-LAST_CHUNK_S = 1.0  # a connection is closed if the end of a body does not follow a stream's last event within that time
+# a name's next address is tried as well after that time (RFC 8305, section 5)
+NEXT_ADDRESS_S = 0.25
+# a connection is closed if the end of a body does not follow a stream's last event within that time
+LAST_CHUNK_S = 1.0
 _SWITCHING_PROTOCOLS = 101
 _OK = 200
 
 Origin = tuple[str, str, int]  # scheme, host, port
 Headers = Sequence[tuple[bytes, bytes]]
-Sink = Callable[[bytes], bool]  # takes a part of a body as it comes; tells whether it takes more now
+# takes a part of a body as it comes; tells whether it takes more now
+Sink = Callable[[bytes], bool]
 
 
 class ConnectionState(Enum):
@@ -93,7 +98,9 @@ class Body(httpx.AsyncByteStream):
         "timer", "waiter", "waiting_since",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, *, head_only: bool, limit_s: float | None) -> None:
+    def __init__(
+        self, connection: Connection, *, head_only: bool, limit_s: float | None
+    ) -> None:
         self._connection: Connection | None = connection
         self._head_only = head_only
         self.status = 0
@@ -114,7 +121,9 @@ class Body(httpx.AsyncByteStream):
         self.read_timeout_s = limit_s
         self.from_sending = limit_s is not None
         self.waiting_since = time.monotonic()
-        self.parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        self.parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(
+            self
+        )
 
     async def head(self) -> None:
         """Wait until the head has come."""
@@ -189,13 +198,16 @@ class Body(httpx.AsyncByteStream):
         self.sink = sink
         try:
             await self._wait()
-            return self.sink is not None  # ``Connection.data_received`` clears it when it takes no more
+            # ``Connection.data_received`` clears it when it takes no more
+            return self.sink is not None
         finally:
             self.sink = None
 
     def _raise_engine_error(self, fault: httpx.TransportError) -> NoReturn:
         if isinstance(fault, httpx.ReadTimeout):
-            raise EngineStalledError(f"the engine sent no token for {self.read_timeout_s:g} s")
+            raise EngineStalledError(
+                f"the engine sent no token for {self.read_timeout_s:g} s"
+            )
         raise EngineBrokeError("the engine's connection broke off") from fault
 
     async def aclose(self) -> None:
@@ -230,7 +242,9 @@ class Body(httpx.AsyncByteStream):
         if left_s <= 0 and self.patience is not None:
             left_s = self.patience(self.waiting_since)
         if left_s > 0:
-            self.timer = asyncio.get_running_loop().call_later(left_s, self.check_wait, limit_s)
+            self.timer = asyncio.get_running_loop().call_later(
+                left_s, self.check_wait, limit_s
+            )
         else:
             self.fail(httpx.ReadTimeout(f"no data for {limit_s:g} s"))
 
@@ -285,7 +299,8 @@ class Body(httpx.AsyncByteStream):
         assert self.parser is not None
         status = self.parser.get_status_code()
         if self.status or self.fault is not None:
-            return  # it belongs to something after the answer, or after an informational head that was too long
+            # it belongs to something after the answer, or after an informational head that was too long
+            return
         if status < _OK and status != _SWITCHING_PROTOCOLS:
             self.headers = []  # an informational head: the answer's own follows
             return
@@ -294,7 +309,9 @@ class Body(httpx.AsyncByteStream):
         for name, value in self.headers:
             size += len(name) + len(value)
             lower_name = name.lower()
-            is_chunked = lower_name == b"transfer-encoding" and b"chunked" in value.lower()
+            is_chunked = (
+                lower_name == b"transfer-encoding" and b"chunked" in value.lower()
+            )
             if is_chunked or lower_name == b"content-length":
                 ends_at_close = False
         if size > MAX_HEAD_BYTES:
@@ -311,14 +328,20 @@ class Body(httpx.AsyncByteStream):
             self.head_too_long()
 
     def head_too_long(self) -> None:
-        self.fail(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
+        self.fail(
+            httpx.RemoteProtocolError(
+                f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"
+            )
+        )
 
     def on_message_complete(self) -> None:
-        if self.status and not self.complete:  # otherwise an informational answer has ended
+        # otherwise an informational answer has ended
+        if self.status and not self.complete:
             assert self.parser is not None
             self.complete = True
             self.reusable = self.parser.should_keep_alive()
-            self.ended_at = time.monotonic()  # the engine's time runs from here, whenever the answer is read
+            # the engine's time runs from here, whenever the answer is read
+            self.ended_at = time.monotonic()
 
 
 class Connection(asyncio.Protocol):
@@ -331,9 +354,23 @@ class Connection(asyncio.Protocol):
         release: Takes the connection back once its request has ended; with ``ended`` if that was said before.
     """
 
-    __slots__ = ("_on_lost", "_transport", "answer", "idle_since", "origin", "paused", "release", "state")
+    __slots__ = (
+        "_on_lost",
+        "_transport",
+        "answer",
+        "idle_since",
+        "origin",
+        "paused",
+        "release",
+        "state",
+    )
 
-    def __init__(self, origin: Origin, on_lost: Callable[[Connection], None], release: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        on_lost: Callable[[Connection], None],
+        release: Callable[..., None],
+    ) -> None:
         self.origin = origin
         self.release = release
         self._on_lost = on_lost
@@ -343,12 +380,15 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self.paused = False
 
-    def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> Body:
+    def send(
+        self, message: bytes, *, head_only: bool, limit_s: float | None = None
+    ) -> Body:
         """Send a request on an idle connection; ``limit_s`` is for the whole answer, or until ``Body.limit_reads``.
 
         ``httpx.ReadError``: the engine has closed it.
         """
-        if self.state is not ConnectionState.IDLE or self._transport is None:  # uvloop may tell of it before this runs
+        # uvloop may tell of it before this runs
+        if self.state is not ConnectionState.IDLE or self._transport is None:
             raise httpx.ReadError("the engine closed the connection at once")
         self.state = ConnectionState.ACTIVE
         self.answer = Body(self, head_only=head_only, limit_s=limit_s)
@@ -404,7 +444,8 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's does not derive from it
+        # uvloop's does not derive from it
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         """Parse what came of the answer, and give it to its sink, or keep it and wake its reader.
@@ -413,12 +454,17 @@ class Connection(asyncio.Protocol):
         """
         answer = self.answer
         if answer is None or answer.parser is None:
-            self.close()  # whatever this is, the next request would take it for its answer
+            # whatever this is, the next request would take it for its answer
+            self.close()
             return
         try:
             answer.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            answer.fail(httpx.RemoteProtocolError(f"the engine's answer is no HTTP ({type(error).__name__})"))
+            answer.fail(
+                httpx.RemoteProtocolError(
+                    f"the engine's answer is no HTTP ({type(error).__name__})"
+                )
+            )
         if self.state is _ENDING:
             self._note_end(answer)
             return
@@ -448,7 +494,11 @@ class Connection(asyncio.Protocol):
 
     def _pause_if_full(self, answer: Body) -> None:
         """Stop reading the socket while too much of an answer waits for its reader."""
-        if answer.buffered > READ_BUFFER_BYTES and not self.paused and self._transport is not None:
+        if (
+            answer.buffered > READ_BUFFER_BYTES
+            and not self.paused
+            and self._transport is not None
+        ):
             self.paused = True
             self._transport.pause_reading()
 
@@ -466,9 +516,15 @@ class Connection(asyncio.Protocol):
                 answer.complete = True
                 answer.wake()
             elif exc is None:
-                answer.fail(httpx.RemoteProtocolError("the engine closed the connection before the end of its answer"))
+                answer.fail(
+                    httpx.RemoteProtocolError(
+                        "the engine closed the connection before the end of its answer"
+                    )
+                )
             else:
-                answer.fail(httpx.ReadError(f"the connection broke ({type(exc).__name__})"))
+                answer.fail(
+                    httpx.ReadError(f"the connection broke ({type(exc).__name__})")
+                )
         self._transport = None
         self._on_lost(self)
 
@@ -482,7 +538,13 @@ class EngineTransport(httpx.AsyncBaseTransport):
     are trusted besides the system's.
     """
 
-    def __init__(self, max_requests: int = 0, *, ca: Path | None = None, resolver: Resolver | None = None) -> None:
+    def __init__(
+        self,
+        max_requests: int = 0,
+        *,
+        ca: Path | None = None,
+        resolver: Resolver | None = None,
+    ) -> None:
         self._idle: dict[Origin, deque[Connection]] = {}
         self._connections: set[Connection] = set()
         self._slots = asyncio.Semaphore(max_requests) if max_requests else None
@@ -490,7 +552,8 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._closed_old_at = 0.0
         self._ca = ca
         self._resolver = Resolver() if resolver is None else resolver
-        self._reachable: dict[Origin, socket.AddressFamily] = {}  # family in which the last connection was made
+        # family in which the last connection was made
+        self._reachable: dict[Origin, socket.AddressFamily] = {}
         self._ssl: ssl.SSLContext | None = None
         self._closed = False
 
@@ -507,14 +570,24 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request for one of httpx's clients."""
-        request_line = b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)
+        request_line = b"%b %b HTTP/1.1" % (
+            request.method.encode("ascii"),
+            request.url.raw_path,
+        )
         message = _message(request_line, request.headers.raw, request.read())
         times = request.extensions.get("timeout") or {}
-        answer = await self.send(_origin(request.url), message, times, head_only=request.method == "HEAD")
+        answer = await self.send(
+            _origin(request.url), message, times, head_only=request.method == "HEAD"
+        )
         return httpx.Response(answer.status, headers=answer.headers, stream=answer)
 
     async def send(
-        self, origin: Origin, message: bytes, times: Mapping[str, float | None], *, head_only: bool = False
+        self,
+        origin: Origin,
+        message: bytes,
+        times: Mapping[str, float | None],
+        *,
+        head_only: bool = False,
     ) -> Body:
         """Send a request; return once the head of its answer has come. Close the answer.
 
@@ -539,12 +612,16 @@ class EngineTransport(httpx.AsyncBaseTransport):
         try:
             connection = self._take_idle(origin)
             if connection is not None:
-                answer = await self._send_on_kept(connection, message, head_only=head_only, limit_s=read_timeout_s)
+                answer = await self._send_on_kept(
+                    connection, message, head_only=head_only, limit_s=read_timeout_s
+                )
                 if answer is not None:
                     return answer
                 connection = None
             connection = await self._connect(origin, times.get("connect"))
-            answer = connection.send(message, head_only=head_only, limit_s=read_timeout_s)
+            answer = connection.send(
+                message, head_only=head_only, limit_s=read_timeout_s
+            )
             await answer.head()
         except BaseException:
             if connection is not None:
@@ -555,7 +632,12 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return answer
 
     async def _send_on_kept(
-        self, connection: Connection, message: bytes, *, head_only: bool, limit_s: float | None
+        self,
+        connection: Connection,
+        message: bytes,
+        *,
+        head_only: bool,
+        limit_s: float | None,
     ) -> Body | None:
         """Send a request on a connection that was idle; None: the engine had closed it before the request came.
 
@@ -566,7 +648,9 @@ class EngineTransport(httpx.AsyncBaseTransport):
             answer = connection.send(message, head_only=head_only, limit_s=limit_s)
             await answer.head()
         except (httpx.ReadError, httpx.RemoteProtocolError):
-            has_answer_begun = answer is not None and (answer.status > 0 or answer.buffered > 0)
+            has_answer_begun = answer is not None and (
+                answer.status > 0 or answer.buffered > 0
+            )
             if has_answer_begun or self._closed:
                 raise
             connection.rest()
@@ -586,12 +670,16 @@ class EngineTransport(httpx.AsyncBaseTransport):
             connection.close()
         self._idle.clear()
 
-    async def _wait_for_slot(self, slots: asyncio.Semaphore, limit_s: float | None) -> None:
+    async def _wait_for_slot(
+        self, slots: asyncio.Semaphore, limit_s: float | None
+    ) -> None:
         try:
             async with asyncio.timeout(limit_s):
                 await slots.acquire()
         except TimeoutError:
-            raise httpx.PoolTimeout(f"no connection was free within {limit_s:g} s") from None
+            raise httpx.PoolTimeout(
+                f"no connection was free within {limit_s:g} s"
+            ) from None
 
     def _take_idle(self, origin: Origin) -> Connection | None:
         """Return the connection that was used last, which the engine is the least likely to have closed by now."""
@@ -599,7 +687,10 @@ class EngineTransport(httpx.AsyncBaseTransport):
         if not idle:
             return None
         connection = idle.pop()
-        if connection.state is ConnectionState.IDLE and time.monotonic() - connection.idle_since <= KEEP_ALIVE_S:
+        if (
+            connection.state is ConnectionState.IDLE
+            and time.monotonic() - connection.idle_since <= KEEP_ALIVE_S
+        ):
             return connection
         connection.close()
         while idle:  # the ones before it have been idle for longer
@@ -631,21 +722,30 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return connection
 
     async def _open(
-        self, make_connection: Callable[[], Connection], origin: Origin, options: Mapping[str, Any]
+        self,
+        make_connection: Callable[[], Connection],
+        origin: Origin,
+        options: Mapping[str, Any],
     ) -> Connection:
         """Connect to the first address of a host that answers: they are tried side by side (RFC 8305)."""
         _, host, port = origin
         loop = asyncio.get_running_loop()
         if _is_address(host):
-            _, connection = await loop.create_connection(make_connection, host, port, **options)
+            _, connection = await loop.create_connection(
+                make_connection, host, port, **options
+            )
             return connection
         addresses = await self._resolver.addresses(host, port)
         # The family that was reached before goes first: otherwise each connection would wait for the other one in vain.
         last_family = self._reachable.get(origin)
-        addresses_in_order = sorted(addresses, key=lambda address: address[0] != last_family)
+        addresses_in_order = sorted(
+            addresses, key=lambda address: address[0] != last_family
+        )
         sock = await _connect_first(addresses_in_order)
         self._reachable[origin] = socket.AddressFamily(sock.family)
-        _, connection = await loop.create_connection(make_connection, sock=sock, **options)
+        _, connection = await loop.create_connection(
+            make_connection, sock=sock, **options
+        )
         return connection
 
     def _tls(self) -> ssl.SSLContext:
@@ -697,7 +797,9 @@ def json_post(url: str, headers: Headers, content: bytes) -> tuple[Origin, bytes
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(content)),
     )
-    return origin, _message(b"POST %b HTTP/1.1" % target, (*own_headers, *headers), content)
+    return origin, _message(
+        b"POST %b HTTP/1.1" % target, (*own_headers, *headers), content
+    )
 
 
 def _why_unreachable(error: OSError, scheme: str) -> str:
@@ -711,12 +813,16 @@ def _why_unreachable(error: OSError, scheme: str) -> str:
 async def _connect_first(addresses: Sequence[AddressInfo]) -> socket.socket:
     """Return a connection to the first address that answers; ``OSError``: none does, its text names none of them."""
     try:
-        return await start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
+        return await start_connection(
+            addresses, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1
+        )
     except RuntimeError as error:  # uvloop raises it for a socket that another attempt has closed meanwhile
         raise OSError(str(error)) from error
     except OSError as error:
         if error.errno is None:
-            raise OSError(errno.EHOSTUNREACH, "none of its addresses takes connections") from error
+            raise OSError(
+                errno.EHOSTUNREACH, "none of its addresses takes connections"
+            ) from error
         raise OSError(error.errno, os.strerror(error.errno)) from error
 
 

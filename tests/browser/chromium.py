@@ -19,5 +19,7 @@ ARGUMENTS = [
 
 async def launched(tool: Playwright) -> Browser:
     program = shutil.which("chromium")
-    assert program, "chromium is not installed: scripts/setup services, or apt-get install chromium"
+    assert program, (
+        "chromium is not installed: scripts/setup services, or apt-get install chromium"
+    )
     return await tool.chromium.launch(executable_path=program, args=ARGUMENTS)

@@ -11,7 +11,8 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 
 from tests.browser.chromium import launched
 
-expect.set_options(timeout=30_000)  # a bound for a busy machine; nothing waits for it but what fails
+# a bound for a busy machine; nothing waits for it but what fails
+expect.set_options(timeout=30_000)
 
 
 class Opened(Protocol):
@@ -41,18 +42,27 @@ def opened(browser: Browser) -> Opened:
     """Return what opens a page, and fails when anything went wrong on it."""
 
     @asynccontextmanager
-    async def open_page(url: str, *, expected: tuple[str, ...] = (), **context: Any) -> AsyncIterator[Page]:
-        held = await browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **context})
+    async def open_page(
+        url: str, *, expected: tuple[str, ...] = (), **context: Any
+    ) -> AsyncIterator[Page]:
+        held = await browser.new_context(
+            **{"viewport": {"width": 1440, "height": 900}, **context}
+        )
         page = await held.new_page()
         page.set_default_timeout(20_000)
         wrong: list[str] = []
-        page.on("console", lambda m: wrong.append(m.text) if m.type in {"error", "warning"} else None)
+        page.on(
+            "console",
+            lambda m: wrong.append(m.text) if m.type in {"error", "warning"} else None,
+        )
         page.on("pageerror", lambda error: wrong.append(str(error)))
         try:
             await page.goto(url)
             yield page
         finally:
             await held.close()
-        assert not [text for text in wrong if not any(part in text for part in expected)]
+        assert not [
+            text for text in wrong if not any(part in text for part in expected)
+        ]
 
     return open_page

@@ -32,7 +32,9 @@ class Line:
             writer.transport.abort()
         await self._server.wait_closed()
 
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _relay(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", self._target)
         pair = {writer, back}
         self._open |= pair
@@ -43,7 +45,9 @@ class Line:
                 each.transport.abort()
             self._open -= pair
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         with suppress(OSError):
             while data := await reader.read(65536):
                 writer.write(data)

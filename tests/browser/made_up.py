@@ -52,12 +52,18 @@ def quality(identities: dict[TierName, str | None]) -> QualityProfile:
         for kind, each in WORSE.items() for tier, worse in zip((FAST, BALANCED), each, strict=True)
     )  # fmt: skip
     return QualityProfile(
-        created=datetime.now(UTC), model="fake", checkpoints=identities, tasks="made up", counts=counts
+        created=datetime.now(UTC),
+        model="fake",
+        checkpoints=identities,
+        tasks="made up",
+        counts=counts,
     )
 
 
 def speed(
-    identities: dict[TierName, str | None], machine: str, speeds: Mapping[TierName, tuple[float, float]]
+    identities: dict[TierName, str | None],
+    machine: str,
+    speeds: Mapping[TierName, tuple[float, float]],
 ) -> LatencyProfile:
     error = FitError(median=0.05, p95=0.2)
     fits = tuple(
@@ -69,17 +75,28 @@ def speed(
         for tier, (first_s, token_s) in speeds.items()
     )  # fmt: skip
     return LatencyProfile(
-        created=datetime.now(UTC), model="fake", machine=machine, checkpoints=identities, fits=fits, samples=()
+        created=datetime.now(UTC),
+        model="fake",
+        machine=machine,
+        checkpoints=identities,
+        fits=fits,
+        samples=(),
     )
 
 
 async def measured(
-    stack: Stack, folder: Path, speeds: Mapping[TierName, tuple[float, float]] = MappingProxyType(SPEEDS)
+    stack: Stack,
+    folder: Path,
+    speeds: Mapping[TierName, tuple[float, float]] = MappingProxyType(SPEEDS),
 ) -> None:
     identities = {spec.name: spec.identity for spec in stack.fleet.specs}
-    (folder / profile_name(identities)).write_text(quality(identities).model_dump_json())
+    (folder / profile_name(identities)).write_text(
+        quality(identities).model_dump_json()
+    )
     machine = stack.fleet.machine
-    (folder / latency_name(identities, machine)).write_text(speed(identities, machine, speeds).model_dump_json())
+    (folder / latency_name(identities, machine)).write_text(
+        speed(identities, machine, speeds).model_dump_json()
+    )
 
     async def answers() -> int:
         losses = (await stack.client.get(f"{stack.url}/policy")).json()["losses"]

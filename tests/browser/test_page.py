@@ -62,7 +62,9 @@ async def live(page: Page) -> None:
     await expect(page.get_by_text("● live")).to_be_visible()
 
 
-async def test_a_tier_that_is_being_made_says_so_on_its_lane(tmp_path: Path, opened: Opened) -> None:
+async def test_a_tier_that_is_being_made_says_so_on_its_lane(
+    tmp_path: Path, opened: Opened
+) -> None:
     """The step, its parts and the time left stand where its requests will be, until it is ready."""
     async with first_up(tmp_path) as up:
         for command, order in (("bf16", "done"), ("fp8", "done"), ("awq", "3")):
@@ -70,8 +72,13 @@ async def test_a_tier_that_is_being_made_says_so_on_its_lane(tmp_path: Path, ope
         await up.until_states(precise="ready", balanced="ready", fast="preparing")
         async with opened(up.url) as page:
             await live(page)
-            coming, state = tier(page, "fast").locator(".coming"), tier(page, "fast").locator(".who .state")
-            await expect(coming).to_contain_text("quantizing to AWQ int4, groups of 64 (3 of 31)", timeout=TIMEOUT_MS)
+            coming, state = (
+                tier(page, "fast").locator(".coming"),
+                tier(page, "fast").locator(".who .state"),
+            )
+            await expect(coming).to_contain_text(
+                "quantizing to AWQ int4, groups of 64 (3 of 31)", timeout=TIMEOUT_MS
+            )
             await expect(coming).to_contain_text("ready in about")
             await expect(state).to_have_text("… preparing")
             await expect(tier(page, "precise").locator(".coming")).to_be_hidden()
@@ -83,13 +90,21 @@ async def test_a_tier_that_is_being_made_says_so_on_its_lane(tmp_path: Path, ope
 async def test_the_tiers_are_shown(tmp_path: Path, opened: Opened) -> None:
     """Model, tiers with state and load, sums and replicas are there, and the page says what to do without keys."""
     async with router_stack(tmp_path) as stack:
-        await stack.generate(prompt="What is the capital of France?", sla={"ttft_ms": 60_000})
+        await stack.generate(
+            prompt="What is the capital of France?", sla={"ttft_ms": 60_000}
+        )
         async with opened(stack.url) as page:
             await live(page)
             await expect(page.locator("#model")).to_have_text("fake")
-            for name, precision in (("fast", "awq-int4"), ("balanced", "fp8"), ("precise", "bf16")):
+            for name, precision in (
+                ("fast", "awq-int4"),
+                ("balanced", "fp8"),
+                ("precise", "bf16"),
+            ):
                 await expect(tier(page, name)).to_contain_text(precision)
-                await expect(tier(page, name).locator(".who .state")).to_have_text("✓ ready")
+                await expect(tier(page, name).locator(".who .state")).to_have_text(
+                    "✓ ready"
+                )
                 await expect(tier(page, name)).to_contain_text("0 of 32")
             await expect(page.locator("#sum-sla-of")).to_have_text("1 of 1 with bounds")
             await tier(page, "fast").get_by_text("1 replica").click()
@@ -97,17 +112,28 @@ async def test_the_tiers_are_shown(tmp_path: Path, opened: Opened) -> None:
             await expect(replica).to_contain_text("served")
             await expect(replica).to_contain_text("qarr tiers drain fast-0")
             await expect(replica.get_by_role("button")).to_have_count(0)
-            await expect(page.locator("#rights")).to_contain_text("qarr keys add NAME --admin")
-            await expect(page.locator("#rights")).to_contain_text("qarr keys off ends that")
-            await expect(page.locator("#quality")).to_contain_text("qarr profile quality")
+            await expect(page.locator("#rights")).to_contain_text(
+                "qarr keys add NAME --admin"
+            )
+            await expect(page.locator("#rights")).to_contain_text(
+                "qarr keys off ends that"
+            )
+            await expect(page.locator("#quality")).to_contain_text(
+                "qarr profile quality"
+            )
             await expect(page.locator("#measuring")).to_be_hidden()
             await expect(page).to_have_title("QARR")
 
 
-async def test_a_notice_and_a_router_without_engines_of_its_own(tmp_path: Path, opened: Opened) -> None:
+async def test_a_notice_and_a_router_without_engines_of_its_own(
+    tmp_path: Path, opened: Opened
+) -> None:
     """The settings' sentence stands at the head of the page; the machine is told as the router's, as no engine runs there."""
     said = "Simulated: no model runs."
-    async with router_stack(tmp_path, {"server": {"notice": said}}) as stack, opened(stack.url) as page:
+    async with (
+        router_stack(tmp_path, {"server": {"notice": said}}) as stack,
+        opened(stack.url) as page,
+    ):
         await live(page)
         await expect(page.locator("#notice")).to_have_text(said)
         stack.fleet.machine = "An example CPU"
@@ -124,26 +150,39 @@ async def test_an_idle_tier_says_why(tmp_path: Path, opened: Opened) -> None:
         lane = tier(page, "fast").locator(".idle")
         await expect(lane).to_have_text("idle")
         await stack.generate(prompt="What is the capital of France?", tier="precise")
-        await expect(lane).to_have_text("idle; for the last prompt: hint precise wants precise or higher")
+        await expect(lane).to_have_text(
+            "idle; for the last prompt: hint precise wants precise or higher"
+        )
         await expect(tier(page, "precise").locator(".idle")).to_have_text("idle")
 
 
-async def test_requests_that_come_fast_are_listed_whole(tmp_path: Path, opened: Opened) -> None:
+async def test_requests_that_come_fast_are_listed_whole(
+    tmp_path: Path, opened: Opened
+) -> None:
     """No row fades in, and at any width no text of a row, or of an idle tier, is cut where it stands."""
     async with router_stack(tmp_path) as stack, opened(stack.url) as page:
         await live(page)
         await page.evaluate(WATCH_ROWS)
-        await asyncio.gather(*(stack.generate(prompt=f"prompt {number}", tier="precise") for number in range(30)))
+        await asyncio.gather(
+            *(
+                stack.generate(prompt=f"prompt {number}", tier="precise")
+                for number in range(30)
+            )
+        )
         await stack.generate(prompt="word " * 3000, max_tokens=4096)
         await expect(page.locator("#requests tr")).to_have_count(31)
-        await expect(tier(page, "fast").locator(".idle")).to_contain_text("for the last prompt")
+        await expect(tier(page, "fast").locator(".idle")).to_contain_text(
+            "for the last prompt"
+        )
         assert await page.evaluate("window.fadedRows") == 0
         for width in (1440, 1250, 1000, 700, 390):
             await page.set_viewport_size({"width": width, "height": 900})
             assert await page.evaluate(CUT_TEXTS) == [], width
 
 
-async def test_a_tier_that_may_not_pay_is_told_kindly(tmp_path: Path, opened: Opened) -> None:
+async def test_a_tier_that_may_not_pay_is_told_kindly(
+    tmp_path: Path, opened: Opened
+) -> None:
     """Not in the colour of faults, with what a GPU would change, and that the router works all the same."""
     folder = tmp_path / "profiles"
     folder.mkdir()
@@ -154,38 +193,64 @@ async def test_a_tier_that_may_not_pay_is_told_kindly(tmp_path: Path, opened: Op
             await expect(told).to_contain_text(
                 "balanced may not pay with this model on this machine: a token takes 90 ms"
             )
-            await expect(told).to_contain_text("on a GPU reading the weights takes most of the time")
+            await expect(told).to_contain_text(
+                "on a GPU reading the weights takes most of the time"
+            )
             await expect(told).to_contain_text("The router works all the same")
             colours = "node => [getComputedStyle(node).color, getComputedStyle(document.querySelector('.muted')).color]"
             shown, muted = await told.evaluate(colours)
             assert shown == muted
 
 
-async def test_what_the_router_measures_is_shown(tmp_path: Path, opened: Opened) -> None:
+async def test_what_the_router_measures_is_shown(
+    tmp_path: Path, opened: Opened
+) -> None:
     """How far it is with speed and loss, that it pauses for a request, and nothing of it to run by hand."""
     no_operations = ("status of 404",)  # this router has no supervisor
-    async with measuring_router(tmp_path, engines(0.03)) as own, opened(own.url, expected=no_operations) as page:
-        own.engines[0].hung = ("/v1/chat/completions",)  # so the loss is not measured to the end
+    async with (
+        measuring_router(tmp_path, engines(0.03)) as own,
+        opened(own.url, expected=no_operations) as page,
+    ):
+        # so the loss is not measured to the end
+        own.engines[0].hung = ("/v1/chat/completions",)
         await live(page)
         text = page.locator("#measuring-text")
-        await expect(text).to_contain_text(re.compile(r"speed while no request is served: \d+ of \d+"))
+        await expect(text).to_contain_text(
+            re.compile(r"speed while no request is served: \d+ of \d+")
+        )
         await own.comes_to(what="quality", state="running")
-        await expect(text).to_contain_text(re.compile(r"loss while no request is served: \d+ of \d+, \d+ %"))
-        await expect(page.locator("#quality")).not_to_contain_text("qarr profile quality")
+        await expect(text).to_contain_text(
+            re.compile(r"loss while no request is served: \d+ of \d+, \d+ %")
+        )
+        await expect(page.locator("#quality")).not_to_contain_text(
+            "qarr profile quality"
+        )
         async with asyncio.TaskGroup() as group:
-            asking = group.create_task(own.client.post(f"{own.url}/generate", json={"prompt": "hi", "tier": "fast"}))
+            asking = group.create_task(
+                own.client.post(
+                    f"{own.url}/generate", json={"prompt": "hi", "tier": "fast"}
+                )
+            )
             await expect(text).to_contain_text("paused: requests go first")
             asking.cancel()
 
 
-async def test_a_request_appears_and_opens_into_its_trace(tmp_path: Path, opened: Opened) -> None:
+async def test_a_request_appears_and_opens_into_its_trace(
+    tmp_path: Path, opened: Opened
+) -> None:
     """An answer that went on elsewhere is a row; Enter opens its verdicts and the trace with its events; Escape closes."""
-    async with router_stack(tmp_path, fast=Behaviour(answer=ANSWER), balanced=Behaviour(answer=ANSWER)) as stack:
+    async with router_stack(
+        tmp_path, fast=Behaviour(answer=ANSWER), balanced=Behaviour(answer=ANSWER)
+    ) as stack:
         async with opened(stack.url) as page:
             await live(page)
-            await expect(page.locator("#requests-empty")).to_contain_text("No request has ended yet")
+            await expect(page.locator("#requests-empty")).to_contain_text(
+                "No request has ended yet"
+            )
             stack.engines[FAST].break_after = 5
-            answer = await stack.generate(prompt="What is the capital of France?", max_tokens=20)
+            answer = await stack.generate(
+                prompt="What is the capital of France?", max_tokens=20
+            )
             row = page.locator(f'tr[data-request="{answer.headers["x-request-id"]}"]')
             await expect(row).to_contain_text("continued on balanced")
             opener = row.get_by_role("button")
@@ -196,8 +261,12 @@ async def test_a_request_appears_and_opens_into_its_trace(tmp_path: Path, opened
             await expect(details.locator(".verdicts .chosen")).to_contain_text("fast")
             spans = details.locator(".waterfall > ol > li")
             await expect(spans.first).to_contain_text("POST /generate")
-            await expect(details.locator(".event", has_text="first token").first).to_be_visible()
-            await expect(details.locator(".event", has_text="continuation")).to_contain_text("balanced-0")
+            await expect(
+                details.locator(".event", has_text="first token").first
+            ).to_be_visible()
+            await expect(
+                details.locator(".event", has_text="continuation")
+            ).to_contain_text("balanced-0")
             failed = details.locator(".waterfall li.failed").first
             await expect(failed).to_contain_text("✕")
             await failed.locator("summary").press("Enter")
@@ -205,11 +274,17 @@ async def test_a_request_appears_and_opens_into_its_trace(tmp_path: Path, opened
             await page.keyboard.press("Escape")
             await expect(details).to_be_hidden()
             await expect(opener).to_be_focused()
-        async with opened(f"{stack.url}/#request={answer.headers['x-request-id']}") as page:
-            await expect(page.get_by_role("dialog").locator(".waterfall")).to_be_visible()
+        async with opened(
+            f"{stack.url}/#request={answer.headers['x-request-id']}"
+        ) as page:
+            await expect(
+                page.get_by_role("dialog").locator(".waterfall")
+            ).to_be_visible()
 
 
-async def test_a_failed_request_opens_after_many_good_ones(tmp_path: Path, opened: Opened) -> None:
+async def test_a_failed_request_opens_after_many_good_ones(
+    tmp_path: Path, opened: Opened
+) -> None:
     """Its address finds it, and shows each attempt with what its engine said."""
     async with router_stack(tmp_path, {"telemetry": {"recent_requests": 2}}) as stack:
         for engine in stack.engines.values():
@@ -218,12 +293,20 @@ async def test_a_failed_request_opens_after_many_good_ones(tmp_path: Path, opene
         for engine in stack.engines.values():
             engine.status = 200
         for _ in range(4):
-            assert (await stack.generate(tier="precise", tier_policy="require")).status_code == 200
-        async with opened(f"{stack.url}/#request={failed.headers['x-request-id']}") as page:
+            assert (
+                await stack.generate(tier="precise", tier_policy="require")
+            ).status_code == 200
+        async with opened(
+            f"{stack.url}/#request={failed.headers['x-request-id']}"
+        ) as page:
             details = page.get_by_role("dialog")
             await expect(details.locator(".verdicts tbody tr")).to_have_count(3)
-            await expect(details.locator(".waterfall li.failed")).to_have_count(1 + len(stack.engines))
-            await expect(details.locator(".event", has_text="HTTP 500").first).to_be_visible()
+            await expect(details.locator(".waterfall li.failed")).to_have_count(
+                1 + len(stack.engines)
+            )
+            await expect(
+                details.locator(".event", has_text="HTTP 500").first
+            ).to_be_visible()
             await page.keyboard.press("Escape")
             await button(page, "1 failed").click()
             await expect(page.locator("#requests tr")).to_have_count(1)
@@ -245,14 +328,22 @@ async def test_requests_in_flight_are_listed(tmp_path: Path, opened: Opened) -> 
         await expect(page.locator("#requests tr").first).to_contain_text("client left")
 
 
-async def test_an_id_that_is_used_twice_is_listed_twice(tmp_path: Path, opened: Opened) -> None:
+async def test_an_id_that_is_used_twice_is_listed_twice(
+    tmp_path: Path, opened: Opened
+) -> None:
     """Callers choose ids; two requests of one id are two lines in flight, and both go when they end."""
     slow = Behaviour(answer=ANSWER)
     async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url) as page:
         await live(page)
         slow.stall_after = 3
-        same = {"headers": {"x-request-id": "one-id"}, "json": {"prompt": "hi", "tier": "fast"}}
-        asking = [asyncio.create_task(stack.client.post(f"{stack.url}/generate", **same)) for _ in range(2)]
+        same = {
+            "headers": {"x-request-id": "one-id"},
+            "json": {"prompt": "hi", "tier": "fast"},
+        }
+        asking = [
+            asyncio.create_task(stack.client.post(f"{stack.url}/generate", **same))
+            for _ in range(2)
+        ]
         await expect(page.locator("#flight li")).to_have_count(2)
         await expect(page.locator("#flight li", has_text="writes")).to_have_count(2)
         for task in asking:
@@ -261,19 +352,30 @@ async def test_an_id_that_is_used_twice_is_listed_twice(tmp_path: Path, opened: 
         await expect(page.locator("#flight li")).to_have_count(0)
 
 
-async def test_a_prompt_is_decided_before_it_is_sent(tmp_path: Path, opened: Opened) -> None:
+async def test_a_prompt_is_decided_before_it_is_sent(
+    tmp_path: Path, opened: Opened
+) -> None:
     """While typing the decision shows; Ctrl+Enter streams the answer with its tier and times; its record opens."""
     async with router_stack(tmp_path) as stack, opened(stack.url) as page:
         await live(page)
-        await page.get_by_label("Prompt", exact=True).press_sequentially("What is the capital of France?")
+        await page.get_by_label("Prompt", exact=True).press_sequentially(
+            "What is the capital of France?"
+        )
         decision = page.get_by_role("group", name="Decision before sending")
         await expect(decision).to_contain_text("would go to fast")
         await expect(decision.locator("tbody tr")).to_have_count(3)
         await page.get_by_role("combobox", name="Tier").select_option("precise")
         await expect(decision).to_contain_text("would go to precise")
-        assert not [r for engine in stack.engines.values() for r in engine.requests if "messages" in r]
+        assert not [
+            r
+            for engine in stack.engines.values()
+            for r in engine.requests
+            if "messages" in r
+        ]
         await page.get_by_label("Prompt", exact=True).press("Control+Enter")
-        await expect(page.locator("#answer")).to_have_text("The capital of France is Paris.")
+        await expect(page.locator("#answer")).to_have_text(
+            "The capital of France is Paris."
+        )
         facts = page.locator("#answer-facts")
         for part in ("precise", "7 tokens", "TTFT", "TPOT"):
             await expect(facts).to_contain_text(part)
@@ -299,14 +401,21 @@ async def test_an_answer_can_be_stopped(tmp_path: Path, opened: Opened) -> None:
         assert stack.leases() == 0
 
 
-async def test_problems_are_shown_as_the_router_words_them(tmp_path: Path, opened: Opened) -> None:
+async def test_problems_are_shown_as_the_router_words_them(
+    tmp_path: Path, opened: Opened
+) -> None:
     """A field that is wrong is named with what is allowed; a refusal and an engine that fails are explained."""
-    async with router_stack(tmp_path) as stack, opened(stack.url, expected=("status of",)) as page:
+    async with (
+        router_stack(tmp_path) as stack,
+        opened(stack.url, expected=("status of",)) as page,
+    ):
         await live(page)
         decision = page.get_by_role("group", name="Decision before sending")
         await page.get_by_label("Prompt", exact=True).fill("hi")
         await page.get_by_label("Max tokens").fill("9999")
-        await expect(decision).to_contain_text("max_tokens is 9999 (allowed: an integer from 1 to 4096)")
+        await expect(decision).to_contain_text(
+            "max_tokens is 9999 (allowed: an integer from 1 to 4096)"
+        )
         await page.get_by_label("Max tokens").fill("4000")
         await page.get_by_role("combobox", name="Tier").select_option("fast")
         await page.get_by_text("Bounds and more").click()
@@ -316,15 +425,29 @@ async def test_problems_are_shown_as_the_router_words_them(tmp_path: Path, opene
         stack.engines[FAST].status, stack.engines[FAST].error = 400, f"not {MARKUP}"
         await button(page, "Send").click()
         problem = page.locator("#answer-problem")
-        await expect(problem).to_contain_text(f"The engine refused the request: not {MARKUP}")
-        await expect(page.locator("#requests tr").first).to_contain_text("refused: engine refused")
+        await expect(problem).to_contain_text(
+            f"The engine refused the request: not {MARKUP}"
+        )
+        await expect(page.locator("#requests tr").first).to_contain_text(
+            "refused: engine refused"
+        )
         assert await page.locator("main img").count() == 0
 
 
 async def test_text_from_elsewhere_stays_text(tmp_path: Path, opened: Opened) -> None:
     """Markup in an answer, or in what is put on the page by any other way, is shown and not taken for markup."""
-    answer = Behaviour(answer=("Paris is a city. ", MARKUP, " and ", "<script>document.title='broken'</script>"))
-    async with router_stack(tmp_path, fast=answer) as stack, opened(stack.url, expected=("TrustedHTML",)) as page:
+    answer = Behaviour(
+        answer=(
+            "Paris is a city. ",
+            MARKUP,
+            " and ",
+            "<script>document.title='broken'</script>",
+        )
+    )
+    async with (
+        router_stack(tmp_path, fast=answer) as stack,
+        opened(stack.url, expected=("TrustedHTML",)) as page,
+    ):
         await live(page)
         await page.get_by_label("Prompt", exact=True).fill("hi")
         await button(page, "Send").click()
@@ -337,7 +460,9 @@ async def test_text_from_elsewhere_stays_text(tmp_path: Path, opened: Opened) ->
         assert refused == "refused"
 
 
-async def test_an_engine_goes_away_and_comes_back(tmp_path: Path, opened: Opened) -> None:
+async def test_an_engine_goes_away_and_comes_back(
+    tmp_path: Path, opened: Opened
+) -> None:
     """A tier that is down is named on its row, in the title and to those who listen; and so is its return."""
     async with router_stack(tmp_path) as stack, opened(stack.url) as page:
         await live(page)
@@ -345,37 +470,60 @@ async def test_an_engine_goes_away_and_comes_back(tmp_path: Path, opened: Opened
         state = tier(page, "balanced").locator(".who .state")
         await expect(state).to_have_text("! unreachable")
         await expect(page).to_have_title(re.compile(r"^! balanced unreachable"))
-        await expect(page.get_by_role("status").first).to_have_text("tier balanced is unreachable")
+        await expect(page.get_by_role("status").first).to_have_text(
+            "tier balanced is unreachable"
+        )
         await expect(tier(page, "fast").locator(".who .state")).to_have_text("✓ ready")
         stack.engines[BALANCED].alive = True
         await expect(state).to_have_text("✓ ready")
         await expect(page).to_have_title("QARR")
 
 
-async def test_a_page_of_an_allowed_origin_chats(tmp_path: Path, opened: Opened) -> None:
+async def test_a_page_of_an_allowed_origin_chats(
+    tmp_path: Path, opened: Opened
+) -> None:
     """A front-end of its own address, with a key: a streamed chat with its headers, an error, and nothing without leave."""
     ask = """async ([url, key, body]) => {
         const headers = {"content-type": "application/json", authorization: `Bearer ${key}`};
         const answer = await fetch(`${url}/v1/chat/completions`, {method: "POST", headers, body: JSON.stringify(body)});
         return [answer.status, answer.headers.get("x-qarr-tier"), await answer.text()];
     }"""
-    chat = {"model": "fast", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    chat = {
+        "model": "fast",
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": True,
+    }
     key = add_key(tmp_path / "keys.json", "page")[0]
     async with serving_all(FakeEngine().app, FakeEngine().app) as (allowed, other):
         server = {"cors_origins": [allowed]}
-        settings = {"server": server, "auth": {"keys_file": str(tmp_path / "keys.json")}}
+        settings = {
+            "server": server,
+            "auth": {"keys_file": str(tmp_path / "keys.json")},
+        }
         async with router_stack(tmp_path, settings) as stack:
             async with opened(f"{allowed}/v1/models", expected=("404",)) as page:
-                status, served_by, text = await page.evaluate(ask, [stack.url, key, chat])
-                assert (status, served_by, text.endswith("data: [DONE]\n\n")) == (200, "fast", True)
-                status, _, text = await page.evaluate(ask, [stack.url, key, {**chat, "model": "none"}])
+                status, served_by, text = await page.evaluate(
+                    ask, [stack.url, key, chat]
+                )
+                assert (status, served_by, text.endswith("data: [DONE]\n\n")) == (
+                    200,
+                    "fast",
+                    True,
+                )
+                status, _, text = await page.evaluate(
+                    ask, [stack.url, key, {**chat, "model": "none"}]
+                )
                 assert (status, "model_not_found" in text) == (404, True)
-            async with opened(f"{other}/v1/models", expected=("CORS", "ERR_FAILED", "404")) as page:
+            async with opened(
+                f"{other}/v1/models", expected=("CORS", "ERR_FAILED", "404")
+            ) as page:
                 with pytest.raises(Error, match="Failed to fetch"):
                     await page.evaluate(ask, [stack.url, key, chat])
 
 
-async def test_a_lost_connection_shows_and_mends(tmp_path: Path, opened: Opened) -> None:
+async def test_a_lost_connection_shows_and_mends(
+    tmp_path: Path, opened: Opened
+) -> None:
     """Without the router the page says that its figures are old, and goes on by itself when it is back."""
     async with router_stack(tmp_path) as stack:
         line = Line(stack.url)
@@ -397,7 +545,9 @@ async def test_a_lost_connection_shows_and_mends(tmp_path: Path, opened: Opened)
         await line.cut()
 
 
-async def test_keys_are_asked_for_and_kept_in_the_tab(tmp_path: Path, opened: Opened) -> None:
+async def test_keys_are_asked_for_and_kept_in_the_tab(
+    tmp_path: Path, opened: Opened
+) -> None:
     """Without a key nothing shows; a wrong one is refused; a good one shows its own and may not operate; nothing is left on disk."""
     keys_file = tmp_path / "keys.json"
     key, _ = add_key(keys_file, "look")
@@ -417,19 +567,27 @@ async def test_keys_are_asked_for_and_kept_in_the_tab(tmp_path: Path, opened: Op
         await button(page, "Use this key").click()
         await live(page)
         rights = page.locator("#rights")
-        await expect(rights).to_have_text("This key sees its own requests, and may not operate on replicas.")
+        await expect(rights).to_have_text(
+            "This key sees its own requests, and may not operate on replicas."
+        )
         await expect(page.locator("#scope")).to_be_visible()
-        await stack.client.post(f"{stack.url}/generate", json={"prompt": "hi"}, headers=other)
+        await stack.client.post(
+            f"{stack.url}/generate", json={"prompt": "hi"}, headers=other
+        )
         await page.get_by_label("Prompt", exact=True).fill("hi")
         late = "(f, key) => { const s = sessionStorage; s['qarr-key'] = ''; f.requestSubmit(); s['qarr-key'] = key; }"
-        await page.locator("#ask").evaluate(late, key)  # its refusal comes when there is another key
+        # its refusal comes when there is another key
+        await page.locator("#ask").evaluate(late, key)
         await expect(page.locator("#answer-problem")).not_to_be_empty()
         await expect(asked).to_be_hidden()
         await button(page, "Send").click()
         await expect(page.locator("#answer")).to_contain_text("Paris")
         await expect(page.locator("#requests tr")).to_have_count(1)
         await expect(page.locator("#totals")).to_contain_text("2 requests")
-        assert await page.evaluate("() => JSON.stringify(localStorage) + document.cookie") == "{}"
+        assert (
+            await page.evaluate("() => JSON.stringify(localStorage) + document.cookie")
+            == "{}"
+        )
         assert key not in page.url
         await button(page, "Key ✓").click()
         await button(page, "Forget it").click()
@@ -447,7 +605,9 @@ async def test_an_admin_drains_and_resumes(tmp_path: Path, opened: Opened) -> No
     ):
         await page.get_by_role("dialog").get_by_label("Key", exact=True).fill(key)
         await button(page, "Use this key").click()
-        await expect(page.locator("#rights")).to_have_text("This key may operate on replicas.")
+        await expect(page.locator("#rights")).to_have_text(
+            "This key may operate on replicas."
+        )
         await expect(page.locator("#scope")).to_be_hidden()
         await tier(page, "fast").get_by_text("1 replica").click()
         await button(page, "drain fast-0").click()
@@ -458,8 +618,12 @@ async def test_an_admin_drains_and_resumes(tmp_path: Path, opened: Opened) -> No
         await expect(tier(page, "fast").locator(".who .state")).to_have_text("✓ ready")
         await button(page, "drain fast-0").press("Enter")
         await button(page, "Drain").press("Enter")
-        await expect(tier(page, "fast").locator(".who .state")).to_have_text("↓ draining")
-        await expect(page.locator('[data-replica="fast-0"]')).to_contain_text("✓ drain done: drained")
+        await expect(tier(page, "fast").locator(".who .state")).to_have_text(
+            "↓ draining"
+        )
+        await expect(page.locator('[data-replica="fast-0"]')).to_contain_text(
+            "✓ drain done: drained"
+        )
         await button(page, "resume fast-0").click()
         await button(page, "Resume").click()
         await expect(tier(page, "fast").locator(".who .state")).to_have_text("✓ ready")
@@ -476,30 +640,49 @@ async def test_expected_losses_are_a_table(tmp_path: Path, opened: Opened) -> No
         kinds = page.get_by_role("region", name="Expected loss").get_by_role("rowgroup")
         return kinds.filter(has_text="code").get_by_role("row", name="moderate")
 
-    async with router_stack(tmp_path, {"policy": {"profiles": str(folder), "max_loss": {"code": 0.03}}}) as stack:
+    async with router_stack(
+        tmp_path, {"policy": {"profiles": str(folder), "max_loss": {"code": 0.03}}}
+    ) as stack:
         async with opened(stack.url) as page:
             await expect(code(page)).to_contain_text(
                 "4.0 of 100 over the cap 0.2 to 12 of 100, estimated✓ 0.4 of 100 0.02 to 1.2 of 100, estimated"
             )
         await measured(stack, folder)
         async with opened(stack.url) as page:
-            await expect(code(page)).to_contain_text("6.3 of 100 over the cap 0.7 to 14 of 100, estimated✓ 0.4 of 100")
-            await expect(page.locator("#quality")).not_to_contain_text("qarr profile quality")
-            await page.get_by_label("Prompt", exact=True).fill("Write a Python function that sorts dicts by a key.")
-            await expect(page.locator("#decision .verdicts")).to_contain_text("6.3 of 100 0.7 to 14 of 100, estimated")
+            await expect(code(page)).to_contain_text(
+                "6.3 of 100 over the cap 0.7 to 14 of 100, estimated✓ 0.4 of 100"
+            )
+            await expect(page.locator("#quality")).not_to_contain_text(
+                "qarr profile quality"
+            )
+            await page.get_by_label("Prompt", exact=True).fill(
+                "Write a Python function that sorts dicts by a key."
+            )
+            await expect(page.locator("#decision .verdicts")).to_contain_text(
+                "6.3 of 100 0.7 to 14 of 100, estimated"
+            )
 
 
 async def test_the_loss_budget_is_told(tmp_path: Path, opened: Opened) -> None:
     """Its rule, and what answers since the start are expected to have lost of what they might; and a pointless tier."""
     folder = tmp_path / "profiles"
     folder.mkdir()
-    policy = {"profiles": str(folder), "loss_budget": {"like": "fast"}, "max_slowdown": 1e9}
-    async with router_stack(tmp_path, {"policy": policy}) as stack, opened(stack.url) as page:
+    policy = {
+        "profiles": str(folder),
+        "loss_budget": {"like": "fast"},
+        "max_slowdown": 1e9,
+    }
+    async with (
+        router_stack(tmp_path, {"policy": policy}) as stack,
+        opened(stack.url) as page,
+    ):
         await live(page)
         await expect(page.locator("#sum-loss-of")).to_have_text("no answers yet")
         answer = await stack.generate(prompt="What is the capital of France?")
         await expect(page.locator("#sum-loss")).to_have_text("0.1 of 100")
-        await expect(page.locator("#sum-saved-of")).to_have_text(re.compile("not measured yet|against all on precise"))
+        await expect(page.locator("#sum-saved-of")).to_have_text(
+            re.compile("not measured yet|against all on precise")
+        )
         await expect(page.locator("#sum-loss-of")).to_have_text("11 of 100 allowed")
         await expect(page.locator("#budget")).to_have_text(
             "Where engine time is scarce, no prompt may lose more than fast loses. Of 1 answer since the start, 0.00 are "
@@ -508,20 +691,27 @@ async def test_the_loss_budget_is_told(tmp_path: Path, opened: Opened) -> None:
         row = page.locator(f'tr[data-request="{answer.headers["x-request-id"]}"]')
         await row.get_by_role("button").press("Enter")
         facts = page.get_by_role("dialog").locator("#details-facts")
-        await expect(facts).to_contain_text("the soonest finish, among tiers that are as good")
+        await expect(facts).to_contain_text(
+            "the soonest finish, among tiers that are as good"
+        )
         await expect(facts).to_contain_text("Expected worse0.1 of 100")
         trace = page.get_by_role("dialog").locator("#trace")
-        await expect(trace).to_contain_text("qarr.loss.expected0.1 of 100")  # a share, on the span
+        # a share, on the span
+        await expect(trace).to_contain_text("qarr.loss.expected0.1 of 100")
 
 
-async def test_a_bound_that_nobody_knows_to_be_kept_is_not_called_given_up(tmp_path: Path, opened: Opened) -> None:
+async def test_a_bound_that_nobody_knows_to_be_kept_is_not_called_given_up(
+    tmp_path: Path, opened: Opened
+) -> None:
     """A bound on latency before the first measurement of speed may break."""
     async with router_stack(tmp_path) as stack:
         answer = await stack.generate(prompt="hi", sla={"ttft_ms": 60_000})
         assert answer.headers["x-qarr-degraded"] == "unmeasured"
         async with opened(stack.url) as page:
             row = page.locator(f'tr[data-request="{answer.headers["x-request-id"]}"]')
-            await expect(row.locator(".why span")).to_have_text(re.compile("^not measured: a bound may break · "))
+            await expect(row.locator(".why span")).to_have_text(
+                re.compile("^not measured: a bound may break · ")
+            )
 
 
 async def test_the_list_holds_still(tmp_path: Path, opened: Opened) -> None:
@@ -565,8 +755,18 @@ async def test_it_is_used_by_keyboard_alone(tmp_path: Path, opened: Opened) -> N
                 break
             assert found["outline"] != "none", found
             reached.append(found["name"])
-        wanted = ["1 replica", "Hold", "Details of the request", "Prompt", "Send", "In flight"]
-        places = [next((n for n, name in enumerate(reached) if part in name), -1) for part in wanted]
+        wanted = [
+            "1 replica",
+            "Hold",
+            "Details of the request",
+            "Prompt",
+            "Send",
+            "In flight",
+        ]
+        places = [
+            next((n for n, name in enumerate(reached) if part in name), -1)
+            for part in wanted
+        ]
         assert -1 not in places, reached
         assert places == sorted(places), reached
 
@@ -582,14 +782,21 @@ FOCUSED = """() => {
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_text_can_be_read(tmp_path: Path, opened: Opened, scheme: Any) -> None:
     """Every text has a contrast of 4.5 to 1 at least (WCAG 2.2, 1.4.3), in both themes and in the details as well."""
-    async with router_stack(tmp_path) as stack, opened(stack.url, color_scheme=scheme, reduced_motion="reduce") as page:
+    async with (
+        router_stack(tmp_path) as stack,
+        opened(stack.url, color_scheme=scheme, reduced_motion="reduce") as page,
+    ):
         await live(page)
         await stack.generate(sla={"tpot_ms": 0.0001})
         stack.engines[PRECISE].alive = False
         await page.get_by_label("Prompt", exact=True).fill("hi")
         await expect(page.locator("#decision .verdicts")).to_be_visible()
-        await expect(tier(page, "precise").locator(".who .state")).to_have_text("! unreachable")
-        dark = await page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        await expect(tier(page, "precise").locator(".who .state")).to_have_text(
+            "! unreachable"
+        )
+        dark = await page.evaluate(
+            "() => getComputedStyle(document.body).backgroundColor"
+        )
         assert (dark == "rgb(14, 17, 21)") == (scheme == "dark")
         assert await page.evaluate(CONTRAST) == []
         await page.locator("#requests .open").first.click()
@@ -624,7 +831,10 @@ CONTRAST = """() => {
 
 async def test_the_theme_is_chosen_and_kept(tmp_path: Path, opened: Opened) -> None:
     """The toggle goes from the system's theme to light and dark, says which it is, and is remembered."""
-    async with router_stack(tmp_path) as stack, opened(stack.url, color_scheme="dark") as page:
+    async with (
+        router_stack(tmp_path) as stack,
+        opened(stack.url, color_scheme="dark") as page,
+    ):
         scheme = "() => getComputedStyle(document.documentElement).colorScheme"
         background = "() => getComputedStyle(document.body).backgroundColor"
         assert await page.evaluate(background) == "rgb(14, 17, 21)"
@@ -636,7 +846,9 @@ async def test_the_theme_is_chosen_and_kept(tmp_path: Path, opened: Opened) -> N
         assert await page.evaluate(scheme) == "dark"
 
 
-async def test_controls_have_names_and_pictures_do_not_speak(tmp_path: Path, opened: Opened) -> None:
+async def test_controls_have_names_and_pictures_do_not_speak(
+    tmp_path: Path, opened: Opened
+) -> None:
     """Every control has a name, every id is there once, and graphics are named or hidden from screen readers."""
     async with router_stack(tmp_path) as stack, opened(stack.url) as page:
         await live(page)
@@ -666,22 +878,35 @@ NAMELESS = """() => {
 @pytest.mark.parametrize("width", [360, 768, 1024, 1440, 2200])
 async def test_it_fits_every_width(tmp_path: Path, opened: Opened, width: int) -> None:
     """Nothing sticks out to the side, with requests in the list and details open."""
-    async with router_stack(tmp_path) as stack, opened(stack.url, viewport={"width": width, "height": 800}) as page:
+    async with (
+        router_stack(tmp_path) as stack,
+        opened(stack.url, viewport={"width": width, "height": 800}) as page,
+    ):
         await live(page)
-        await stack.generate(prompt="What is the capital of France?", sla={"ttft_ms": 60_000, "tpot_ms": 60_000})
+        await stack.generate(
+            prompt="What is the capital of France?",
+            sla={"ttft_ms": 60_000, "tpot_ms": 60_000},
+        )
         await page.get_by_label("Prompt", exact=True).fill("hi")
         await expect(page.locator("#decision .verdicts")).to_be_visible()
         await expect(page.locator("#requests tr")).to_have_count(1)
-        assert await page.evaluate("() => document.documentElement.scrollWidth") <= width
+        assert (
+            await page.evaluate("() => document.documentElement.scrollWidth") <= width
+        )
         await page.locator("#requests .open").first.click()
         await expect(page.locator(".waterfall")).to_be_visible()
         spilt = "() => { const d = document.getElementById('details'); return d.scrollWidth - d.clientWidth }"
         assert await page.evaluate(spilt) == 0
 
 
-async def test_motion_is_left_out_where_it_is_not_wanted(tmp_path: Path, opened: Opened) -> None:
+async def test_motion_is_left_out_where_it_is_not_wanted(
+    tmp_path: Path, opened: Opened
+) -> None:
     slow = Behaviour(answer=ANSWER, delay_s=0.01)
-    async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url, reduced_motion="reduce") as page:
+    async with (
+        router_stack(tmp_path, fast=slow) as stack,
+        opened(stack.url, reduced_motion="reduce") as page,
+    ):
         await live(page)
         await stack.generate()
         await expect(page.locator("#requests tr")).to_have_count(1)
@@ -689,23 +914,39 @@ async def test_motion_is_left_out_where_it_is_not_wanted(tmp_path: Path, opened:
 
 
 @pytest.mark.parametrize("width", [1440, 390])
-async def test_any_number_of_tiers_is_shown(tmp_path: Path, opened: Opened, width: int) -> None:
+async def test_any_number_of_tiers_is_shown(
+    tmp_path: Path, opened: Opened, width: int
+) -> None:
     """Added tiers have shapes and colours of their own, the form offers them, and one that is left out is a dash."""
-    urls = {f"t{n}": {"urls": [f"http://127.0.0.1:{n}"], "precision": f"int{n}"} for n in (3, 6, 8)}
+    urls = {
+        f"t{n}": {"urls": [f"http://127.0.0.1:{n}"], "precision": f"int{n}"}
+        for n in (3, 6, 8)
+    }
     view = {"viewport": {"width": width, "height": 1000}}
     async with (
-        router_stack(tmp_path, {"tiers": {**urls, "balanced": {"replicas": 0}}}) as stack,
+        router_stack(
+            tmp_path, {"tiers": {**urls, "balanced": {"replicas": 0}}}
+        ) as stack,
         opened(stack.url, **view) as page,
     ):
         await live(page)
-        names = await page.locator("li[data-tier]").evaluate_all("rows => rows.map(row => row.dataset.tier)")
+        names = await page.locator("li[data-tier]").evaluate_all(
+            "rows => rows.map(row => row.dataset.tier)"
+        )
         assert names == ["t3", "fast", "t6", "balanced", "t8", "precise"]
         looks = await page.locator("li[data-tier] h3 path").evaluate_all(
             "paths => paths.map(path => path.getAttribute('d') + getComputedStyle(path).fill)"
         )
         assert len(set(looks)) == len(names)
-        await expect(tier(page, "balanced").locator(".who .state")).to_have_text("\u2013 absent")
-        assert await page.locator("select[name=tier] option").all_text_contents() == ["auto", *names]
-        await page.get_by_label("Prompt", exact=True).fill("What is the capital of France?")
+        await expect(tier(page, "balanced").locator(".who .state")).to_have_text(
+            "\u2013 absent"
+        )
+        assert await page.locator("select[name=tier] option").all_text_contents() == [
+            "auto",
+            *names,
+        ]
+        await page.get_by_label("Prompt", exact=True).fill(
+            "What is the capital of France?"
+        )
         await page.locator("select[name=tier]").select_option("t8")
         await expect(page.locator("#decision .to")).to_contain_text("would go to t8")

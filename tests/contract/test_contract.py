@@ -51,21 +51,33 @@ async def test_the_document_has_what_is_answered(found: dict[str, Form]) -> None
             missing.append(f"{name}: status {form['status']}")
             continue
         if form["status"] == 200:
-            told = set(response.get("headers", {})) | {"content-type", "x-request-id", "x-qarr-trace-id"}
-            ours = {header for header in form["headers"] if header.startswith("x-qarr-")}
+            told = set(response.get("headers", {})) | {
+                "content-type",
+                "x-request-id",
+                "x-qarr-trace-id",
+            }
+            ours = {
+                header for header in form["headers"] if header.startswith("x-qarr-")
+            }
             missing += [f"{name}: header {header}" for header in sorted(ours - told)]
         if form["media"] not in response.get("content", {form["media"]: {}}):
             missing.append(f"{name}: {form['media']}")
         elif "body" in form:
             schema = response["content"][form["media"]].get("schema", {})
-            missing += [f"{name}: {path}" for path in undescribed(form["body"], schema, "")]
+            missing += [
+                f"{name}: {path}" for path in undescribed(form["body"], schema, "")
+            ]
     assert missing == []
 
 
 async def test_every_operation_of_the_document_is_asked(found: dict[str, Form]) -> None:
     """Apart from those that have no end, change the fleet, or answer other than with JSON."""
     asked = {(each.asked.path, each.asked.method.lower()) for each in found.values()}
-    described = {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    described = {
+        (path, method)
+        for path, methods in DOCUMENT["paths"].items()
+        for method in methods
+    }
     left_out = {path for path, _ in described - asked}
     assert left_out <= set(NOT_ASKED), left_out - set(NOT_ASKED)
     assert set(NOT_ASKED) <= left_out
@@ -103,7 +115,9 @@ def undescribed(form: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
     choices = [resolved(each) for each in alternatives(schema)]
     if isinstance(form, list):
         for each in form:
-            yield from undescribed(each, {"anyOf": [c.get("items", {}) for c in choices]}, f"{path}[]")
+            yield from undescribed(
+                each, {"anyOf": [c.get("items", {}) for c in choices]}, f"{path}[]"
+            )
     elif isinstance(form, dict) and all("properties" in c for c in choices):
         for name, value in form.items():
             having = [c["properties"][name] for c in choices if name in c["properties"]]

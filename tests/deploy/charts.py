@@ -23,13 +23,24 @@ NAMESPACE = "llm"
 
 def tool(command: str, asked: object) -> Any:
     argv = [program("python"), str(Path(__file__).with_name("helm_tool.py")), command]
-    done = subprocess.run(argv, input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(
+        argv,
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def overlaid(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    both = {key: overlaid(base[key], over[key]) for key in base.keys() & over.keys() if isinstance(base[key], dict)}
+    both = {
+        key: overlaid(base[key], over[key])
+        for key in base.keys() & over.keys()
+        if isinstance(base[key], dict)
+    }
     return {**base, **over, **both}
 
 
@@ -37,7 +48,9 @@ def rendered(sample: str, over: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what ``helm_tool.py render`` says to a sample's values, with others on top."""
     values = yaml.safe_load((CHART / f"values/{sample}.yaml").read_text("utf-8"))
     values = overlaid(overlaid(values, GIVEN.get(sample, {})), over or {})
-    found: dict[str, Any] = tool("render", {"chart": str(CHART), "values": values, "namespace": NAMESPACE})
+    found: dict[str, Any] = tool(
+        "render", {"chart": str(CHART), "values": values, "namespace": NAMESPACE}
+    )
     return found
 
 
@@ -54,7 +67,9 @@ class Release:
     @property
     def pods(self) -> dict[str, dict[str, Any]]:
         owners = {**self.of_kind("Deployment"), **self.of_kind("StatefulSet")}
-        return {name: owner["spec"]["template"]["spec"] for name, owner in owners.items()}
+        return {
+            name: owner["spec"]["template"]["spec"] for name, owner in owners.items()
+        }
 
     @property
     def settings(self) -> str:
@@ -67,13 +82,20 @@ def release(sample: str, over: dict[str, Any] | None = None) -> Release:
     assert "error" not in answer, answer["error"]
     assert answer["lint"] == []
     files: dict[str, str] = answer["manifests"]
-    documents = (d for name, text in files.items() if name.endswith(".yaml") for d in yaml.safe_load_all(text))
+    documents = (
+        d
+        for name, text in files.items()
+        if name.endswith(".yaml")
+        for d in yaml.safe_load_all(text)
+    )
     notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
     return Release(tuple(d for d in documents if d), notes)
 
 
 def argument(container: dict[str, Any], name: str) -> str:
-    (value,) = (a.partition("=")[2] for a in container["args"] if a.startswith(name + "="))
+    (value,) = (
+        a.partition("=")[2] for a in container["args"] if a.startswith(name + "=")
+    )
     return str(value)
 
 
@@ -101,24 +123,39 @@ class Mapped:
     def text(self, text: str) -> str:
         for old, new in self.changes:
             text = text.replace(old, new)
-        outside = rf"(?<![\w./-])(?!{re.escape(str(DEPLOY.parent))}/)"  # the project may lie in one of these folders
-        return re.sub(rf"{outside}/(etc|var|models|tmp)(?=/|$|\b)", rf"{self.folder}/\1", text)
+        # the project may lie in one of these folders
+        outside = rf"(?<![\w./-])(?!{re.escape(str(DEPLOY.parent))}/)"
+        return re.sub(
+            rf"{outside}/(etc|var|models|tmp)(?=/|$|\b)", rf"{self.folder}/\1", text
+        )
 
     def command(self, container: dict[str, Any]) -> list[str]:
-        return [self.text(part) for part in (*container["command"], *container.get("args", ()))]
+        return [
+            self.text(part)
+            for part in (*container["command"], *container.get("args", ()))
+        ]
 
-    def environment(self, container: dict[str, Any], containerfile: str) -> dict[str, str]:
+    def environment(
+        self, container: dict[str, Any], containerfile: str
+    ) -> dict[str, str]:
         """Return what a container's process gets: of the image, of the pod, and nothing else but the search path."""
         own = {
-            v["name"]: v["value"] if "value" in v else self.secrets[v["valueFrom"]["secretKeyRef"]["key"]]
+            v["name"]: v["value"]
+            if "value" in v
+            else self.secrets[v["valueFrom"]["secretKeyRef"]["key"]]
             for v in container["env"]
         }
         named = {**image_environment(containerfile), **own}
-        return {"PATH": os.environ["PATH"], **{name: self.text(value) for name, value in named.items()}}
+        return {
+            "PATH": os.environ["PATH"],
+            **{name: self.text(value) for name, value in named.items()},
+        }
 
     def mount(self, pod: dict[str, Any], settings: str = "") -> None:
         for container in (*pod.get("initContainers", ()), *pod["containers"]):
             for mount in container["volumeMounts"]:
                 Path(self.text(mount["mountPath"])).mkdir(parents=True, exist_ok=True)
         if settings:
-            (self.folder / "etc/qarr/settings/qarr.toml").write_text(self.text(settings))
+            (self.folder / "etc/qarr/settings/qarr.toml").write_text(
+                self.text(settings)
+            )

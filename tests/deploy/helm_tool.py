@@ -23,7 +23,9 @@ def render(chart: str, values: dict[str, Any], namespace: str) -> dict[str, Any]
     except helm_python.HelmError as error:
         return {"error": str(error)}
     report = helm_python.lint(chart, values, strict=True, namespace=namespace)
-    lint = report["errors"] + [m["error"] for m in report["messages"] if m["severity"] > 1]
+    lint = report["errors"] + [
+        m["error"] for m in report["messages"] if m["severity"] > 1
+    ]
     return {"lint": lint, "manifests": manifests}
 
 
@@ -31,7 +33,11 @@ def operators_models() -> dict[str, type[BaseModel]]:
     from cloudcoil.models.keda.v1alpha1 import ScaledObject
     from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
 
-    return {"ScaledObject": ScaledObject, "PrometheusRule": PrometheusRule, "ServiceMonitor": ServiceMonitor}
+    return {
+        "ScaledObject": ScaledObject,
+        "PrometheusRule": PrometheusRule,
+        "ServiceMonitor": ServiceMonitor,
+    }
 
 
 def check(manifest: dict[str, Any], model: type[BaseModel] | None) -> list[str]:
@@ -40,7 +46,9 @@ def check(manifest: dict[str, Any], model: type[BaseModel] | None) -> list[str]:
         if model is None:
             kubernetes_validate.validate(manifest, "1.34", strict=True)
             return []
-        known = model.model_validate(manifest).model_dump(mode="json", by_alias=True, exclude_unset=True)
+        known = model.model_validate(manifest).model_dump(
+            mode="json", by_alias=True, exclude_unset=True
+        )
         return unknown(manifest, known)
     except (kubernetes_validate.ValidationError, ValidationError) as error:
         return [str(error)]
@@ -48,11 +56,24 @@ def check(manifest: dict[str, Any], model: type[BaseModel] | None) -> list[str]:
 
 def unknown(given: Any, known: Any, path: str = "") -> list[str]:
     if isinstance(given, dict):
-        lost = [f"{path}{name}: there is no such field" for name in given if name not in known]
-        return lost + [f for n in given if n in known for f in unknown(given[n], known[n], f"{path}{n}.")]
+        lost = [
+            f"{path}{name}: there is no such field"
+            for name in given
+            if name not in known
+        ]
+        return lost + [
+            f
+            for n in given
+            if n in known
+            for f in unknown(given[n], known[n], f"{path}{n}.")
+        ]
     if isinstance(given, list):
         pairs = enumerate(zip(given, known, strict=True))
-        return [found for number, (own, theirs) in pairs for found in unknown(own, theirs, f"{path}{number}.")]
+        return [
+            found
+            for number, (own, theirs) in pairs
+            for found in unknown(own, theirs, f"{path}{number}.")
+        ]
     return []
 
 
@@ -62,5 +83,9 @@ if __name__ == "__main__":
         answer: Any = render(**asked)
     else:
         models = operators_models()
-        answer = [f"{m['kind']} {m['metadata']['name']}: {w}" for m in asked for w in check(m, models.get(m["kind"]))]
+        answer = [
+            f"{m['kind']} {m['metadata']['name']}: {w}"
+            for m in asked
+            for w in check(m, models.get(m["kind"]))
+        ]
     json.dump(answer, sys.stdout)

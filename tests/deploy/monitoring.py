@@ -45,36 +45,56 @@ class Monitoring:
     client: httpx.AsyncClient
     posted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
-    async def query(self, expr: str, *, at: float | None = None) -> list[dict[str, Any]]:
+    async def query(
+        self, expr: str, *, at: float | None = None
+    ) -> list[dict[str, Any]]:
         parameters = {"query": expr} | ({} if at is None else {"time": str(at)})
-        answer = (await self.client.post(f"{self.prometheus}/api/v1/query", data=parameters)).json()
+        answer = (
+            await self.client.post(f"{self.prometheus}/api/v1/query", data=parameters)
+        ).json()
         assert answer["status"] == "success", (expr, answer)
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
-    async def query_range(self, expr: str, *, start: float, end: float, step: float) -> list[dict[str, Any]]:
+    async def query_range(
+        self, expr: str, *, start: float, end: float, step: float
+    ) -> list[dict[str, Any]]:
         parameters = {"query": expr, "start": start, "end": end, "step": step}
-        answer = (await self.client.post(f"{self.prometheus}/api/v1/query_range", data=parameters)).json()
+        answer = (
+            await self.client.post(
+                f"{self.prometheus}/api/v1/query_range", data=parameters
+            )
+        ).json()
         assert answer["status"] == "success", (expr, answer)
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
     async def tells_of(self, expr: str, tier: str) -> bool:
         """Tell whether a query has a series of a tier."""
-        return any(series["metric"].get("tier") == tier for series in await self.query(expr))
+        return any(
+            series["metric"].get("tier") == tier for series in await self.query(expr)
+        )
 
     async def number(self, expr: str) -> float | None:
         """Return the value of a query for one series; None where there is none."""
         found = await self.query(expr)
         return float(found[0]["value"][1]) if found else None
 
-    async def exemplars(self, expr: str, *, start: float = 0, end: float = 99999999999) -> list[dict[str, Any]]:
+    async def exemplars(
+        self, expr: str, *, start: float = 0, end: float = 99999999999
+    ) -> list[dict[str, Any]]:
         parameters = {"query": expr, "start": start, "end": end}
-        answer = (await self.client.get(f"{self.prometheus}/api/v1/query_exemplars", params=parameters)).json()
+        answer = (
+            await self.client.get(
+                f"{self.prometheus}/api/v1/query_exemplars", params=parameters
+            )
+        ).json()
         return [each for series in answer["data"] for each in series["exemplars"]]
 
     async def alerts(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (await self.client.get(f"{self.alertmanager}/api/v2/alerts")).json()
+        found: list[dict[str, Any]] = (
+            await self.client.get(f"{self.alertmanager}/api/v2/alerts")
+        ).json()
         return found
 
     def received(self, path: str, name: str, status: str) -> list[dict[str, Any]]:
@@ -83,7 +103,8 @@ class Monitoring:
             alert
             for where, body in self.posted
             for alert in body["alerts"]
-            if (where, alert["labels"]["alertname"], alert["status"]) == (path, name, status)
+            if (where, alert["labels"]["alertname"], alert["status"])
+            == (path, name, status)
         ]
 
 
@@ -108,9 +129,13 @@ async def monitoring(tmp_path: Path, routers: Routers) -> AsyncIterator[Monitori
 @asynccontextmanager
 async def alertmanager(folder: Path) -> AsyncIterator[Monitoring]:
     (port,) = reserved_ports()
-    found = Monitoring("", f"http://127.0.0.1:{port}", httpx.AsyncClient(timeout=20, trust_env=False))
+    found = Monitoring(
+        "", f"http://127.0.0.1:{port}", httpx.AsyncClient(timeout=20, trust_env=False)
+    )
     async with found.client, serving(_receiver(found)) as receiver:
-        (folder / "alertmanager.yml").write_text(yaml.safe_dump(_alertmanager(receiver)))
+        (folder / "alertmanager.yml").write_text(
+            yaml.safe_dump(_alertmanager(receiver))
+        )
         alerting = [
             program("prometheus-alertmanager"), "--config.file=alertmanager.yml", "--storage.path=alerts",
             f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address=",
@@ -129,7 +154,11 @@ def _receiver(found: Monitoring) -> Starlette:
 
 def write_prometheus(folder: Path, routers: Routers, alertmanager: str) -> None:
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text("utf-8"))
-    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+    config["global"] = {
+        "scrape_interval": "1s",
+        "scrape_timeout": "1s",
+        "evaluation_interval": "1s",
+    }
     for job in config["scrape_configs"] if routers.key else ():
         job["authorization"] = {"credentials": routers.key}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -139,12 +168,19 @@ def write_prometheus(folder: Path, routers: Routers, alertmanager: str) -> None:
         (folder / "rules" / path.name).write_text(shortened(path.read_text("utf-8")))
     addresses = [stack.url.removeprefix("http://") for stack in routers.stacks]
     engines = [
-        {"targets": [replica.url.removeprefix("http://")], "labels": {"tier": str(replica.spec.name)}}
+        {
+            "targets": [replica.url.removeprefix("http://")],
+            "labels": {"tier": str(replica.spec.name)},
+        }
         for stack in routers.stacks
         for replica in stack.fleet.replicas
     ]
-    (folder / "targets/routers.yml").write_text(yaml.safe_dump([{"targets": addresses}]))
-    (folder / "targets/alertmanagers.yml").write_text(yaml.safe_dump([{"targets": [alertmanager]}]))
+    (folder / "targets/routers.yml").write_text(
+        yaml.safe_dump([{"targets": addresses}])
+    )
+    (folder / "targets/alertmanagers.yml").write_text(
+        yaml.safe_dump([{"targets": [alertmanager]}])
+    )
     (folder / "targets/engines.yml").write_text(yaml.safe_dump(engines))
 
 
@@ -157,7 +193,9 @@ def shortened(rules: str) -> str:
 
 
 def _alertmanager(receiver: str) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load((DEPLOY / "alertmanager/alertmanager.yml").read_text("utf-8"))
+    config: dict[str, Any] = yaml.safe_load(
+        (DEPLOY / "alertmanager/alertmanager.yml").read_text("utf-8")
+    )
     for route in (config["route"], *config["route"]["routes"]):
         route["group_wait"] = "1s"
     config["route"]["group_interval"] = "1s"

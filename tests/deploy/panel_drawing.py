@@ -93,7 +93,11 @@ class Scale:
         return self.left + share * (self.width - self.left)
 
     def y(self, value: float) -> float:
-        return self.height - AXIS_HEIGHT - (value - self.low) / (self.high - self.low) * self.plot_height
+        return (
+            self.height
+            - AXIS_HEIGHT
+            - (value - self.low) / (self.high - self.low) * self.plot_height
+        )
 
     @property
     def plot_height(self) -> float:
@@ -116,11 +120,16 @@ def draw_panel(drawn: Drawn, window: Window) -> str:
     """Return a panel, or the head of a row, at its place."""
     panel = drawn.panel
     left, top, width, height = pixels(panel.place)
-    place = f"left:{left:.1f}px;top:{top:.1f}px;width:{width:.1f}px;height:{height:.1f}px"
+    place = (
+        f"left:{left:.1f}px;top:{top:.1f}px;width:{width:.1f}px;height:{height:.1f}px"
+    )
     if panel.kind == "row":
         return f'<section class="row" style="{place}">⌄ {escape(panel.title)}</section>'
     body = _body(
-        drawn, width=width - 2 * (PADDING + BORDER), height=height - HEADER - PADDING - 2 * BORDER, window=window
+        drawn,
+        width=width - 2 * (PADDING + BORDER),
+        height=height - HEADER - PADDING - 2 * BORDER,
+        window=window,
     )
     title = f"<span {_fits(panel, 'title')}>{escape(panel.title)}</span>"
     links = f"<a>↗{len(panel.links)}</a>" if panel.links else ""
@@ -131,7 +140,12 @@ def pixels(place: Place) -> tuple[float, float, float, float]:
     """Return left, top, width and height of a place in the grid."""
     column = (WIDTH - 2 * MARGIN + GAP) / COLUMNS
     row = ROW_HEIGHT + GAP
-    return MARGIN + place.x * column, TOP + place.y * row, place.w * column - GAP, place.h * row - GAP
+    return (
+        MARGIN + place.x * column,
+        TOP + place.y * row,
+        place.w * column - GAP,
+        place.h * row - GAP,
+    )
 
 
 def _body(drawn: Drawn, *, width: float, height: float, window: Window) -> str:
@@ -172,8 +186,13 @@ def _plot(drawn: Drawn, width: float, height: float, window: Window) -> str:
     parts = list(_threshold_lines(panel, scale))
     for number, top in reversed(list(enumerate(tops))):
         base = tops[number - 1] if is_stacked and number else {}
-        parts += _line(top, base, scale, colour=PALETTE[number % len(PALETTE)], opacity=opacity)
-    parts += [_diamond(scale.x(at), scale.y(value)) for at, value in _thinned(drawn.exemplars, scale)]
+        parts += _line(
+            top, base, scale, colour=PALETTE[number % len(PALETTE)], opacity=opacity
+        )
+    parts += [
+        _diamond(scale.x(at), scale.y(value))
+        for at, value in _thinned(drawn.exemplars, scale)
+    ]
     bottom = scale.height - AXIS_HEIGHT
     clipped = f'<svg width="{width:.0f}" height="{bottom:.0f}">{"".join(parts)}</svg>'
     size = f'width="{width:.0f}" height="{scale.height:.0f}"'
@@ -207,7 +226,14 @@ def _stacked(lines: list[dict[float, float]]) -> list[dict[float, float]]:
     return tops
 
 
-def _scale(panel: Panel, lines: list[dict[float, float]], window: Window, *, width: float, height: float) -> Scale:
+def _scale(
+    panel: Panel,
+    lines: list[dict[float, float]],
+    window: Window,
+    *,
+    width: float,
+    height: float,
+) -> Scale:
     """Return a scale that ends at the panel's own bounds, else a tenth beyond the data."""
     values = [value for line in lines for value in line.values()]
     low, high = min(values), max(values)
@@ -236,7 +262,12 @@ def _axes(panel: Panel, scale: Scale) -> Iterator[str]:
         y = scale.y(value)
         yield f'<line x1="{scale.left:.1f}" x2="{scale.width:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#25272e"/>'
         yield f'<text x="{scale.left - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{escape(_tick_text(panel, value))}</text>'
-    for at in _ticks(scale.window.start, scale.window.end, (scale.width - scale.left) / 90, TIME_STEPS):
+    for at in _ticks(
+        scale.window.start,
+        scale.window.end,
+        (scale.width - scale.left) / 90,
+        TIME_STEPS,
+    ):
         x = scale.x(at)
         if x > scale.width - CLOCK_WIDTH / 2:
             continue
@@ -246,16 +277,22 @@ def _axes(panel: Panel, scale: Scale) -> Iterator[str]:
 
 def _tick_text(panel: Panel, value: float) -> str:
     """Write a round value without the zeros behind its point."""
-    return ENDING_ZEROS.sub(lambda match: match[1] and f".{match[1]}", unit_text(panel.unit, value))
+    return ENDING_ZEROS.sub(
+        lambda match: match[1] and f".{match[1]}", unit_text(panel.unit, value)
+    )
 
 
-def _ticks(low: float, high: float, most: float, sizes: tuple[float, ...] = (1, 2, 2.5, 5, 10)) -> list[float]:
+def _ticks(
+    low: float, high: float, most: float, sizes: tuple[float, ...] = (1, 2, 2.5, 5, 10)
+) -> list[float]:
     """Return round values between two bounds, at most so many, their distance a power of ten times one of the sizes."""
     rough = (high - low) / max(most, 1)
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * size for size in sizes if power * size >= rough)
     first = math.ceil(low / step)
-    return [round(number * step, 12) for number in range(first, math.floor(high / step) + 1)]
+    return [
+        round(number * step, 12) for number in range(first, math.floor(high / step) + 1)
+    ]
 
 
 def _threshold_lines(panel: Panel, scale: Scale) -> Iterator[str]:
@@ -269,11 +306,19 @@ def _threshold_lines(panel: Panel, scale: Scale) -> Iterator[str]:
 
 
 def _line(
-    top: dict[float, float], base: dict[float, float], scale: Scale, *, colour: str, opacity: float
+    top: dict[float, float],
+    base: dict[float, float],
+    scale: Scale,
+    *,
+    colour: str,
+    opacity: float,
 ) -> Iterator[str]:
     for run in _runs(top, scale.window.step):
         above = [f"{scale.x(at):.1f},{scale.y(top[at]):.1f}" for at in run]
-        below = [f"{scale.x(at):.1f},{scale.y(base.get(at, max(scale.low, 0.0))):.1f}" for at in reversed(run)]
+        below = [
+            f"{scale.x(at):.1f},{scale.y(base.get(at, max(scale.low, 0.0))):.1f}"
+            for at in reversed(run)
+        ]
         yield f'<polygon points="{" ".join(above + below)}" fill="{colour}" fill-opacity="{opacity}"/>'
         yield f'<polyline points="{" ".join(above)}" fill="none" stroke="{colour}" stroke-width="1.3"/>'
         if len(run) == 1:
@@ -291,15 +336,22 @@ def _runs(line: Iterable[float], step: float) -> list[list[float]]:
     return runs
 
 
-def _thinned(exemplars: tuple[tuple[float, float], ...], scale: Scale) -> list[tuple[float, float]]:
+def _thinned(
+    exemplars: tuple[tuple[float, float], ...], scale: Scale
+) -> list[tuple[float, float]]:
     """Return the highest exemplar of each stretch of the width of one."""
-    highest = {round(scale.x(at) / GAP): (at, value) for at, value in sorted(exemplars, key=lambda each: each[1])}
+    highest = {
+        round(scale.x(at) / GAP): (at, value)
+        for at, value in sorted(exemplars, key=lambda each: each[1])
+    }
     return list(highest.values())
 
 
 def _diamond(x: float, y: float) -> str:
     place = f"translate({x:.1f} {y:.1f}) rotate(45)"
-    return f'<rect x="-3" y="-3" width="6" height="6" fill="#5794f2" transform="{place}"/>'
+    return (
+        f'<rect x="-3" y="-3" width="6" height="6" fill="#5794f2" transform="{place}"/>'
+    )
 
 
 # Numbers, bars and tables.
@@ -319,7 +371,9 @@ def _numbers(panel: Panel, series: list[Series], width: float, height: float) ->
         size = min(height * 0.75, share / (len(text) * 0.78))
         name = f"<br>{escape(each.name)}" * (len(series) > 1)
         style = f"font-size:{size:.0f}px;color:{_colour(panel, each.last)}"
-        cells.append(f'<div {_fits(panel, "number")} style="{style}">{escape(text)}{name}</div>')
+        cells.append(
+            f'<div {_fits(panel, "number")} style="{style}">{escape(text)}{name}</div>'
+        )
     return f'<div class="numbers">{"".join(cells)}</div>'
 
 
@@ -329,17 +383,30 @@ def _bars(panel: Panel, series: list[Series], width: float, height: float) -> st
     low = min(values) if panel.minimum is None else panel.minimum
     high = max(values) if panel.maximum is None else panel.maximum
     orientation = panel.options.get("orientation", "auto")
-    is_vertical = orientation == "vertical" or (orientation == "auto" and width > height)
+    is_vertical = orientation == "vertical" or (
+        orientation == "auto" and width > height
+    )
     bars = []
     for each in series:
         share = (each.last - low) / (high - low or 1)
         draw = _vertical_bar if is_vertical else _horizontal_bar
-        bars.append(draw(panel, each, min(max(share, 0.0), 1.0), size=(width, height), count=len(series)))
-    style = f"height:{height + GAP:.0f}px;overflow:hidden"  # below the last bar is its gap
+        bars.append(
+            draw(
+                panel,
+                each,
+                min(max(share, 0.0), 1.0),
+                size=(width, height),
+                count=len(series),
+            )
+        )
+    # below the last bar is its gap
+    style = f"height:{height + GAP:.0f}px;overflow:hidden"
     return f'<div {_fits(panel, "bars")} style="{style}">{"".join(bars)}</div>'
 
 
-def _vertical_bar(panel: Panel, series: Series, share: float, *, size: tuple[float, float], count: int) -> str:
+def _vertical_bar(
+    panel: Panel, series: Series, share: float, *, size: tuple[float, float], count: int
+) -> str:
     width, height = max((size[0] - GAP * (count - 1)) / count, 8), size[1]
     colour = _colour(panel, series.last)
     filled = max(share * (height - 21 - 24), 1)
@@ -351,7 +418,9 @@ def _vertical_bar(panel: Panel, series: Series, share: float, *, size: tuple[flo
     return f'<div class="bar vertical" style="{style}">{name}{bar}{value}</div>'
 
 
-def _horizontal_bar(panel: Panel, series: Series, share: float, *, size: tuple[float, float], count: int) -> str:
+def _horizontal_bar(
+    panel: Panel, series: Series, share: float, *, size: tuple[float, float], count: int
+) -> str:
     """Draw a bar with its name above it, or to the left of it where there is little height."""
     width, height = size[0], (size[1] - GAP * (count - 1)) / count
     height = min(max(height, panel.options.get("minVizHeight", 16)), 300)
@@ -371,7 +440,9 @@ def _horizontal_bar(panel: Panel, series: Series, share: float, *, size: tuple[f
     return f'<div class="bar" style="margin-bottom:{GAP}px">{name}{bar}</div>'
 
 
-def _bar_and_value(panel: Panel, series: Series, share: float, *, width: float, height: float) -> str:
+def _bar_and_value(
+    panel: Panel, series: Series, share: float, *, width: float, height: float
+) -> str:
     colour = _colour(panel, series.last)
     room = width - min(max(width * 0.2, 50), 150)
     filled = f'<div style="width:{max(share * room, 1):.0f}px;height:{height:.0f}px;background:{colour}"></div>'

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DASHBOARDS = {
-    path.stem: json.loads(path.read_bytes()) for path in sorted((DEPLOY / "grafana/dashboards").glob("*.json"))
+    path.stem: json.loads(path.read_bytes())
+    for path in sorted((DEPLOY / "grafana/dashboards").glob("*.json"))
 }
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
@@ -85,7 +86,9 @@ class Panel:
     columns: dict[str, Any]
 
 
-def panels_of(dashboard: dict[str, Any], *, rate_interval: str, shown: str) -> list[Panel]:
+def panels_of(
+    dashboard: dict[str, Any], *, rate_interval: str, shown: str
+) -> list[Panel]:
     """Return the panels of a dashboard for all fleets, in their order.
 
     Args:
@@ -108,13 +111,19 @@ def _panel(raw: dict[str, Any], variables: Mapping[str, str]) -> Panel:
         title=raw["title"],
         place=Place(**raw["gridPos"]),
         queries=tuple(_query(target, variables) for target in raw.get("targets", [])),
-        links=tuple(substituted(link["url"], variables) for link in raw.get("links", [])),
+        links=tuple(
+            substituted(link["url"], variables) for link in raw.get("links", [])
+        ),
         unit=field.get("unit", "none"),
         decimals=field.get("decimals"),
         minimum=field.get("min"),
         maximum=field.get("max"),
-        steps=tuple((-math.inf if step["value"] is None else step["value"], step["color"]) for step in thresholds),
-        has_threshold_colours=field.get("color", {}).get("mode", default_colour) == "thresholds",
+        steps=tuple(
+            (-math.inf if step["value"] is None else step["value"], step["color"])
+            for step in thresholds
+        ),
+        has_threshold_colours=field.get("color", {}).get("mode", default_colour)
+        == "thresholds",
         custom=field.get("custom", {}),
         options=raw.get("options", {}),
         columns=_columns(raw.get("transformations", [])),
@@ -132,9 +141,14 @@ def _query(target: dict[str, Any], variables: Mapping[str, str]) -> Query:
 
 def _columns(transformations: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the options of the one or two transformations that are known here."""
-    unknown = {each["id"] for each in transformations} - {"organize", "groupingToMatrix"}
+    unknown = {each["id"] for each in transformations} - {
+        "organize",
+        "groupingToMatrix",
+    }
     assert not unknown, unknown
-    return {key: value for each in transformations for key, value in each["options"].items()}
+    return {
+        key: value for each in transformations for key, value in each["options"].items()
+    }
 
 
 def substituted(text: str, variables: Mapping[str, str]) -> str:
@@ -146,7 +160,9 @@ def legend_name(legend: str, labels: Mapping[str, str]) -> str:
     """Return the name of a series: a label that it does not have is written as nothing."""
     name = PLACEHOLDER.sub(lambda match: labels.get(match[1], ""), legend).strip()
     if not legend and labels:
-        pairs = ", ".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
+        pairs = ", ".join(
+            f'{label}="{value}"' for label, value in sorted(labels.items())
+        )
         return f"{{{pairs}}}"
     return name or UNNAMED
 
@@ -156,9 +172,17 @@ def series_of(query: Query, result: list[dict[str, Any]]) -> list[Series]:
     found = []
     for each in result:
         values = each.get("values") or [each["value"]]
-        points = tuple((float(at), float(value)) for at, value in values if math.isfinite(float(value)))
+        points = tuple(
+            (float(at), float(value))
+            for at, value in values
+            if math.isfinite(float(value))
+        )
         if points:
-            found.append(Series(legend_name(query.legend, each["metric"]), each["metric"], points))
+            found.append(
+                Series(
+                    legend_name(query.legend, each["metric"]), each["metric"], points
+                )
+            )
     return found
 
 
@@ -185,7 +209,9 @@ class Unit:
     zero: str | None = None
 
     def text(self, value: float, decimals: int | None = None) -> str:
-        size, name = next((step for step in self.steps if abs(value) >= step[0]), self.steps[-1])
+        size, name = next(
+            (step for step in self.steps if abs(value) >= step[0]), self.steps[-1]
+        )
         if value == 0 and self.zero is not None:
             name = self.zero
         return f"{number_text(value / size, decimals)}{name}{self.suffix}"
@@ -220,7 +246,9 @@ def table_of(panel: Panel, rows: list[Series]) -> tuple[list[str], list[list[str
         return _matrix_of(panel, rows)
     labels = sorted({label for row in rows for label in row.labels})
     names = ["Time", *labels, UNNAMED]
-    shown = [name for name in names if not panel.columns.get("excludeByName", {}).get(name)]
+    shown = [
+        name for name in names if not panel.columns.get("excludeByName", {}).get(name)
+    ]
     order = panel.columns.get("indexByName", {})
     shown.sort(key=lambda name: order.get(name, len(order)))
     renamed = panel.columns.get("renameByName", {})
@@ -229,17 +257,26 @@ def table_of(panel: Panel, rows: list[Series]) -> tuple[list[str], list[list[str
 
 
 def _matrix_of(panel: Panel, rows: list[Series]) -> tuple[list[str], list[list[str]]]:
-    across, down, shown = (panel.columns[f"{part}Field"] for part in ("column", "row", "value"))
-    values = {(row.labels[down], row.labels[across]): _cell(panel, row, shown) for row in rows}
+    across, down, shown = (
+        panel.columns[f"{part}Field"] for part in ("column", "row", "value")
+    )
+    values = {
+        (row.labels[down], row.labels[across]): _cell(panel, row, shown) for row in rows
+    }
     columns = list(dict.fromkeys(row.labels[across] for row in rows))
     names = list(dict.fromkeys(row.labels[down] for row in rows))
-    cells = [[name, *(values.get((name, column), "") for column in columns)] for name in names]
+    cells = [
+        [name, *(values.get((name, column), "") for column in columns)]
+        for name in names
+    ]
     return [f"{down}\\{across}", *columns], cells
 
 
 def _cell(panel: Panel, row: Series, column: str) -> str:
     if column == "Time":
-        return datetime.fromtimestamp(row.points[-1][0], UTC).strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.fromtimestamp(row.points[-1][0], UTC).strftime(
+            "%Y-%m-%d %H:%M:%S"
+        )
     if column == UNNAMED:
         return unit_text(panel.unit, row.last, panel.decimals)
     return row.labels.get(column, "")

@@ -23,12 +23,16 @@ TOOLS = ROOT / ".venv-deploy/bin"
 def program(name: str) -> str:
     """Return the path of a program that ``scripts/setup services`` or ``scripts/setup deploy`` installs."""
     found = TOOLS / name if (TOOLS / name).is_file() else shutil.which(name)
-    assert found, f"{name} is not installed: scripts/setup services && scripts/setup deploy"
+    assert found, (
+        f"{name} is not installed: scripts/setup services && scripts/setup deploy"
+    )
     return str(found)
 
 
 @asynccontextmanager
-async def running(argv: list[str], ready: str, cwd: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running(
+    argv: list[str], ready: str, cwd: Path
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a server until the context ends.
 
     Args:
@@ -38,7 +42,9 @@ async def running(argv: list[str], ready: str, cwd: Path) -> AsyncIterator[async
     """
     log = cwd / f"{Path(argv[0]).name}.out"
     with log.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(*argv, cwd=cwd, stdout=out, stderr=out)
+        process = await asyncio.create_subprocess_exec(
+            *argv, cwd=cwd, stdout=out, stderr=out
+        )
     try:
         async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(30):
             while not await _answers(client, ready):

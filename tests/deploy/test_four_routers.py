@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
-LIMITS = {"fast": 12, "balanced": 12, "precise": 24}  # of each engine, for all routers together
+# of each engine, for all routers together
+LIMITS = {"fast": 12, "balanced": 12, "precise": 24}
 QUOTA = 25
 UNIT = DEPLOY / "systemd/qarr-router@.service"
 
@@ -48,7 +49,8 @@ class Machine:
     ports: list[int]
     operator: str
     behaviours: dict[str, Behaviour]
-    most: Counter[str] = field(default_factory=Counter)  # requests that an engine had at once
+    # requests that an engine had at once
+    most: Counter[str] = field(default_factory=Counter)
 
     def pid(self, port: int) -> int:
         return int((self.folder / f"{port}.pid").read_text())
@@ -57,11 +59,20 @@ class Machine:
         """Return the slots of each tier over several routers; without those of replicas that are not ready."""
         total: Counter[str] = Counter()
         headers = {"authorization": f"Bearer {self.operator}"}
-        async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=20) as client:
+        async with httpx.AsyncClient(
+            trust_env=False, headers=headers, timeout=20
+        ) as client:
             for port in ports:
-                tiers = (await client.get(f"http://127.0.0.1:{port}/tiers")).json()["tiers"]
+                tiers = (await client.get(f"http://127.0.0.1:{port}/tiers")).json()[
+                    "tiers"
+                ]
                 total.update(
-                    {t["tier"]: sum(r["limit"] for r in t["replicas"] if r["state"] == "ready") for t in tiers}
+                    {
+                        t["tier"]: sum(
+                            r["limit"] for r in t["replicas"] if r["state"] == "ready"
+                        )
+                        for t in tiers
+                    }
                 )
         return dict(total)
 
@@ -74,16 +85,32 @@ class Machine:
 
 
 def commands() -> str:
-    section = (ROOT / "docs/scaling.md").read_text("utf-8").partition("\n## Several routers")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs/scaling.md")
+        .read_text("utf-8")
+        .partition("\n## Several routers")[2]
+        .partition("\n## ")[0]
+    )
     (block,) = re.findall(r"^```bash\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return str(block)
 
 
 def shims(folder: Path, nginx_port: int) -> Path:
-    start = re.search(r"^ExecStart=/opt/qarr/\.venv/bin/qarr (.*)$", UNIT.read_text("utf-8"), re.MULTILINE)
+    start = re.search(
+        r"^ExecStart=/opt/qarr/\.venv/bin/qarr (.*)$",
+        UNIT.read_text("utf-8"),
+        re.MULTILINE,
+    )
     assert start is not None
-    arguments = start[1].replace("%i", "$port").replace("/etc/", f"{folder}/etc/").replace("$ROUTER_OPTIONS", "")
-    nginx = f"{program('nginx')} -p {folder}/nginx -c {folder}/nginx/nginx.conf -e stderr"
+    arguments = (
+        start[1]
+        .replace("%i", "$port")
+        .replace("/etc/", f"{folder}/etc/")
+        .replace("$ROUTER_OPTIONS", "")
+    )
+    nginx = (
+        f"{program('nginx')} -p {folder}/nginx -c {folder}/nginx/nginx.conf -e stderr"
+    )
     written = {
         "apt-get": "exit 0",
         "qarr": f'exec {QARR} "$@"',
@@ -117,17 +144,27 @@ async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
     for name in ("etc/qarr", "etc/nginx/conf.d", "etc/systemd/system", "var"):
         (tmp_path / name).mkdir(parents=True)
     operator, _ = add_key(keys, "operator", admin=True)
-    text = commands().replace("/etc/", f"{tmp_path}/etc/").replace(":6379", f":{redis_port}")
-    text, count = re.subn(r"\b808([0-3])\b", lambda found: str(ports[int(found[1])]), text)
+    text = (
+        commands()
+        .replace("/etc/", f"{tmp_path}/etc/")
+        .replace(":6379", f":{redis_port}")
+    )
+    text, count = re.subn(
+        r"\b808([0-3])\b", lambda found: str(ports[int(found[1])]), text
+    )
     assert count == 8
     async with AsyncExitStack() as stack:
-        urls = await stack.enter_async_context(serving_all(*(FakeEngine(b).app for b in behaviours.values())))
+        urls = await stack.enter_async_context(
+            serving_all(*(FakeEngine(b).app for b in behaviours.values()))
+        )
         redis = await asyncio.create_subprocess_exec(
             program("redis-server"), "--port", str(redis_port), "--bind", "127.0.0.1", "--save", "",
             stdout=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         stack.callback(redis.kill)
-        found = Machine(f"http://127.0.0.1:{nginx_port}", tmp_path, ports, operator, behaviours)
+        found = Machine(
+            f"http://127.0.0.1:{nginx_port}", tmp_path, ports, operator, behaviours
+        )
         path = f"{shims(tmp_path, nginx_port)}:{os.environ['PATH']}"
         # The operator's two changes: the engines' names, and where this machine keeps its files.
         tiers = "".join(
@@ -139,9 +176,13 @@ async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
             f'[engine]\nlog_dir = "{tmp_path}/var"\n[budgets]\nfile = "{tmp_path}/var/usage.sqlite"\n'
             "[admission.max_wait_s]\ninteractive = 1e6\nstandard = 1e6\nbatch = 1e6\n"
         )
-        text = text.replace("deploy/settings/routers-redis.toml", str(tmp_path / "engines.toml"))
+        text = text.replace(
+            "deploy/settings/routers-redis.toml", str(tmp_path / "engines.toml")
+        )
         env = {**os.environ, "PATH": path, "XDG_CONFIG_HOME": str(tmp_path / "config")}
-        script = await asyncio.create_subprocess_exec("bash", "-euc", text, cwd=ROOT, env=env)
+        script = await asyncio.create_subprocess_exec(
+            "bash", "-euc", text, cwd=ROOT, env=env
+        )
         assert await within(script.wait(), "the script to end", within_s=100) == 0
         for name in (*ports, "nginx"):
             stack.callback(ended, tmp_path / f"{name}.pid")
@@ -163,7 +204,9 @@ def ended(pid: Path) -> None:
 
 async def ask(client: httpx.AsyncClient, url: str, **body: Any) -> str:
     try:
-        answer = await client.post(f"{url}/generate", json={"prompt": "hi", "max_tokens": 8, **body})
+        answer = await client.post(
+            f"{url}/generate", json={"prompt": "hi", "max_tokens": 8, **body}
+        )
     except httpx.TransportError:
         return "broken"
     if answer.status_code != httpx.codes.OK:
@@ -174,7 +217,9 @@ async def ask(client: httpx.AsyncClient, url: str, **body: Any) -> str:
 async def test_four_routers_are_one_to_their_callers(tmp_path: Path) -> None:
     """One is killed under load: others answer, engines' limits hold, and a quota is kept exactly."""
     async with machine(tmp_path) as found, AsyncExitStack() as stack:
-        key, _ = add_key(tmp_path / "etc/qarr/keys.json", "limited", requests_per_minute=QUOTA)
+        key, _ = add_key(
+            tmp_path / "etc/qarr/keys.json", "limited", requests_per_minute=QUOTA
+        )
         client = await stack.enter_async_context(
             httpx.AsyncClient(
                 trust_env=False, timeout=120, limits=httpx.Limits(max_connections=60),
@@ -187,9 +232,15 @@ async def test_four_routers_are_one_to_their_callers(tmp_path: Path) -> None:
 
         async def ask_on(tier: str) -> None:
             while going:
-                outcomes.append(await ask(client, found.url, tier=tier, tier_policy="require"))
+                outcomes.append(
+                    await ask(client, found.url, tier=tier, tier_policy="require")
+                )
 
-        askers = [asyncio.create_task(ask_on(tier)) for tier in LIMITS for _ in range(2 * LIMITS[tier])]
+        askers = [
+            asyncio.create_task(ask_on(tier))
+            for tier in LIMITS
+            for _ in range(2 * LIMITS[tier])
+        ]
         await until(lambda: len(outcomes) > 150)
         killed, *left = found.ports
         os.kill(found.pid(killed), signal.SIGKILL)
@@ -208,12 +259,21 @@ async def test_four_routers_are_one_to_their_callers(tmp_path: Path) -> None:
         assert set(lost) <= {"broken", "no-router", "cut"}, Counter(outcomes)
         assert len(lost) <= sum(LIMITS.values()) * 2
         # While shares move, each router may still have a request on a slot that is another's by now; unshared it is 4 x limit.
-        assert all(found.most[tier] <= limit + len(found.ports) for tier, limit in LIMITS.items()), found.most
+        assert all(
+            found.most[tier] <= limit + len(found.ports)
+            for tier, limit in LIMITS.items()
+        ), found.most
 
         began = time.monotonic()
-        async with httpx.AsyncClient(trust_env=False, timeout=120, headers={"authorization": f"Bearer {key}"}) as other:
-            said = Counter(await asyncio.gather(*(ask(other, found.url) for _ in range(3 * QUOTA))))
+        async with httpx.AsyncClient(
+            trust_env=False, timeout=120, headers={"authorization": f"Bearer {key}"}
+        ) as other:
+            said = Counter(
+                await asyncio.gather(*(ask(other, found.url) for _ in range(3 * QUOTA)))
+            )
         minutes = math.ceil((time.monotonic() - began) / 60)
         assert QUOTA <= said["done"] <= QUOTA * minutes, said
         assert set(said) == {"done", "over-quota"}
-        assert not any("Traceback" in (tmp_path / f"{port}.out").read_text() for port in left)
+        assert not any(
+            "Traceback" in (tmp_path / f"{port}.out").read_text() for port in left
+        )

@@ -13,7 +13,14 @@ import yaml
 
 from tests.deploy.monitoring import monitoring
 from tests.deploy.panel_drawing import Drawn, Window, draw_dashboard, draw_panel
-from tests.deploy.panels import DASHBOARDS, PLACEHOLDER, UNNAMED, panels_of, series_of, unit_text
+from tests.deploy.panels import (
+    DASHBOARDS,
+    PLACEHOLDER,
+    UNNAMED,
+    panels_of,
+    series_of,
+    unit_text,
+)
 from tests.deploy.services import DEPLOY, ROOT, program
 from tests.deploy.traffic import two_routers
 from tests.waiting import until
@@ -33,8 +40,17 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_the_files_are_what_the_script_makes() -> None:
     """Nobody has changed the JSON by hand, or the script without it."""
-    subprocess.run([program("python"), str(GRAFANA / "dashboards.py"), "--check"], check=True, timeout=100)
-    assert set(DASHBOARDS) == {"qarr-overview", "qarr-engines", "qarr-quality", "qarr-usage"}
+    subprocess.run(
+        [program("python"), str(GRAFANA / "dashboards.py"), "--check"],
+        check=True,
+        timeout=100,
+    )
+    assert set(DASHBOARDS) == {
+        "qarr-overview",
+        "qarr-engines",
+        "qarr-quality",
+        "qarr-usage",
+    }
 
 
 @pytest.mark.parametrize("name", sorted(DASHBOARDS))
@@ -48,7 +64,10 @@ def test_dashboards_are_well_formed(name: str) -> None:
     for panel in dashboard["panels"]:
         place = panel["gridPos"]
         cells = set(
-            itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
+            itertools.product(
+                range(place["x"], place["x"] + place["w"]),
+                range(place["y"], place["y"] + place["h"]),
+            )
         )
         assert not cells & taken, panel["title"]
         assert place["x"] + place["w"] <= 24, panel["title"]
@@ -56,12 +75,18 @@ def test_dashboards_are_well_formed(name: str) -> None:
     for panel in panels(dashboard):
         assert panel["description"].endswith("."), panel["title"]
         assert panel["targets"], panel["title"]
-    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    variables = {
+        variable["name"]: variable for variable in dashboard["templating"]["list"]
+    }
     assert set(variables) == {"datasource", "job", "runbooks"}
-    provisioned = yaml.safe_load((GRAFANA / "provisioning/datasources/qarr.yml").read_text("utf-8"))["datasources"]
+    provisioned = yaml.safe_load(
+        (GRAFANA / "provisioning/datasources/qarr.yml").read_text("utf-8")
+    )["datasources"]
     uids = {source["uid"] for source in provisioned}
     links = provisioned[0]["jsonData"]["exemplarTraceIdDestinations"]
-    assert [(link["name"], link["datasourceUid"] in uids) for link in links] == [("trace_id", True)]
+    assert [(link["name"], link["datasourceUid"] in uids) for link in links] == [
+        ("trace_id", True)
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(DASHBOARDS))
@@ -69,7 +94,11 @@ def test_links_lead_to_runbooks(name: str) -> None:
     """Each dashboard to all of them, and the panels that alerts are about each to its section."""
     dashboard = DASHBOARDS[name]
     assert "${runbooks}" in [link.get("url") for link in dashboard["links"]]
-    sections = set(re.findall(r"^## (\w+)$", (ROOT / "docs/runbooks.md").read_text("utf-8"), re.MULTILINE))
+    sections = set(
+        re.findall(
+            r"^## (\w+)$", (ROOT / "docs/runbooks.md").read_text("utf-8"), re.MULTILINE
+        )
+    )
     for panel in panels(dashboard):
         for link in panel.get("links", []):
             alert = link["title"].removeprefix("Runbook: ")
@@ -83,7 +112,9 @@ def test_every_alert_that_a_panel_can_show_is_linked() -> None:
         link["title"].removeprefix("Runbook: ")
         for dashboard in DASHBOARDS.values() for panel in panels(dashboard) for link in panel.get("links", [])
     }  # fmt: skip
-    rules = yaml.safe_load((DEPLOY / "prometheus/rules/alerts.yml").read_text("utf-8"))["groups"]
+    rules = yaml.safe_load((DEPLOY / "prometheus/rules/alerts.yml").read_text("utf-8"))[
+        "groups"
+    ]
     alerts = {rule["alert"] for group in rules for rule in group["rules"]}
     assert alerts - linked == {"QarrCertificateExpires"}
 
@@ -92,11 +123,17 @@ def test_every_alert_that_a_panel_can_show_is_linked() -> None:
 def test_every_panel_can_be_drawn(name: str) -> None:
     """Variables are replaced, units are known, legends name their series, and each panel has something to show."""
     panels = panels_of(DASHBOARDS[name], rate_interval="1m", shown="1h")
-    drawn = [Drawn(panel, [series for query in panel.queries for series in made_up(query)]) for panel in panels]
+    drawn = [
+        Drawn(panel, [series for query in panel.queries for series in made_up(query)])
+        for panel in panels
+    ]
     for each in drawn:
         picture = draw_panel(each, WINDOW)
         assert escape(each.panel.title) in picture
-        assert not re.search(r"\$\{?\w|\{\{|No data", picture + "".join(query.expr for query in each.panel.queries))
+        assert not re.search(
+            r"\$\{?\w|\{\{|No data",
+            picture + "".join(query.expr for query in each.panel.queries),
+        )
         if each.panel.kind in {"stat", "bargauge"}:
             assert unit_text(each.panel.unit, 0.5, each.panel.decimals) in picture
         if each.panel.kind in {"timeseries", "bargauge"}:
@@ -107,9 +144,22 @@ def test_every_panel_can_be_drawn(name: str) -> None:
 
 def made_up(query: Query) -> list[Series]:
     """Return two series that a query might find."""
-    labels = {*PLACEHOLDER.findall(query.legend), "class", "tier", "instance", "replica", "state"}
+    labels = {
+        *PLACEHOLDER.findall(query.legend),
+        "class",
+        "tier",
+        "instance",
+        "replica",
+        "state",
+    }
     points = [[at, "0.5"] for at in range(0, 75, 15)]
-    return series_of(query, [{"metric": dict.fromkeys(labels, name), "values": points} for name in ("one", "two")])
+    return series_of(
+        query,
+        [
+            {"metric": dict.fromkeys(labels, name), "values": points}
+            for name in ("one", "two")
+        ],
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +181,8 @@ def test_values_are_written_as_grafana_does(unit: str, value: float, text: str) 
 async def test_no_panel_is_empty(tmp_path: Path) -> None:
     """After everything has happened to two routers, every query of every panel has something to show, of every tier."""
     async with two_routers(tmp_path) as routers, monitoring(tmp_path, routers) as found:
-        await routers.ordinary()  # every series is there once before it grows: a rate needs two points
+        # every series is there once before it grows: a rate needs two points
+        await routers.ordinary()
         await until(lambda: found.query("job:qarr_requests:sum > 0"))
         await routers.everything()
         asked = [
@@ -144,7 +195,11 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
 
         async def all_answered() -> bool:
             nonlocal empty
-            empty = [(where, query.expr) for where, query in asked if not await found.query(query.expr)]
+            empty = [
+                (where, query.expr)
+                for where, query in asked
+                if not await found.query(query.expr)
+            ]
             if empty:
                 await routers.ordinary()
             return not empty
@@ -158,19 +213,27 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
             the_legend_names_its_series(where, query, await found.query(query.expr))
         assert await found.query('sum(qarr_refusals_total{reason="too_long"}) > 0')
         told = {
-            tier: {where for where, query in asked if await found.tells_of(query.expr, tier)}
+            tier: {
+                where
+                for where, query in asked
+                if await found.tells_of(query.expr, tier)
+            }
             for tier in ("balanced", "int8")
         }
         # The added tier's router checks no live answers.
         live = {"Live answers that differ", "Live regret", "Live answers checked"}
         unmeasured = {f"qarr-quality: {title}" for title in live}
-        assert told["balanced"] - told["int8"] <= unmeasured, "a tier that the settings add is in every other panel"
+        assert told["balanced"] - told["int8"] <= unmeasured, (
+            "a tier that the settings add is in every other panel"
+        )
         assert len(told["int8"]) > 15
         for rare in ("qarr_continuations_total", "qarr_live_differing_ratio"):
             assert await found.query(f"sum({rare}) > 0"), rare
 
 
-def the_legend_names_its_series(where: str, query: Query, result: list[dict[str, Any]]) -> None:
+def the_legend_names_its_series(
+    where: str, query: Query, result: list[dict[str, Any]]
+) -> None:
     """Check that the labels of a legend exist, and that no two series have one name."""
     for label in PLACEHOLDER.findall(query.legend):
         assert any(label in each["metric"] for each in result), (where, label)

@@ -15,7 +15,16 @@ import pytest
 import yaml
 
 from router.settings import load_settings
-from tests.deploy.charts import NAMESPACE, SAMPLES, Release, argument, image_environment, release, rendered, tool
+from tests.deploy.charts import (
+    NAMESPACE,
+    SAMPLES,
+    Release,
+    argument,
+    image_environment,
+    release,
+    rendered,
+    tool,
+)
 from tests.deploy.services import DEPLOY, program
 from tests.deploy.test_prometheus import NAME, known
 from tests.unit.router_stack import router_stack
@@ -26,13 +35,27 @@ if TYPE_CHECKING:
 
 NAMES = [path.stem for path in SAMPLES]
 # Where a pod may write: volumes of its own, the checkpoints that an init container makes, the routers' profiles.
-WRITTEN = {"/tmp", "/dev/shm", "/models", "/var/cache/qarr", "/var/cache/engine", "/var/lib/qarr/profiles"}  # noqa: S108
+WRITTEN = {
+    "/tmp",  # noqa: S108
+    "/dev/shm",  # noqa: S108
+    "/models",
+    "/var/cache/qarr",
+    "/var/cache/engine",
+    "/var/lib/qarr/profiles",
+}
 RUNBOOKS = '{{ or $externalLabels.runbooks (printf "%s/consoles/runbooks.html" $externalURL) }}'
 EVERYTHING = {
     "engineKey": {"existingSecret": "", "value": "an-engine-key"},
     "auth": {"existingSecret": "", "keys": '{"version": 1, "keys": []}'},
     "redis": {"existingSecret": "", "url": "redis://:password@redis:6379/0"},
-    "checkpoints": {"claim": "", "prepare": {"enabled": True, "model": "owner/model", "args": ["--group-size", "64"]}},
+    "checkpoints": {
+        "claim": "",
+        "prepare": {
+            "enabled": True,
+            "model": "owner/model",
+            "args": ["--group-size", "64"],
+        },
+    },
     "engines": {
         "env": {"A": "b"},
         "extraArgs": ["--max-logprobs=5"],
@@ -46,7 +69,10 @@ EVERYTHING = {
 
 @pytest.fixture(scope="module")
 def releases() -> dict[str, Release]:
-    return {**{name: release(name) for name in NAMES}, "everything": release("cluster", EVERYTHING)}
+    return {
+        **{name: release(name) for name in NAMES},
+        "everything": release("cluster", EVERYTHING),
+    }
 
 
 def test_every_sample_is_there() -> None:
@@ -65,8 +91,14 @@ def test_manifests_are_valid(releases: dict[str, Release]) -> None:
     scaled["spec"]["triggers"][0]["metricKind"] = "Value"
     owner = copy.deepcopy(releases["cluster"].of_kind("StatefulSet")["qarr-fast"])
     owner["spec"]["template"]["spec"]["containers"][0]["liveness"] = {}
-    found = tool("check", [*(m for made in releases.values() for m in made.manifests), scaled, owner])
-    assert ["metricKind" in text or "liveness" in text for text in found] == [True, True], found
+    found = tool(
+        "check",
+        [*(m for made in releases.values() for m in made.manifests), scaled, owner],
+    )
+    assert ["metricKind" in text or "liveness" in text for text in found] == [
+        True,
+        True,
+    ], found
 
 
 @pytest.mark.parametrize(
@@ -103,10 +135,14 @@ def test_wrong_values_are_told(over: dict[str, Any], text: str) -> None:
 def test_pods_are_hardened(releases: dict[str, Release]) -> None:
     """No root, no writable root file system, no capability, no token, no variables of other Services."""
     for made in releases.values():
-        assert not any(a["automountServiceAccountToken"] for a in made.of_kind("ServiceAccount").values())
+        assert not any(
+            a["automountServiceAccountToken"]
+            for a in made.of_kind("ServiceAccount").values()
+        )
         for pod in made.pods.values():
             assert pod["automountServiceAccountToken"] is False
-            assert pod["enableServiceLinks"] is False  # QARR_ROUTER_PORT=tcp://... is no setting
+            # QARR_ROUTER_PORT=tcp://... is no setting
+            assert pod["enableServiceLinks"] is False
             assert pod["securityContext"]["runAsNonRoot"] is True
             assert pod["securityContext"]["runAsUser"] == 10001
             for container in (*pod["containers"], *pod.get("initContainers", ())):
@@ -115,7 +151,11 @@ def test_pods_are_hardened(releases: dict[str, Release]) -> None:
                     "readOnlyRootFilesystem": True,
                     "capabilities": {"drop": ["ALL"]},
                 }
-                written = {m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")}
+                written = {
+                    m["mountPath"]
+                    for m in container["volumeMounts"]
+                    if not m.get("readOnly")
+                }
                 assert written <= WRITTEN
 
 
@@ -132,21 +172,35 @@ def test_pods_have_time_to_leave(releases: dict[str, Release]) -> None:
             else:
                 drains = int(argument(container, "--shutdown-timeout"))
                 paths = ["/health"] * 3
-                assert int(waits) > 2 * settings["discovery"]["interval_s"]  # routers look at the DNS meanwhile
+                # routers look at the DNS meanwhile
+                assert int(waits) > 2 * settings["discovery"]["interval_s"]
             assert pod["terminationGracePeriodSeconds"] >= int(waits) + drains + 10
-            probes = (container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness"))
+            probes = (
+                container[f"{kind}Probe"]["httpGet"]["path"]
+                for kind in ("startup", "liveness", "readiness")
+            )
             assert list(probes) == paths
 
 
 def test_containers_are_those_of_the_images(releases: dict[str, Release]) -> None:
     """Commands start as the images' entry points do; what is mounted for writing is where the images write."""
-    for path, name in (("Containerfile.router", "qarr-router"), ("Containerfile.engine", "qarr-precise")):
+    for path, name in (
+        ("Containerfile.router", "qarr-router"),
+        ("Containerfile.engine", "qarr-precise"),
+    ):
         text = (DEPLOY / path).read_text("utf-8").replace("\\\n", "")
         entry = json.loads(re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)[0])
         (container,) = releases["laptop"].pods[name]["containers"]
-        own = [part for a in (*container["command"], *container.get("args", ())) for part in a.split("=", 1)]
+        own = [
+            part
+            for a in (*container["command"], *container.get("args", ()))
+            for part in a.split("=", 1)
+        ]
         assert own[: len(entry)] == entry
-        home = image_environment(path).get("QARR_CACHE_DIR") or image_environment(path)["HOME"]
+        home = (
+            image_environment(path).get("QARR_CACHE_DIR")
+            or image_environment(path)["HOME"]
+        )
         assert home in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
@@ -154,22 +208,39 @@ def test_engines_get_gpus_keys_and_caches(releases: dict[str, Release]) -> None:
     """GPUs are counted once for all, several are tensor parallel, LMCache and prefix caching are as the values say."""
     node = releases["one-node"]
     gpus = sum(
-        s["spec"]["replicas"] * s["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+        s["spec"]["replicas"]
+        * s["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"][
+            "nvidia.com/gpu"
+        ]
         for s in node.of_kind("StatefulSet").values()
     )
     assert gpus == 8
     precise = node.pods["qarr-precise"]["containers"][0]
     assert argument(precise, "--tensor-parallel-size") == "2"
-    paths = {argument(pod["containers"][0], "--model") for n, pod in node.pods.items() if n != "qarr-router"}
+    paths = {
+        argument(pod["containers"][0], "--model")
+        for n, pod in node.pods.items()
+        if n != "qarr-router"
+    }
     assert len(paths) == 3  # LMCache tells models apart by their path alone
-    assert {"--enable-prefix-caching", "--tool-call-parser=hermes", "--tool-strict-level=parameter"} < set(
-        precise["args"]
-    )
-    off = release("one-node", {"engines": {"prefixCaching": False}}).pods["qarr-precise"]["containers"][0]
+    assert {
+        "--enable-prefix-caching",
+        "--tool-call-parser=hermes",
+        "--tool-strict-level=parameter",
+    } < set(precise["args"])
+    off = release("one-node", {"engines": {"prefixCaching": False}}).pods[
+        "qarr-precise"
+    ]["containers"][0]
     assert "--no-enable-prefix-caching" in off["args"]
     cluster = releases["cluster"].pods["qarr-fast"]["containers"][0]
-    assert json.loads(argument(cluster, "--kv-transfer-config"))["kv_connector"] == "LMCacheConnectorV1"
-    assert {"name": "LMCACHE_REMOTE_URL", "value": "lm://lmcache-server:65432"} in cluster["env"]
+    assert (
+        json.loads(argument(cluster, "--kv-transfer-config"))["kv_connector"]
+        == "LMCacheConnectorV1"
+    )
+    assert {
+        "name": "LMCACHE_REMOTE_URL",
+        "value": "lm://lmcache-server:65432",
+    } in cluster["env"]
     laptop = releases["laptop"].pods["qarr-precise"]["containers"][0]
     assert "--enforce-eager" in laptop["args"]
     assert "nvidia.com/gpu" not in laptop["resources"]["limits"]
@@ -178,9 +249,19 @@ def test_engines_get_gpus_keys_and_caches(releases: dict[str, Release]) -> None:
 def test_secrets_are_in_secrets_alone(releases: dict[str, Release]) -> None:
     """Keys and addresses with passwords are in no other manifest and not in the notes."""
     made = releases["everything"]
-    secrets = {base64.b64decode(v).decode() for s in made.of_kind("Secret").values() for v in s["data"].values()}
-    assert secrets == {"an-engine-key", '{"version": 1, "keys": []}', "redis://:password@redis:6379/0"}
-    others = json.dumps([m for m in made.manifests if m["kind"] != "Secret"]) + made.notes
+    secrets = {
+        base64.b64decode(v).decode()
+        for s in made.of_kind("Secret").values()
+        for v in s["data"].values()
+    }
+    assert secrets == {
+        "an-engine-key",
+        '{"version": 1, "keys": []}',
+        "redis://:password@redis:6379/0",
+    }
+    others = (
+        json.dumps([m for m in made.manifests if m["kind"] != "Secret"]) + made.notes
+    )
     assert not any(word in others for word in ("an-engine-key", "password@"))
     assert releases["cluster"].of_kind("Secret") == {}
 
@@ -193,20 +274,36 @@ def test_changes_roll_pods(releases: dict[str, Release]) -> None:
         return {name: owner["spec"]["template"] for name, owner in owners.items()}
 
     before = templates(releases["everything"])
-    setting = templates(release("cluster", {**EVERYTHING, "router": {"settings": {"limits": {"max_tokens": 9}}}}))
+    setting = templates(
+        release(
+            "cluster",
+            {**EVERYTHING, "router": {"settings": {"limits": {"max_tokens": 9}}}},
+        )
+    )
     assert {name for name in before if before[name] != setting[name]} == {"qarr-router"}
-    key = templates(release("cluster", {**EVERYTHING, "engineKey": {"existingSecret": "", "value": "another"}}))
+    key = templates(
+        release(
+            "cluster",
+            {**EVERYTHING, "engineKey": {"existingSecret": "", "value": "another"}},
+        )
+    )
     assert all(before[name] != key[name] for name in before)
     assert "helm.sh/chart" not in json.dumps(before)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "everything"])
-def test_settings_are_settings(releases: dict[str, Release], name: str, tmp_path: Path) -> None:
+def test_settings_are_settings(
+    releases: dict[str, Release], name: str, tmp_path: Path
+) -> None:
     """The router reads the rendered file; it agrees with the engines' arguments, and leaves out disabled tiers."""
     path = tmp_path / "qarr.toml"
     path.write_text(releases[name].settings)
     settings = load_settings(path)
-    enabled = {n.removeprefix("qarr-"): pod for n, pod in releases[name].pods.items() if n != "qarr-router"}
+    enabled = {
+        n.removeprefix("qarr-"): pod
+        for n, pod in releases[name].pods.items()
+        if n != "qarr-router"
+    }
     for tier in ("fast", "balanced", "precise"):
         own = getattr(settings.tiers, tier)
         if tier not in enabled:
@@ -228,27 +325,45 @@ def test_engines_are_reached_by_routers_only(releases: dict[str, Release]) -> No
         made = releases[name]
         policy = made.of_kind("NetworkPolicy")["qarr-engines"]["spec"]
         assert policy["policyTypes"] == ["Ingress", "Egress"]
-        labels = [s["spec"]["template"]["metadata"]["labels"] for s in made.of_kind("StatefulSet").values()]
-        assert all(policy["podSelector"]["matchLabels"].items() <= own.items() for own in labels)
+        labels = [
+            s["spec"]["template"]["metadata"]["labels"]
+            for s in made.of_kind("StatefulSet").values()
+        ]
+        assert all(
+            policy["podSelector"]["matchLabels"].items() <= own.items()
+            for own in labels
+        )
         (routers, *prometheus) = policy["ingress"]
-        router = made.of_kind("Deployment")["qarr-router"]["spec"]["template"]["metadata"]["labels"]
+        router = made.of_kind("Deployment")["qarr-router"]["spec"]["template"][
+            "metadata"
+        ]["labels"]
         assert routers["from"] == [{"podSelector": {"matchLabels": router}}]
         assert len(prometheus) == others
 
 
 def parse(queries: list[str], folder: Path) -> None:
     rules = folder / "rules.yml"
-    made = [{"record": f"q{number}", "expr": query} for number, query in enumerate(queries)]
+    made = [
+        {"record": f"q{number}", "expr": query} for number, query in enumerate(queries)
+    ]
     rules.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": made}]}))
-    subprocess.run([program("promtool"), "check", "rules", str(rules)], check=True, capture_output=True, timeout=100)
+    subprocess.run(
+        [program("promtool"), "check", "rules", str(rules)],
+        check=True,
+        capture_output=True,
+        timeout=100,
+    )
 
 
 @pytest.mark.anyio
-async def test_autoscalers_ask_for_metrics_that_exist(releases: dict[str, Release], tmp_path: Path) -> None:
+async def test_autoscalers_ask_for_metrics_that_exist(
+    releases: dict[str, Release], tmp_path: Path
+) -> None:
     """Prometheus parses every query; its metrics and labels are on a router's page."""
     async with router_stack(tmp_path) as stack:
         for replica in stack.fleet.replicas:
-            replica.update(speed=SpeedModel(1.0, 2.0, 10.0))  # without one nothing is predicted
+            # without one nothing is predicted
+            replica.update(speed=SpeedModel(1.0, 2.0, 10.0))
         page = ""
         async with asyncio.timeout(30):
             while not re.search(
@@ -260,34 +375,65 @@ async def test_autoscalers_ask_for_metrics_that_exist(releases: dict[str, Releas
     for tier, scaled in releases["cluster"].of_kind("ScaledObject").items():
         triggers = scaled["spec"]["triggers"]
         assert [t["name"] for t in triggers] == ["queue", "kv-cache", "ttft"]
-        assert scaled["spec"]["scaleTargetRef"]["name"] in releases["cluster"].of_kind("StatefulSet")
-        assert "replicas" not in releases["cluster"].of_kind("StatefulSet")[tier]["spec"]
+        assert scaled["spec"]["scaleTargetRef"]["name"] in releases["cluster"].of_kind(
+            "StatefulSet"
+        )
+        assert (
+            "replicas" not in releases["cluster"].of_kind("StatefulSet")[tier]["spec"]
+        )
         queries += [t["metadata"]["query"] for t in triggers]
     parse(queries, tmp_path)
     asked = {name for query in queries for name in NAME.findall(query)}
     assert len(asked) == 4
     assert asked <= known(page)
-    labelled = {name for name in asked if re.search(rf'^{name}{{.*tier="fast"', page, re.MULTILINE)}
+    labelled = {
+        name
+        for name in asked
+        if re.search(rf'^{name}{{.*tier="fast"', page, re.MULTILINE)
+    }
     assert labelled == asked
 
 
 def test_monitoring_is_that_of_the_repository(releases: dict[str, Release]) -> None:
     """Rules and dashboards are those of deploy/prometheus and deploy/grafana, but for the links to runbooks."""
-    for name, runbooks in (("cluster", RUNBOOKS), ("everything", "https://git.example/qarr/docs/runbooks.md")):
+    for name, runbooks in (
+        ("cluster", RUNBOOKS),
+        ("everything", "https://git.example/qarr/docs/runbooks.md"),
+    ):
         made = releases[name]
-        found = {f"{n.removeprefix('qarr-')}.yml": m["spec"] for n, m in made.of_kind("PrometheusRule").items()}
-        files = {path.name: path.read_text("utf-8") for path in (DEPLOY / "prometheus/rules").glob("*.yml")}
-        expected = {n: yaml.safe_load(t.replace(RUNBOOKS, runbooks)) for n, t in files.items()}
+        found = {
+            f"{n.removeprefix('qarr-')}.yml": m["spec"]
+            for n, m in made.of_kind("PrometheusRule").items()
+        }
+        files = {
+            path.name: path.read_text("utf-8")
+            for path in (DEPLOY / "prometheus/rules").glob("*.yml")
+        }
+        expected = {
+            n: yaml.safe_load(t.replace(RUNBOOKS, runbooks)) for n, t in files.items()
+        }
         assert found == expected
         dashboards = {
-            k: v for n, m in made.of_kind("ConfigMap").items() if "-dashboard-" in n for k, v in m["data"].items()
+            k: v
+            for n, m in made.of_kind("ConfigMap").items()
+            if "-dashboard-" in n
+            for k, v in m["data"].items()
         }
         assert dashboards == {
-            path.name: path.read_text("utf-8") for path in (DEPLOY / "grafana/dashboards").glob("*.json")
+            path.name: path.read_text("utf-8")
+            for path in (DEPLOY / "grafana/dashboards").glob("*.json")
         }
-    routers, engines = (releases["cluster"].of_kind("ServiceMonitor")[f"qarr-{n}"] for n in ("router", "engines"))
-    scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text("utf-8"))["scrape_configs"]
-    jobs = [m["spec"]["endpoints"][0]["relabelings"][0]["replacement"] for m in (routers, engines)]
+    routers, engines = (
+        releases["cluster"].of_kind("ServiceMonitor")[f"qarr-{n}"]
+        for n in ("router", "engines")
+    )
+    scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text("utf-8"))[
+        "scrape_configs"
+    ]
+    jobs = [
+        m["spec"]["endpoints"][0]["relabelings"][0]["replacement"]
+        for m in (routers, engines)
+    ]
     assert jobs == [config["job_name"] for config in scraped]
 
 
@@ -296,4 +442,6 @@ def test_callers_reach_what_nginx_lets_through(releases: dict[str, Release]) -> 
     (ingress,) = releases["cluster"].of_kind("Ingress").values()
     paths = {path["path"] for path in ingress["spec"]["rules"][0]["http"]["paths"]}
     text = (DEPLOY / "nginx/qarr.conf").read_text("utf-8")
-    assert paths == {found.rstrip("/") for found in re.findall(r"location (?:= )?(/\S+) \{", text)}
+    assert paths == {
+        found.rstrip("/") for found in re.findall(r"location (?:= )?(/\S+) \{", text)
+    }

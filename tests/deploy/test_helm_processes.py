@@ -52,7 +52,9 @@ class Pod:
             return False
 
     async def ask(self) -> httpx.Response:
-        return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", "tier": "precise"})
+        return await self.client.post(
+            f"{self.url}/generate", json={"prompt": "hi", "tier": "precise"}
+        )
 
 
 @asynccontextmanager
@@ -60,8 +62,13 @@ async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[
     made = release(sample, {"router": {"preStopSeconds": 1}})
     spec = made.pods["qarr-router"]
     tiers = [name.removeprefix("qarr-") for name in made.pods if name != "qarr-router"]
-    lengths = {t: int(argument(made.pods[f"qarr-{t}"]["containers"][0], "--max-model-len")) for t in tiers}
-    engines = {tier: Behaviour(max_model_len=length) for tier, length in lengths.items()}
+    lengths = {
+        t: int(argument(made.pods[f"qarr-{t}"]["containers"][0], "--max-model-len"))
+        for t in tiers
+    }
+    engines = {
+        tier: Behaviour(max_model_len=length) for tier, length in lengths.items()
+    }
     port, nobody = reserved_ports(2)
     async with serving_all(*(FakeEngine(b).app for b in engines.values())) as urls:
         named = zip(tiers, urls, strict=True)
@@ -71,11 +78,15 @@ async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[
             ("port = 8080", f"port = {port}"),
             ("http://otel-collector.monitoring:4317", f"http://127.0.0.1:{nobody}"),
         )
-        mapped = Mapped(tmp_path, changes, {"api-key": "an-engine-key", "url": redis.url})
+        mapped = Mapped(
+            tmp_path, changes, {"api-key": "an-engine-key", "url": redis.url}
+        )
         mapped.mount(spec, made.settings)
         headers = {}
         if (tmp_path / "etc/qarr/keys").is_dir():
-            headers["authorization"] = f"Bearer {add_key(tmp_path / 'etc/qarr/keys/keys.json', 'me')[0]}"
+            headers["authorization"] = (
+                f"Bearer {add_key(tmp_path / 'etc/qarr/keys/keys.json', 'me')[0]}"
+            )
         (tmp_path / "models/precise").mkdir()
         byte_level(BYTE_LEVEL).save(str(tmp_path / "models/precise/tokenizer.json"))
         for container in spec.get("initContainers", ()):
@@ -90,7 +101,9 @@ async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[
                 str(BIN / argv[0]), *argv[1:], env=environment, stdout=out, stderr=out
             )
         try:
-            async with httpx.AsyncClient(timeout=60, trust_env=False, headers=headers) as client:
+            async with httpx.AsyncClient(
+                timeout=60, trust_env=False, headers=headers
+            ) as client:
                 prestop = container["lifecycle"]["preStop"]["exec"]["command"]
                 yield Pod(f"http://127.0.0.1:{port}", process, prestop, client, engines)
         finally:
@@ -100,7 +113,9 @@ async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("sample", ["laptop", "one-node", "cluster"])
-async def test_the_router_serves(tmp_path: Path, sample: str, redis_server: RedisServer) -> None:
+async def test_the_router_serves(
+    tmp_path: Path, sample: str, redis_server: RedisServer
+) -> None:
     """It finds the engines of every tier by name, has their key, is ready, and answers; the startup probe is answered."""
     async with pod(tmp_path, sample, redis_server) as found:
         await until(found.ready)
@@ -112,15 +127,23 @@ async def test_the_router_serves(tmp_path: Path, sample: str, redis_server: Redi
 
         await until(all_ready)
         answer = await found.ask()
-        assert (answer.status_code, answer.headers["x-qarr-precision"]) == (200, "bf16 (stated)")
+        assert (answer.status_code, answer.headers["x-qarr-precision"]) == (
+            200,
+            "bf16 (stated)",
+        )
         for behaviour in found.engines.values():
-            assert all(sent["authorization"] == "Bearer an-engine-key" for sent in behaviour.headers)
+            assert all(
+                sent["authorization"] == "Bearer an-engine-key"
+                for sent in behaviour.headers
+            )
         async with httpx.AsyncClient(trust_env=False) as keyless:
             refused = await keyless.post(f"{found.url}/generate", json={"prompt": "hi"})
         assert refused.status_code == (200 if sample == "laptop" else 401)
 
 
-async def test_a_leaving_router_finishes_its_answers(tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_a_leaving_router_finishes_its_answers(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
     """While the preStop command runs it serves as before; after SIGTERM open answers end well, and it exits with 0."""
     async with pod(tmp_path, "one-node", redis_server) as found:
         await until(found.ready)

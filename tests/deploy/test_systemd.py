@@ -49,7 +49,9 @@ def test_systemd_accepts_the_units(units: Path, name: str) -> None:
     assert (done.returncode, about_ours) == (0, []), done.stderr
 
 
-@pytest.mark.parametrize(("name", "most"), [("qarr.service", 25), ("qarr-router@.service", 20)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("qarr.service", 25), ("qarr-router@.service", 20)]
+)
 def test_the_units_are_hardened(units: Path, name: str, most: int) -> None:
     """systemd-analyze security finds little exposed (of 100; a unit without options has 96)."""
     path = units / name.replace("@", "@8080")
@@ -70,17 +72,28 @@ def test_the_units_agree_with_the_router() -> None:
     assert start[1] == reload[1]
     assert os.access(SYSTEMD / "qarr-reload", os.X_OK)
     for name in UNITS:
-        stop = re.search(r"^TimeoutStopSec=(\d+)$", (SYSTEMD / name).read_text("utf-8"), re.MULTILINE)
+        stop = re.search(
+            r"^TimeoutStopSec=(\d+)$", (SYSTEMD / name).read_text("utf-8"), re.MULTILINE
+        )
         assert stop is not None
         assert int(stop[1]) > ServerSettings().drain_s + 10
 
 
-async def reloaded(found: Routers, folder: Path, old: int, *more: str) -> tuple[int, list[bytes]]:
+async def reloaded(
+    found: Routers, folder: Path, old: int, *more: str
+) -> tuple[int, list[bytes]]:
     """Run the reload script as systemd would; return its status and what systemd was told."""
     told: list[bytes] = []
     notify = folder / "notify"
-    environment = {**found.environment, "NOTIFY_SOCKET": str(notify), "MAINPID": str(old)}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ours, (folder / "reload.out").open("wb") as out:
+    environment = {
+        **found.environment,
+        "NOTIFY_SOCKET": str(notify),
+        "MAINPID": str(old),
+    }
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ours,
+        (folder / "reload.out").open("wb") as out,
+    ):
         ours.bind(str(notify))
 
         def take() -> None:
@@ -105,14 +118,23 @@ async def reloaded(found: Routers, folder: Path, old: int, *more: str) -> tuple[
 @pytest.mark.anyio
 async def test_a_reload_replaces_the_router(tmp_path: Path) -> None:
     """Requests go on without one that fails, the old process ends, systemd is told of the new one; a failed reload changes nothing."""
-    async with routers(tmp_path) as found, httpx.AsyncClient(trust_env=False, timeout=20) as client:
+    async with (
+        routers(tmp_path) as found,
+        httpx.AsyncClient(trust_env=False, timeout=20) as client,
+    ):
         old = await found.start()
         statuses: list[int] = []
         going = True
 
         async def ask_on() -> None:
             while going:
-                statuses.append((await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code)
+                statuses.append(
+                    (
+                        await client.post(
+                            f"{found.url}/generate", json={"prompt": "hi"}
+                        )
+                    ).status_code
+                )
 
         asking = asyncio.create_task(ask_on())
         status, told = await reloaded(found, tmp_path, old.pid, "--no-such-option")
@@ -134,6 +156,9 @@ async def test_a_reload_replaces_the_router(tmp_path: Path) -> None:
 def ended(pid: int) -> bool:
     """Tell whether a process is gone, or has ended and nobody has asked how."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+            == "Z"
+        )
     except FileNotFoundError:
         return True

@@ -24,10 +24,16 @@ if TYPE_CHECKING:
     from tests.unit.router_stack import Stack
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-ADDED = {"int8": {"urls": ["http://127.0.0.1:1"], "precision": "int8"}}  # to the first router's tiers
-UNTIL_IDLE_S = 4 * LOOK_S  # after a request: shadow evaluation waits for half as long without any
+# to the first router's tiers
+ADDED = {"int8": {"urls": ["http://127.0.0.1:1"], "precision": "int8"}}
+# after a request: shadow evaluation waits for half as long without any
+UNTIL_IDLE_S = 4 * LOOK_S
 CHAT = "Which river flows through Paris?"
-PROMPTS = (CHAT, "Write a Python function that sorts a list of dicts by a key.", "What is 17 * 23 + 4? Show each step.")
+PROMPTS = (
+    CHAT,
+    "Write a Python function that sorts a list of dicts by a key.",
+    "What is 17 * 23 + 4? Show each step.",
+)
 
 
 @dataclass(slots=True)
@@ -49,7 +55,9 @@ class Routers:
     async def leave(self, stack: Stack) -> None:
         """Ask, and go away once the answer has begun."""
         self.sent += 1
-        async with stack.client.stream("POST", f"{stack.url}/generate", json={"prompt": CHAT}) as answer:
+        async with stack.client.stream(
+            "POST", f"{stack.url}/generate", json={"prompt": CHAT}
+        ) as answer:
             async for _ in answer.aiter_bytes():
                 break
 
@@ -71,7 +79,9 @@ class Routers:
         for stack in self.stacks:
             for behaviour in stack.engines.values():
                 behaviour.delay_s = 0.05
-            await asyncio.gather(*(self.ask(stack, sla={"tpot_ms": 20}) for _ in range(3)))
+            await asyncio.gather(
+                *(self.ask(stack, sla={"tpot_ms": 20}) for _ in range(3))
+            )
             await self.leave(stack)
             for behaviour in stack.engines.values():
                 behaviour.delay_s = 0.0
@@ -86,7 +96,8 @@ class Routers:
             for behaviour in stack.engines.values():
                 behaviour.status = 500
             await self.ask(stack)
-            for spec in stack.fleet.specs:  # which of them the first request tried is chance
+            # which of them the first request tried is chance
+            for spec in stack.fleet.specs:
                 await self.ask(stack, tier=spec.name, tier_policy="require")
             for behaviour in stack.engines.values():
                 behaviour.status = 200
@@ -98,7 +109,8 @@ class Routers:
         before, precise.answer = precise.answer, ("Berlin",)
 
         async def differing() -> bool:
-            await self.ask(stack, tier="fast")  # of its own accord it would leave a tier that happens to be slow
+            # of its own accord it would leave a tier that happens to be slow
+            await self.ask(stack, tier="fast")
             await asyncio.sleep(UNTIL_IDLE_S)
             live = (await stack.client.get(f"{stack.url}/policy")).json()["live"]
             return any(one["differing"] for one in live)
@@ -121,7 +133,9 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
         stacks, keys = [], tmp_path / "keys.json"
         add_key(keys, "first")
         set_team(keys, "blue", money_per_month=1e6)
-        key, _ = add_key(keys, "ann", admin=True, team="blue", engine_seconds_per_day=1e6)
+        key, _ = add_key(
+            keys, "ann", admin=True, team="blue", engine_seconds_per_day=1e6
+        )
         more = {"auth": {"keys_file": str(keys)}, "budgets": {"replica_hour": 3.6}}
         checked = {"live_check_share": 1.0, "max_loss": {"chat": 0.12}}
         for name, policy in (("first", {}), ("second", checked)):
@@ -131,11 +145,20 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
                 "profile": {"idle_s": 2 * LOOK_S},
             }
             tiers = {"tiers": ADDED} if name == "first" else {}
-            stacks.append(await cleanup.enter_async_context(router_stack(tmp_path / name, {**own, **tiers, **more})))
+            stacks.append(
+                await cleanup.enter_async_context(
+                    router_stack(tmp_path / name, {**own, **tiers, **more})
+                )
+            )
             stacks[-1].client.headers["authorization"] = f"Bearer {key}"
         fleet = stacks[1].fleet
         identities = {spec.name: spec.identity for spec in fleet.specs}
         profile = tmp_path / "second/profiles" / latency_name(identities, fleet.machine)
         profile.write_text(speed(identities, fleet.machine, SPEEDS).model_dump_json())
-        await until(lambda: all(r.state.speed is not None and r.state.speed.under_load for r in fleet.replicas))
+        await until(
+            lambda: all(
+                r.state.speed is not None and r.state.speed.under_load
+                for r in fleet.replicas
+            )
+        )
         yield Routers(stacks, key=key)

@@ -44,7 +44,9 @@ class Exchange:
         for choice in event["choices"]:
             self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids
             self.token_ids += choice.get("token_ids") or ()
-            piece = choice["delta"].get("content") if "delta" in choice else choice["text"]
+            piece = (
+                choice["delta"].get("content") if "delta" in choice else choice["text"]
+            )
             self.text += piece or ""
 
 
@@ -70,15 +72,22 @@ class Between:
 
     async def _pass(self, request: Request) -> Response:
         client = httpx.AsyncClient(trust_env=False, timeout=120)
-        headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
+        headers = {
+            "authorization": f"Bearer {self.key}",
+            "content-type": "application/json",
+        }
         content = await request.body()
-        sent = client.build_request("POST", self.url + request.url.path, content=content, headers=headers)
+        sent = client.build_request(
+            "POST", self.url + request.url.path, content=content, headers=headers
+        )
         answer = await client.send(sent, stream=True)
         exchange = Exchange(request.url.path, json.loads(content))
         self.exchanges.append(exchange)
         if exchange.body.get("stream"):
             lines = self._relay(answer, client, exchange)
-            return StreamingResponse(lines, answer.status_code, media_type="text/event-stream")
+            return StreamingResponse(
+                lines, answer.status_code, media_type="text/event-stream"
+            )
         whole = await answer.aread()
         await client.aclose()
         return Response(whole, answer.status_code, media_type="application/json")

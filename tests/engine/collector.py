@@ -71,9 +71,15 @@ class Collector:
             resource = _attributes(resource_spans.resource.attributes)
             for scope in resource_spans.scope_spans:
                 for span in scope.spans:
-                    ids = (span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex())
+                    ids = (
+                        span.trace_id.hex(),
+                        span.span_id.hex(),
+                        span.parent_span_id.hex(),
+                    )
                     service = str(resource.get("service.name", ""))
-                    self.spans.append(Span(span.name, *ids, service, _attributes(span.attributes)))
+                    self.spans.append(
+                        Span(span.name, *ids, service, _attributes(span.attributes))
+                    )
 
     def trace(self, trace_id: str, *, until: int, timeout_s: float = 30) -> list[Span]:
         """Wait for a trace to have ``until`` spans; return what there is then or at the timeout."""
@@ -91,4 +97,7 @@ class Collector:
 
 
 def _attributes(pairs: Any) -> dict[str, Any]:
-    return {p.key: getattr(p.value, p.value.WhichOneof("value") or "string_value") for p in pairs}
+    return {
+        p.key: getattr(p.value, p.value.WhichOneof("value") or "string_value")
+        for p in pairs
+    }

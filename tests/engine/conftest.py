@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 QARR = Path(sys.executable).with_name("qarr")
-BALANCED_ARGS = ["--block-size", "64"]  # of the KV cache, which the engine tells in its metrics
+# of the KV cache, which the engine tells in its metrics
+BALANCED_ARGS = ["--block-size", "64"]
 CAPITAL = "What is the capital of France?"
-HANG_S = "10"  # and 30 s to answer one token, which is longer than the longest prompt takes on two cores
-NEEDED_GIB, ALONE_GIB = 15.0, 6.0  # of free memory: some tests start a fleet beside the session's; some need neither
+# and 30 s to answer one token, which is longer than the longest prompt takes on two cores
+HANG_S = "10"
+# of free memory: some tests start a fleet beside the session's; some need neither
+NEEDED_GIB, ALONE_GIB = 15.0, 6.0
 START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
 
 
@@ -46,11 +49,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Say what the tests need before the first; without it, stop with one line."""
     free = psutil.virtual_memory().available / 2**30
-    least = NEEDED_GIB if any("up" in vars(i).get("fixturenames", ()) for i in session.items) else ALONE_GIB
-    needs = f"tests on real engines need {least:g} GiB of free memory; {free:.1f} are free"
+    least = (
+        NEEDED_GIB
+        if any("up" in vars(i).get("fixturenames", ()) for i in session.items)
+        else ALONE_GIB
+    )
+    needs = (
+        f"tests on real engines need {least:g} GiB of free memory; {free:.1f} are free"
+    )
     if free < least:
         pytest.exit(f"{needs}: end other programs, or run them on another machine", 1)
-    session.config.get_terminal_writer().line(f"\n{needs}. Ports are chosen among the free ones.")
+    session.config.get_terminal_writer().line(
+        f"\n{needs}. Ports are chosen among the free ones."
+    )
     session.config.get_terminal_writer().line(twins.describe())
 
 
@@ -72,7 +83,10 @@ class Up:
     settings: Path = Path()
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        return {t["tier"]: t for t in httpx.get(f"{self.url}/tiers", trust_env=False).json()["tiers"]}
+        return {
+            t["tier"]: t
+            for t in httpx.get(f"{self.url}/tiers", trust_env=False).json()["tiers"]
+        }
 
     def replica(self, tier: str) -> dict[str, Any]:
         found: dict[str, Any] = self.tiers()[tier]["replicas"][0]
@@ -88,9 +102,15 @@ class Up:
 
         While nobody asks, the router measures an engine's speed, with answers that are far shorter.
         """
-        metrics = httpx.get(f"{self.replica(tier)['url']}/metrics", trust_env=False).text
+        metrics = httpx.get(
+            f"{self.replica(tier)['url']}/metrics", trust_env=False
+        ).text
         counts = dict(
-            re.findall(r'^vllm:request_params_max_tokens_bucket\{.*le="([^"]+)".*\} (\S+)$', metrics, re.MULTILINE)
+            re.findall(
+                r'^vllm:request_params_max_tokens_bucket\{.*le="([^"]+)".*\} (\S+)$',
+                metrics,
+                re.MULTILINE,
+            )
         )
         return float(counts["+Inf"]) - float(counts["1000.0"])
 
@@ -98,12 +118,21 @@ class Up:
         env = {**os.environ, "QARR_POLICY__PROFILES": str(self.profiles)}
         url = () if args[0] == "record" else ("--url", self.url)
         command = [QARR, "tiers", *args, *url]
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=START_LIMIT_S)
+        return subprocess.run(
+            command,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=START_LIMIT_S,
+        )
 
     def generate(self, **body: Any) -> httpx.Response:
         """Post to /generate, with an answer of a few tokens at temperature 0 unless said otherwise."""
         body = {"prompt": CAPITAL, "max_tokens": 16, "temperature": 0, **body}
-        return httpx.post(f"{self.url}/generate", json=body, timeout=300, trust_env=False)
+        return httpx.post(
+            f"{self.url}/generate", json=body, timeout=300, trust_env=False
+        )
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +153,10 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 @contextmanager
 def started(
-    own: dict[str, str], tmp_path_factory: pytest.TempPathFactory, collector: Collector, arguments: tuple[str, ...] = ()
+    own: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+    collector: Collector,
+    arguments: tuple[str, ...] = (),
 ) -> Iterator[Up]:
     """Run ``qarr up`` with variables and arguments of its own until all tiers are ready; stop it afterwards."""
     base, profiles = reserved_range(4), tmp_path_factory.mktemp("profiles")
@@ -149,8 +181,16 @@ def started(
         text=True,
         start_new_session=True,
     )
-    running = Up(process, f"http://127.0.0.1:{base + 3}", collector, profiles=profiles, settings=settings)
-    reading = threading.Thread(target=_collect, args=(process, running.output), daemon=True)
+    running = Up(
+        process,
+        f"http://127.0.0.1:{base + 3}",
+        collector,
+        profiles=profiles,
+        settings=settings,
+    )
+    reading = threading.Thread(
+        target=_collect, args=(process, running.output), daemon=True
+    )
     reading.start()
     try:
         _wait_until_up(running)
@@ -182,9 +222,17 @@ def _wait_until_up(running: Up) -> None:
 
 @pytest.fixture(scope="session")
 def engine_keys(up: Up) -> dict[str, str]:
-    return {name: key_of(tier["replicas"][0]["pid"]) for name, tier in up.tiers().items() if tier["replicas"]}
+    return {
+        name: key_of(tier["replicas"][0]["pid"])
+        for name, tier in up.tiers().items()
+        if tier["replicas"]
+    }
 
 
 def key_of(pid: int) -> str:
     environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return next(v.removeprefix("VLLM_API_KEY=") for v in environment if v.startswith("VLLM_API_KEY="))
+    return next(
+        v.removeprefix("VLLM_API_KEY=")
+        for v in environment
+        if v.startswith("VLLM_API_KEY=")
+    )

@@ -38,7 +38,9 @@ def messages_in(curl: str) -> list[Any]:
     """Return the chat that a curl command sends, in any of the APIs."""
     (sent,) = BODY.findall(curl)
     body = json.loads(sent)
-    messages: list[Any] = body.get("messages") or [{"role": "user", "content": body["prompt"]}]
+    messages: list[Any] = body.get("messages") or [
+        {"role": "user", "content": body["prompt"]}
+    ]
     return messages
 
 

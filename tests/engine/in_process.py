@@ -36,19 +36,37 @@ async def real_router(
         folder: For profiles.
         overrides: Settings.
     """
-    settings = turned({**overrides, "policy": {"profiles": str(folder), **overrides.get("policy", {})}})
+    settings = turned(
+        {
+            **overrides,
+            "policy": {"profiles": str(folder), **overrides.get("policy", {})},
+        }
+    )
     fleet = Fleet(())
     counter: Any = None
     for name, tier in up.tiers().items():
         replica = tier["replicas"][0]
         spec = TierSpec(
-            TierName(name), tier["max_model_len"], tier["max_num_seqs"], 32, digest=tier["checkpoint_digest"]
+            TierName(name),
+            tier["max_model_len"],
+            tier["max_num_seqs"],
+            32,
+            digest=tier["checkpoint_digest"],
         )
         fleet.specs = (*fleet.specs, spec)
-        counter = counter or ModelTokenCounter.from_file(Path(tier["checkpoint"]) / "tokenizer.json")
+        counter = counter or ModelTokenCounter.from_file(
+            Path(tier["checkpoint"]) / "tokenizer.json"
+        )
         where = replica["url"], engine_keys[name], "smollm2-135m-instruct"
         fleet.add(Replica(f"{name}-0", spec, *where, status=ReplicaStatus.READY))
     fleet.note_template(TemplateTokens(alone=30, with_system=10, further_pair=10))
-    app = App(settings, fleet, counter, Telemetry(None), "smollm2-135m-instruct", keys=KeyStore(folder / "none")).asgi
+    app = App(
+        settings,
+        fleet,
+        counter,
+        Telemetry(None),
+        "smollm2-135m-instruct",
+        keys=KeyStore(folder / "none"),
+    ).asgi
     async with serving(app, http=protocol_for(settings.server, refusal)) as url:
         yield url, fleet

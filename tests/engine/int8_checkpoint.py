@@ -14,8 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LAYER = 15
-TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "int"}
-CHANNEL = {"dynamic": False, "num_bits": 8, "strategy": "channel", "symmetric": True, "type": "int"}
+TOKEN = {
+    "dynamic": True,
+    "num_bits": 8,
+    "strategy": "token",
+    "symmetric": True,
+    "type": "int",
+}
+CHANNEL = {
+    "dynamic": False,
+    "num_bits": 8,
+    "strategy": "channel",
+    "symmetric": True,
+    "type": "int",
+}
 GROUP = {"input_activations": TOKEN, "targets": ["Linear"], "weights": CHANNEL}
 QUANTIZATION = {
     "config_groups": {"group_0": GROUP},
@@ -28,12 +40,23 @@ QUANTIZATION = {
 
 def main(source: Path, target: Path) -> None:
     target.mkdir(parents=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ):
         if (source / name).exists():
             shutil.copy(source / name, target)
     config = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
-    tensors = {name: tensor for part in source.glob("*.safetensors") for name, tensor in load_file(part).items()}
+    (target / "config.json").write_text(
+        json.dumps({**config, "quantization_config": QUANTIZATION})
+    )
+    tensors = {
+        name: tensor
+        for part in source.glob("*.safetensors")
+        for name, tensor in load_file(part).items()
+    }
     made = {}
     for name, tensor in tensors.items():
         if not (name.endswith("_proj.weight") and f".layers.{LAYER}." in name):

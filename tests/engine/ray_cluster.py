@@ -13,12 +13,20 @@ from typing import Any
 # Ray then neither looks for an address that others can reach nor tells anybody that it is used.
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 # A lost node is noticed within 2 s, and not within 15.
-os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000"}
-os.environ.update(RAY_health_check_failure_threshold="3", RAY_worker_niceness="0")  # engines wait for no other test
+os.environ |= {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+}
+# engines wait for no other test
+os.environ.update(RAY_health_check_failure_threshold="3", RAY_worker_niceness="0")
 
 from ray.cluster_utils import Cluster
 
-LIMITS = {"node_ip_address": "127.0.0.1", "object_store_memory": 80_000_000, "include_dashboard": False}
+LIMITS = {
+    "node_ip_address": "127.0.0.1",
+    "object_store_memory": 80_000_000,
+    "include_dashboard": False,
+}
 
 
 def main() -> None:

@@ -21,10 +21,14 @@ from tokenizers import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-NEAR_TIE = 0.5  # nats: a token of a greedy answer is at most this much less likely than the first choice
-OWN_REGRET = 0.2  # nats a token: an engine's greedy answer has less under the same weights, whatever the kernel
-OTHER_REGRET = 1.0  # nats a token: a precision's greedy answer has less under another precision of the same model
-SHUFFLED_REGRET = 2.0  # nats a token: the tokens of an answer in another order have more
+# nats: a token of a greedy answer is at most this much less likely than the first choice
+NEAR_TIE = 0.5
+# nats a token: an engine's greedy answer has less under the same weights, whatever the kernel
+OWN_REGRET = 0.2
+# nats a token: a precision's greedy answer has less under another precision of the same model
+OTHER_REGRET = 1.0
+# nats a token: the tokens of an answer in another order have more
+SHUFFLED_REGRET = 2.0
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 FEW_TOKENS = 5  # of so few different tokens, some other orders are as likely
 
@@ -41,50 +45,93 @@ class Scorer:
     def of(cls, url: str, key: str) -> Scorer:
         """Ask an engine for its model's name."""
         headers = {"authorization": f"Bearer {key}"}
-        models = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).raise_for_status().json()
+        models = (
+            httpx.get(f"{url}/v1/models", headers=headers, trust_env=False)
+            .raise_for_status()
+            .json()
+        )
         return cls(url=url, key=key, model=models["data"][0]["id"])
 
     def post(self, path: str, **body: Any) -> Any:
         headers = {"authorization": f"Bearer {self.key}"}
         body = {"model": self.model, **body}
-        answer = httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=300, trust_env=False)
+        answer = httpx.post(
+            f"{self.url}{path}",
+            json=body,
+            headers=headers,
+            timeout=300,
+            trust_env=False,
+        )
         return answer.raise_for_status().json()
 
     def prompt_ids(self, messages: str | Sequence[Any]) -> list[int]:
         """Return the tokens of a chat (a text: of a user's message) up to where its answer begins."""
-        chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        ids: list[int] = self.post("/tokenize", messages=chat, add_generation_prompt=True)["tokens"]
+        chat = (
+            [{"role": "user", "content": messages}]
+            if isinstance(messages, str)
+            else messages
+        )
+        ids: list[int] = self.post(
+            "/tokenize", messages=chat, add_generation_prompt=True
+        )["tokens"]
         return ids
 
     def text_ids(self, text: str) -> list[int]:
-        ids: list[int] = self.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+        ids: list[int] = self.post("/tokenize", prompt=text, add_special_tokens=False)[
+            "tokens"
+        ]
         return ids
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Return the text of tokens as answers show it: without the special ones."""
-        return SPECIAL_TOKEN.sub("", self.post("/detokenize", tokens=list(ids))["prompt"])
+        return SPECIAL_TOKEN.sub(
+            "", self.post("/detokenize", tokens=list(ids))["prompt"]
+        )
 
-    def log_probabilities(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+    def log_probabilities(
+        self, prompt: Sequence[int], answer: Sequence[int]
+    ) -> list[float]:
         """Return the log-probability of each token of an answer."""
-        return [place[str(token)] for token, place in zip(answer, self._places(prompt, answer), strict=True)]
+        return [
+            place[str(token)]
+            for token, place in zip(answer, self._places(prompt, answer), strict=True)
+        ]
 
     def regrets(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
         """Return how many nats less likely each token of an answer is than the first choice in its place."""
         places = self._places(prompt, answer)
-        return [max(place.values()) - place[str(token)] for token, place in zip(answer, places, strict=True)]
+        return [
+            max(place.values()) - place[str(token)]
+            for token, place in zip(answer, places, strict=True)
+        ]
 
-    def _places(self, prompt: Sequence[int], answer: Sequence[int]) -> list[dict[str, float]]:
+    def _places(
+        self, prompt: Sequence[int], answer: Sequence[int]
+    ) -> list[dict[str, float]]:
         """Return for each token of an answer the log-probabilities of the first choice there and of the token itself."""
         ids = [*prompt, *answer]
-        whole = self.post("/v1/completions", prompt=ids, max_tokens=1, temperature=0, prompt_logprobs=1)
+        whole = self.post(
+            "/v1/completions",
+            prompt=ids,
+            max_tokens=1,
+            temperature=0,
+            prompt_logprobs=1,
+        )
         places = whole["choices"][0]["prompt_logprobs"][len(prompt) :]
-        return [{token: found["logprob"] for token, found in place.items()} for place in places]
+        return [
+            {token: found["logprob"] for token, found in place.items()}
+            for place in places
+        ]
 
-    def check_answer(self, messages: str | Sequence[Any], text: str, *, most: float = OWN_REGRET) -> None:
+    def check_answer(
+        self, messages: str | Sequence[Any], text: str, *, most: float = OWN_REGRET
+    ) -> None:
         """Check that a text is a greedy answer of this engine to a chat, or the beginning of one."""
         self.check_tokens(self.prompt_ids(messages), self.text_ids(text), most=most)
 
-    def check_tokens(self, prompt: Sequence[int], answer: Sequence[int], *, most: float = OWN_REGRET) -> None:
+    def check_tokens(
+        self, prompt: Sequence[int], answer: Sequence[int], *, most: float = OWN_REGRET
+    ) -> None:
         """Check that tokens are a greedy answer of this engine to a prompt, or the beginning of one.
 
         The check can tell: the same tokens in another order are far less likely.
@@ -96,7 +143,9 @@ class Scorer:
         """
         assert answer, "the answer has no text"
         regret = mean(self.regrets(prompt, answer))
-        assert regret <= most, f"{self.text_of(answer)!r} has a regret of {regret:.3f} nats a token"
+        assert regret <= most, (
+            f"{self.text_of(answer)!r} has a regret of {regret:.3f} nats a token"
+        )
         if len(set(answer)) > FEW_TOKENS:
             shuffled = random.Random(len(answer)).sample(answer, len(answer))
             assert mean(self.regrets(prompt, shuffled)) >= SHUFFLED_REGRET
@@ -112,7 +161,11 @@ def forbid_tool_calls(checkpoint: str | Path) -> dict[str, float]:
     return _forbid(checkpoint, lambda text: "<" in text)
 
 
-def _forbid(checkpoint: str | Path, is_forbidden: Callable[[str], bool]) -> dict[str, float]:
+def _forbid(
+    checkpoint: str | Path, is_forbidden: Callable[[str], bool]
+) -> dict[str, float]:
     tokenizer = Tokenizer.from_file(str(Path(checkpoint, "tokenizer.json")))
-    texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
+    texts = {
+        token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())
+    }
     return {str(token): -100.0 for token, text in texts.items() if is_forbidden(text)}

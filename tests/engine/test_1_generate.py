@@ -55,13 +55,19 @@ def test_each_tier_streams_its_engines_answer(up: Up, tier: TierName) -> None:
 
 def test_greeting_goes_to_fast_and_code_does_not(up: Up) -> None:
     assert up.generate(prompt="hi").headers["x-qarr-tier"] == "fast"
-    code = up.generate(prompt="Write a Python function that reverses a linked list.", max_tokens=4)
+    code = up.generate(
+        prompt="Write a Python function that reverses a linked list.", max_tokens=4
+    )
     assert code.headers["x-qarr-tier"] in {"balanced", "precise"}
 
 
 def test_system_prompt_goes_through_the_models_template(up: Up) -> None:
     """The engine counts the system prompt's tokens, rendered by its own chat template, as the router predicted."""
-    body = {"prompt": "Who are you?", "system_prompt": "You are a ship's cook named Ada.", "tier": "fast"}
+    body = {
+        "prompt": "Who are you?",
+        "system_prompt": "You are a ship's cook named Ada.",
+        "tier": "fast",
+    }
     decision = httpx.post(f"{up.url}/route", json=body, trust_env=False).json()
     answer = up.generate(**body, stream=False, max_tokens=8).json()
     assert answer["usage"]["prompt_tokens"] == decision["prompt_tokens"]
@@ -69,11 +75,20 @@ def test_system_prompt_goes_through_the_models_template(up: Up) -> None:
 
 def test_prompt_tokens_are_exact(up: Up) -> None:
     """The router's own count, without asking an engine, is the engine's: digits, code, scripts, white space."""
-    prompts = ["In 1984, 3.50 + 12345", "def f(x):\n\treturn x ** 2\n", "你好世界 étude", "a \n\n b  "]
+    prompts = [
+        "In 1984, 3.50 + 12345",
+        "def f(x):\n\treturn x ** 2\n",
+        "你好世界 étude",
+        "a \n\n b  ",
+    ]
     for prompt in prompts:
-        decision = httpx.post(f"{up.url}/route", json={"prompt": prompt}, trust_env=False).json()
+        decision = httpx.post(
+            f"{up.url}/route", json={"prompt": prompt}, trust_env=False
+        ).json()
         assert decision["features"]["tokens_exact"] is True
-        served = up.generate(prompt=prompt, tier="fast", stream=False, max_tokens=1).json()
+        served = up.generate(
+            prompt=prompt, tier="fast", stream=False, max_tokens=1
+        ).json()
         assert served["usage"]["prompt_tokens"] == decision["prompt_tokens"], prompt
 
 
@@ -84,10 +99,17 @@ def test_every_text_has_the_models_own_tokens(up: Up) -> None:
     assert counter.backend == "tiktoken"
 
     @settings(max_examples=300)
-    @given(st.text(max_size=60) | st.text("aes'tTlLvV 019\n\r\t.,<|im_end>\u00e9\u0301\u0663\u3000", max_size=60))
+    @given(
+        st.text(max_size=60)
+        | st.text(
+            "aes'tTlLvV 019\n\r\t.,<|im_end>\u00e9\u0301\u0663\u3000", max_size=60
+        )
+    )
     def check(text: str) -> None:
         clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        assert counter.encode(text) == library.encode(clean, add_special_tokens=False).ids
+        assert (
+            counter.encode(text) == library.encode(clean, add_special_tokens=False).ids
+        )
 
     check()
 
@@ -101,15 +123,24 @@ def test_checkpoints_are_real(up: Up) -> None:
         checkpoint = read_checkpoint(name, path)
         assert checkpoint is not None, f"{path} is not a finished checkpoint"
         manifests[name] = checkpoint.manifest
-        assert tiers[name]["checkpoint_digest"] == checkpoint.manifest.weights_digest == weights_digest(path)
-        quantization = json.loads((path / "config.json").read_text()).get("quantization_config")
+        assert (
+            tiers[name]["checkpoint_digest"]
+            == checkpoint.manifest.weights_digest
+            == weights_digest(path)
+        )
+        quantization = json.loads((path / "config.json").read_text()).get(
+            "quantization_config"
+        )
         assert (quantization is None) == (name is TierName.PRECISE)
     assert len({m.weights_digest for m in manifests.values()}) == 3
     assert len({m.tokenizer_digest for m in manifests.values()}) == 1
     assert manifests[TierName.FAST].group_size == 64
     assert manifests[TierName.FAST].calibration_samples == CALIBRATION_SAMPLES
-    counter = ModelTokenCounter.from_file(Path(tiers["fast"]["checkpoint"], "tokenizer.json"))
-    assert len(counter.encode("12345")) == 5  # numbers are split into digits, as in the model's training
+    counter = ModelTokenCounter.from_file(
+        Path(tiers["fast"]["checkpoint"], "tokenizer.json")
+    )
+    # numbers are split into digits, as in the model's training
+    assert len(counter.encode("12345")) == 5
 
 
 def test_prompt_that_fits_no_tier_is_a_422(up: Up) -> None:
@@ -127,24 +158,43 @@ def test_prompt_that_fits_no_tier_is_a_422(up: Up) -> None:
 def test_client_that_leaves_frees_the_engine(up: Up, stream: bool) -> None:  # noqa: FBT001
     """vLLM's own count of running requests falls to zero once the client has closed its connection, in mid-answer."""
     body = json.dumps(
-        {"prompt": LONG, "tier": "precise", "max_tokens": 2000, "temperature": 0, "stream": stream}
+        {
+            "prompt": LONG,
+            "tier": "precise",
+            "max_tokens": 2000,
+            "temperature": 0,
+            "stream": stream,
+        }
     ).encode()
     head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     finished = up.finished_long("precise")
-    with socket.create_connection(("127.0.0.1", int(up.url.rsplit(":", 1)[1]))) as client:
+    with socket.create_connection(
+        ("127.0.0.1", int(up.url.rsplit(":", 1)[1]))
+    ) as client:
         client.settimeout(60)
         client.sendall(head + body)
-        _until(lambda: up.replica("precise")["in_flight"] == 1 and _engine(up).running == 1, 20)
+        _until(
+            lambda: (
+                up.replica("precise")["in_flight"] == 1 and _engine(up).running == 1
+            ),
+            20,
+        )
         if stream:
             assert b"200 OK" in client.recv(4096)
-    _until(lambda: up.replica("precise")["in_flight"] == 0 and _engine(up).running == 0, 20)
-    assert up.finished_long("precise") == finished, "the engine went on for a client that is gone"
+    _until(
+        lambda: up.replica("precise")["in_flight"] == 0 and _engine(up).running == 0, 20
+    )
+    assert up.finished_long("precise") == finished, (
+        "the engine went on for a client that is gone"
+    )
 
 
 def _engine(up: Up) -> Gauges:
     async def read() -> Gauges:
         async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
-            gauges, _ = await EngineProbe(client, up.replica("precise")["url"], "").readings()
+            gauges, _ = await EngineProbe(
+                client, up.replica("precise")["url"], ""
+            ).readings()
             return gauges
 
     return asyncio.run(read())

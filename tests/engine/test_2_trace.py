@@ -17,11 +17,17 @@ SPANS = 5
 
 def test_one_trace_with_the_right_parents(up: Up) -> None:
     """The collector gets the server span, classify, route, the attempt, and vLLM's llm_request below the attempt."""
-    answer = up.generate(tier="fast", prompt="What is the capital of France? Be secretive.")
+    answer = up.generate(
+        tier="fast", prompt="What is the capital of France? Be secretive."
+    )
     trace = up.collector.trace(answer.headers["x-qarr-trace-id"], until=SPANS)
     by_name = {span.name: span for span in trace}
     assert len(trace) == SPANS, sorted(by_name)
-    server, attempt, engine = by_name["POST /generate"], by_name["chat smollm2-135m-instruct"], by_name["llm_request"]
+    server, attempt, engine = (
+        by_name["POST /generate"],
+        by_name["chat smollm2-135m-instruct"],
+        by_name["llm_request"],
+    )
     assert server.parent == ""
     assert {by_name[n].parent for n in ("classify", "route")} == {server.span_id}
     assert attempt.parent == server.span_id
@@ -31,7 +37,9 @@ def test_one_trace_with_the_right_parents(up: Up) -> None:
     assert server.attributes["qarr.tier"] == attempt.attributes["qarr.tier"] == "fast"
     assert attempt.attributes["gen_ai.operation.name"] == "chat"
     assert attempt.attributes["gen_ai.usage.output_tokens"] > 0
-    assert not [s for s in trace if "secretive" in repr(s)], "a prompt is on a span though that is not switched on"
+    assert not [s for s in trace if "secretive" in repr(s)], (
+        "a prompt is on a span though that is not switched on"
+    )
 
 
 def test_the_callers_trace_is_continued(up: Up) -> None:
@@ -41,7 +49,9 @@ def test_the_callers_trace_is_continued(up: Up) -> None:
     trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     body = {"prompt": "hi", "max_tokens": 2}
     headers = {"traceparent": f"00-{trace_id}-{span_id}-01"}
-    answer = httpx.post(f"{up.url}/generate", json=body, headers=headers, timeout=60, trust_env=False)
+    answer = httpx.post(
+        f"{up.url}/generate", json=body, headers=headers, timeout=60, trust_env=False
+    )
     assert answer.headers["x-qarr-trace-id"] == trace_id
     trace = up.collector.trace(trace_id, until=SPANS)
     assert next(s for s in trace if s.name == "POST /generate").parent == span_id
@@ -54,7 +64,13 @@ def test_openais_endpoint_is_traced_alike(up: Up) -> None:
     messages = [{"role": "user", "content": "Be secretive."}]
     chat = {"model": "fast", "messages": messages, "max_tokens": 2, "min_tokens": 2}
     key = {"authorization": "Bearer qarr-not-for-traces"}
-    answer = httpx.post(f"{up.url}/v1/chat/completions", json=chat, headers=key, timeout=60, trust_env=False)
+    answer = httpx.post(
+        f"{up.url}/v1/chat/completions",
+        json=chat,
+        headers=key,
+        timeout=60,
+        trust_env=False,
+    )
     trace = up.collector.trace(answer.headers["x-qarr-trace-id"], until=SPANS)
     by_name = {span.name: span for span in trace}
     attempt = by_name["chat smollm2-135m-instruct"]
@@ -63,7 +79,9 @@ def test_openais_endpoint_is_traced_alike(up: Up) -> None:
     assert attempt.attributes["gen_ai.request.max_tokens"] == 2
     assert attempt.attributes["gen_ai.usage.output_tokens"] == 2
     wrong = {**chat, "max_tokens": "secretive"}
-    refused = httpx.post(f"{up.url}/v1/chat/completions", json=wrong, timeout=60, trust_env=False)
+    refused = httpx.post(
+        f"{up.url}/v1/chat/completions", json=wrong, timeout=60, trust_env=False
+    )
     assert refused.status_code == 400
     assert "secretive" in refused.text  # the engine quotes what it was sent
     more = up.collector.trace(refused.headers["x-qarr-trace-id"], until=4)
@@ -83,18 +101,30 @@ def test_the_viewer_shows_the_whole_trace(up: Up) -> None:
     # What the script runs with the viewer ends when its standard input does.
     argv = ["scripts/traces", "sh", "-c", 'echo "$QARR_TELEMETRY__TRACE_URL"; cat']
     env = {**os.environ, "TRACES_PORT": str(port)}
-    viewer = subprocess.Popen(argv, cwd=PROJECT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    viewer = subprocess.Popen(
+        argv,
+        cwd=PROJECT,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert viewer.stdin is not None
     assert viewer.stdout is not None
     try:
         link = call_within(viewer.stdout.readline, "the viewer's address").strip()
         assert link == f"http://127.0.0.1:{port}/?trace={{trace_id}}"
         up.collector.viewer = f"http://127.0.0.1:{port}"
-        answer = up.generate(tier="fast", prompt="What is the capital of France? Be secretive.")
+        answer = up.generate(
+            tier="fast", prompt="What is the capital of France? Be secretive."
+        )
         trace_id = answer.headers["x-qarr-trace-id"]
         up.collector.trace(trace_id, until=SPANS)
         shown = _viewed(f"http://127.0.0.1:{port}/api/traces/{trace_id}", SPANS)
-        assert httpx.get(link.replace("{trace_id}", trace_id), trust_env=False).status_code == 200
+        assert (
+            httpx.get(link.replace("{trace_id}", trace_id), trust_env=False).status_code
+            == 200
+        )
     finally:
         up.collector.viewer = None
         viewer.stdin.close()

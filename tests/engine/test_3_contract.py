@@ -40,47 +40,103 @@ METRICS = (
 async def script(url: str, key: str) -> dict[str, Any]:
     """Use everything that QARR uses of an engine; return the shape of what came back."""
     headers = {"authorization": f"Bearer {key or 'none'}"}
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, headers=headers) as client:
+    async with httpx.AsyncClient(
+        base_url=url, trust_env=False, timeout=60, headers=headers
+    ) as client:
         model = (await client.get("/v1/models")).json()["data"][0]
-        asked = {"model": model["id"], "max_tokens": 3, "ignore_eos": True, "stream": True}
+        asked = {
+            "model": model["id"],
+            "max_tokens": 3,
+            "ignore_eos": True,
+            "stream": True,
+        }
         chat = {**asked, **STORY}
-        extra = {"stream_options": {"include_usage": True}, "temperature": 0, "priority": 0}
+        extra = {
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            "priority": 0,
+        }
         text = {**asked, "prompt": "The"}
         metrics = (await client.get("/metrics")).text
         return {
             "health": (await client.get("/health")).status_code,
-            "model": [type(model[name]).__name__ for name in ("id", "root", "parent", "max_model_len")],
+            "model": [
+                type(model[name]).__name__
+                for name in ("id", "root", "parent", "max_model_len")
+            ],
             "metrics": [n in metrics for n in METRICS],
             "tokenize": type(
-                (await client.post("/tokenize", json={"prompt": "a", **_of(chat)})).json()["tokens"]
+                (
+                    await client.post("/tokenize", json={"prompt": "a", **_of(chat)})
+                ).json()["tokens"]
             ).__name__,
             "chat": await _shape(client, "/v1/chat/completions", {**chat, **extra}),
-            "whole": await _whole(client, "/v1/chat/completions", {**chat, "stream": False, "temperature": 0}),
-            "whole text": await _whole(client, "/v1/completions", {**text, "stream": False, "temperature": 0}),
+            "whole": await _whole(
+                client,
+                "/v1/chat/completions",
+                {**chat, "stream": False, "temperature": 0},
+            ),
+            "whole text": await _whole(
+                client, "/v1/completions", {**text, "stream": False, "temperature": 0}
+            ),
             "uncounted": await _uncounted(client, {**chat, "temperature": 0}),
-            "detokenize": list((await client.post("/detokenize", json={"tokens": [1, 2], **_of(chat)})).json()),
+            "detokenize": list(
+                (
+                    await client.post(
+                        "/detokenize", json={"tokens": [1, 2], **_of(chat)}
+                    )
+                ).json()
+            ),
             "completions": await _shape(client, "/v1/completions", {**text, **extra}),
             "usual": [
                 await _usual(client, path, {**body, **extra, "max_tokens": 16, **ids})
-                for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text))
+                for path, body in (
+                    ("/v1/chat/completions", chat),
+                    ("/v1/completions", text),
+                )
                 for ids in ({}, {"return_token_ids": True})
             ],
             "named": [
-                await _named(client, path, {**_of(chat), **body, "temperature": 0, "stream": stream})
+                await _named(
+                    client,
+                    path,
+                    {**_of(chat), **body, "temperature": 0, "stream": stream},
+                )
                 for path, body in NAMED.items()
                 for stream in (True, False)
             ],
-            "counted": list((await client.post(f"{MESSAGES}/count_tokens", json={**_of(chat), **STORY})).json()),
-            "thinks": await EngineProbe(client, url, key).takes_thinking(model["id"], 60),
+            "counted": list(
+                (
+                    await client.post(
+                        f"{MESSAGES}/count_tokens", json={**_of(chat), **STORY}
+                    )
+                ).json()
+            ),
+            "thinks": await EngineProbe(client, url, key).takes_thinking(
+                model["id"], 60
+            ),
             "refused": [
                 await _refusal(client, path, {**_of(chat), **body, limit: -1})
-                for (path, body), limit in zip(NAMED.items(), ("max_tokens", "max_output_tokens"), strict=True)
+                for (path, body), limit in zip(
+                    NAMED.items(), ("max_tokens", "max_output_tokens"), strict=True
+                )
             ],
             "held back": [
                 await _held_back(
-                    client, path, {**body, **extra, "max_tokens": 32, "ignore_eos": False, "return_token_ids": True}
+                    client,
+                    path,
+                    {
+                        **body,
+                        **extra,
+                        "max_tokens": 32,
+                        "ignore_eos": False,
+                        "return_token_ids": True,
+                    },
                 )
-                for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text))
+                for path, body in (
+                    ("/v1/chat/completions", chat),
+                    ("/v1/completions", text),
+                )
             ],
         }
 
@@ -89,7 +145,9 @@ def _of(body: dict[str, Any]) -> dict[str, Any]:
     return {"model": body["model"]}
 
 
-async def _shape(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _shape(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> dict[str, Any]:
     import json
 
     answer = (await client.post(path, json=body)).text
@@ -101,7 +159,10 @@ async def _shape(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
         "last": lines[-1],
         "finish": choices[-1]["finish_reason"],
         "text_in": "delta" if "delta" in choices[0] else "text",
-        "usage_last": sorted(chunks[-1]["usage"].keys() & {"prompt_tokens", "completion_tokens", "total_tokens"}),
+        "usage_last": sorted(
+            chunks[-1]["usage"].keys()
+            & {"prompt_tokens", "completion_tokens", "total_tokens"}
+        ),
         "usage_earlier": any(c.get("usage") for c in chunks[:-1]),
         "choices_with_usage": chunks[-1]["choices"],
         "tokens": chunks[-1]["usage"]["completion_tokens"],
@@ -118,7 +179,10 @@ async def _named(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     answer = await client.post(path, json=body)
     if not body["stream"]:
         return _members(answer.json())
-    events, usual = answer.text.split("\n\n")[:-1], {MESSAGES: MESSAGE_FORMAT, RESPONSES: RESPONSE_FORMAT}[path].usual
+    events, usual = (
+        answer.text.split("\n\n")[:-1],
+        {MESSAGES: MESSAGE_FORMAT, RESPONSES: RESPONSE_FORMAT}[path].usual,
+    )
     seen: list[Any] = []
     for event in events:
         name, data = (line.partition(": ")[2] for line in event.split("\n"))
@@ -135,20 +199,29 @@ def _members(value: Any) -> Any:
     if isinstance(value, dict):
         named = {"type", "object", "role", "status", "stop_reason", "reason"}
         details = {"input_tokens_details", "output_tokens_details"}  # nobody reads them
-        return {n: v if n in named else {} if n in details and v else _members(v) for n, v in value.items()}
+        return {
+            n: v if n in named else {} if n in details and v else _members(v)
+            for n, v in value.items()
+        }
     if isinstance(value, list):
         return [_members(item) for item in value[:1]]
     return type(value).__name__
 
 
-async def _refusal(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[int, bool]:
+async def _refusal(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> tuple[int, bool]:
     answer = await client.post(path, json=body)
     return answer.status_code, isinstance(answer.json()["error"]["message"], str)
 
 
 async def _usual(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bool:
     """Tell whether every event is written as the router passes it on unchanged."""
-    *events, done = (await client.post(path, json=body)).content.removesuffix(b"\n\n").split(b"\n\n")
+    *events, done = (
+        (await client.post(path, json=body))
+        .content.removesuffix(b"\n\n")
+        .split(b"\n\n")
+    )
     return done == COMPLETION_FORMAT.done and all(map(COMPLETION_FORMAT.usual, events))
 
 
@@ -161,81 +234,134 @@ NAMED: dict[str, dict[str, Any]] = {
 NEVER = "~~~~~~"  # in no answer
 # What a real engine must say; the fake has words of its own.
 SENTENCE = {
-    "structured_outputs": {"choice": ["The fox ran over the hill, and the hounds ran after it until the evening."]}
+    "structured_outputs": {
+        "choice": [
+            "The fox ran over the hill, and the hounds ran after it until the evening."
+        ]
+    }
 }
-STOPS = {"stop": "e", "structured_outputs": {"choice": ["There it is."]}}  # a real engine must say it; the fake says so
+# a real engine must say it; the fake says so
+STOPS = {"stop": "e", "structured_outputs": {"choice": ["There it is."]}}
 
 
-async def _held_back(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _held_back(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> dict[str, Any]:
     """Return what continuing a broken answer rests on: how text and tokens go together, with a stop string and without."""
     return {
-        "kept back without a stop string": await _told(client, path, {**body, **SENTENCE}),
-        "kept back with one": await _told(client, path, {**body, **SENTENCE, "stop": NEVER}),
-        "kept back where it belongs to the answer": await _told(
-            client, path, {**body, **SENTENCE, "stop": NEVER, "include_stop_str_in_output": True}
+        "kept back without a stop string": await _told(
+            client, path, {**body, **SENTENCE}
         ),
-        "stopped": await _stopped(client, path, {**body, **STOPS, "stream": False, "stream_options": None}),
+        "kept back with one": await _told(
+            client, path, {**body, **SENTENCE, "stop": NEVER}
+        ),
+        "kept back where it belongs to the answer": await _told(
+            client,
+            path,
+            {**body, **SENTENCE, "stop": NEVER, "include_stop_str_in_output": True},
+        ),
+        "stopped": await _stopped(
+            client, path, {**body, **STOPS, "stream": False, "stream_options": None}
+        ),
     }
 
 
-async def _stopped(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[bool, str]:
+async def _stopped(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> tuple[bool, str]:
     """Tell whether an answer holds its stop string, and what it says ended it."""
     choice = (await client.post(path, json=body)).json()["choices"][0]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     return body["stop"] in text, choice["finish_reason"]
 
 
-async def _told(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[int]:
+async def _told(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> list[int]:
     """Return after each event with text before the last how much of its tokens' text was kept back.
 
     -1: what came is not the beginning of it.
     """
     import json
 
-    lines = [line for line in (await client.post(path, json=body)).text.split("\n") if line.startswith("data: {")]
-    choices = [chunk["choices"][0] for line in lines if (chunk := json.loads(line[6:]))["choices"]]
+    lines = [
+        line
+        for line in (await client.post(path, json=body)).text.split("\n")
+        if line.startswith("data: {")
+    ]
+    choices = [
+        chunk["choices"][0]
+        for line in lines
+        if (chunk := json.loads(line[6:]))["choices"]
+    ]
     said, ids, kept = "", list[int](), list[int]()
     for choice in choices:
-        more = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        more = (
+            choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        )
         said, ids = said + more, ids + (choice.get("token_ids") or [])
         if not more or choice["finish_reason"] is not None:
             continue
-        shown = (await client.post("/detokenize", json={"tokens": ids, **_of(body)})).json()["prompt"]
+        shown = (
+            await client.post("/detokenize", json={"tokens": ids, **_of(body)})
+        ).json()["prompt"]
         kept.append(len(shown) - len(said) if shown.startswith(said) else -1)
     assert kept
     return sorted(set(kept))
 
 
-async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _whole(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> dict[str, Any]:
     answer = (await client.post(path, json=body)).json()
     choice = answer["choices"][0]
     return {
         "finish": choice["finish_reason"],
-        "text_in": "message" if isinstance(choice.get("message", {}).get("content"), str) else "text",
-        "usage": {name: answer["usage"][name] > 0 for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
+        "text_in": "message"
+        if isinstance(choice.get("message", {}).get("content"), str)
+        else "text",
+        "usage": {
+            name: answer["usage"][name] > 0
+            for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+        },
         "fingerprint": type(answer["system_fingerprint"]).__name__,
     }
 
 
 async def _uncounted(client: httpx.AsyncClient, body: dict[str, Any]) -> list[bool]:
-    lines = [line for line in (await client.post("/v1/chat/completions", json=body)).text.split("\n") if line]
-    return [bool('"choices":[{' in line and '"system_fingerprint":"' in line) for line in lines][-3:]
+    lines = [
+        line
+        for line in (await client.post("/v1/chat/completions", json=body)).text.split(
+            "\n"
+        )
+        if line
+    ]
+    return [
+        bool('"choices":[{' in line and '"system_fingerprint":"' in line)
+        for line in lines
+    ][-3:]
 
 
 @pytest.mark.parametrize("tier", ["fast"])
-def test_fake_and_real_engine_look_alike(up: Up, tier: str, engine_keys: dict[str, str]) -> None:
+def test_fake_and_real_engine_look_alike(
+    up: Up, tier: str, engine_keys: dict[str, str]
+) -> None:
     """Health, model card, gauges, tokens, and both streams have the same shape on both."""
 
     async def both() -> tuple[dict[str, Any], dict[str, Any]]:
         async with serving(FakeEngine().app) as fake:
-            return await script(fake, ""), await script(up.replica(tier)["url"], engine_keys[tier])
+            return await script(fake, ""), await script(
+                up.replica(tier)["url"], engine_keys[tier]
+            )
 
     fake, real = asyncio.run(both())
     assert fake == real
 
 
 @pytest.mark.parametrize("tier", ["fast", "balanced", "precise"])
-def test_an_engine_names_its_checkpoint(up: Up, tier: str, engine_keys: dict[str, str]) -> None:
+def test_an_engine_names_its_checkpoint(
+    up: Up, tier: str, engine_keys: dict[str, str]
+) -> None:
     """And its process, with the arguments, is found by its port: so what an engine given by URL serves can be read."""
     url = up.replica(tier)["url"]
 
@@ -245,10 +371,14 @@ def test_an_engine_names_its_checkpoint(up: Up, tier: str, engine_keys: dict[str
 
     named, shown = asyncio.run(root()), up.tiers()[tier]
     assert named == shown["checkpoint"]
-    assert root_precision(url, named) == shown["precision"] == PRECISIONS[TierName(tier)]
+    assert (
+        root_precision(url, named) == shown["precision"] == PRECISIONS[TierName(tier)]
+    )
 
 
-def test_the_speed_of_an_engine_elsewhere_is_measured_while_it_is_idle(up: Up, engine_keys: dict[str, str]) -> None:
+def test_the_speed_of_an_engine_elsewhere_is_measured_while_it_is_idle(
+    up: Up, engine_keys: dict[str, str]
+) -> None:
     """Its gauges show nobody, and its counters no more tokens than the measurement's own."""
     url, key = up.replica("precise")["url"], engine_keys["precise"]
     spec = TierSpec(TierName.PRECISE, 2048, 16, 32, urls=(url,))
@@ -257,9 +387,12 @@ def test_the_speed_of_an_engine_elsewhere_is_measured_while_it_is_idle(up: Up, e
     async def measured() -> SpeedModel | None:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             probe = EngineProbe(client, url, key)
-            replica = fleet.add(Replica("precise-0", spec, url, key, (await probe.model()).name))
+            replica = fleet.add(
+                Replica("precise-0", spec, url, key, (await probe.model()).name)
+            )
             idle = IdleSpeed(fleet, WarmupPlan(), lambda _: probe)
-            for _ in range(30):  # the router that started the engine measures it as well, which disturbs
+            # the router that started the engine measures it as well, which disturbs
+            for _ in range(30):
                 if (speed := await idle.measure(replica)) is not None:
                     return speed
                 await asyncio.sleep(2)
@@ -269,7 +402,9 @@ def test_the_speed_of_an_engine_elsewhere_is_measured_while_it_is_idle(up: Up, e
 
 
 @pytest.mark.parametrize("tier", ["fast", "balanced", "precise"])
-def test_log_probabilities_of_given_and_of_generated_tokens(up: Up, tier: str, engine_keys: dict[str, str]) -> None:
+def test_log_probabilities_of_given_and_of_generated_tokens(
+    up: Up, tier: str, engine_keys: dict[str, str]
+) -> None:
     """A score for each token but the first, and exactly as many generated ones as asked for; the fake does alike."""
 
     async def scored(url: str, key: str, count: int) -> tuple[int, int, int]:
@@ -284,6 +419,9 @@ def test_log_probabilities_of_given_and_of_generated_tokens(up: Up, tier: str, e
 
     async def both() -> list[tuple[int, int, int]]:
         async with serving(FakeEngine().app) as fake:
-            return [await scored(fake, "", 5), await scored(up.replica(tier)["url"], engine_keys[tier], 5)]
+            return [
+                await scored(fake, "", 5),
+                await scored(up.replica(tier)["url"], engine_keys[tier], 5),
+            ]
 
     assert asyncio.run(both()) == [(-1, 5, 5)] * 2

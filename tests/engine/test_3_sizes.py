@@ -34,13 +34,29 @@ def cache_of(up: Up, tier: TierName) -> dict[str, str]:
 def test_running_engines_have_the_planned_kv_cache(up: Up) -> None:
     """Each has as many whole blocks of tokens as its memory holds by the plan; the command says the same."""
     checkpoints = finished(prepare_options(settings := load_settings(None)))
-    done = subprocess.run([QARR, "plan", "--json"], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [QARR, "plan", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     planned = json.loads(done.stdout)
-    assert [tier["tier"] for tier in planned["engines"]] == [made.tier for made in checkpoints] == list(STANDARD_TIERS)
+    assert (
+        [tier["tier"] for tier in planned["engines"]]
+        == [made.tier for made in checkpoints]
+        == list(STANDARD_TIERS)
+    )
     for made, tier in zip(checkpoints, planned["engines"], strict=True):
-        each, own = kv_bytes_per_token(find_config(str(made.path))), settings.tiers.of(made.tier)
+        each, own = (
+            kv_bytes_per_token(find_config(str(made.path))),
+            settings.tiers.of(made.tier),
+        )
         cache = int(GIB * usual_kv_cache_gib(each, own.max_model_len, own.max_num_seqs))
-        assert (tier["kv_bytes_per_token"], tier["max_sequences"]) == (each, cache // (planned["context"] * each))
+        assert (tier["kv_bytes_per_token"], tier["max_sequences"]) == (
+            each,
+            cache // (planned["context"] * each),
+        )
         told = cache_of(up, made.tier)
         assert int(told["num_gpu_blocks"]) == cache // (each * int(told["block_size"]))
 

@@ -43,9 +43,13 @@ def test_vllm_computes_the_same_kv_cache(tmp_path: Path) -> None:
         folders[-1].mkdir()
         (folders[-1] / "config.json").write_text(json.dumps(config))
     command = [PYTHON, "-c", COMPUTE, *folders]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=600)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=600
+    )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [kept for _, kept in PUBLISHED.values()]
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        kept for _, kept in PUBLISHED.values()
+    ]
 
 
 def test_vllm_takes_the_arguments_of_every_sample() -> None:
@@ -71,10 +75,19 @@ def test_vllm_takes_the_arguments_of_every_sample() -> None:
 
 def test_qarr_up_refuses_wrong_arguments() -> None:
     """With status 2, the tier and the argument, and no engine started."""
-    env = {**os.environ, "QARR_TIERS__FAST__ENGINE_ARGS": '["--no-such-thing"]', "QARR_SERVER__PORT": "0"}
-    done = subprocess.run([QARR, "up"], env=env, capture_output=True, text=True, check=False, timeout=600)
+    env = {
+        **os.environ,
+        "QARR_TIERS__FAST__ENGINE_ARGS": '["--no-such-thing"]',
+        "QARR_SERVER__PORT": "0",
+    }
+    done = subprocess.run(
+        [QARR, "up"], env=env, capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 2
-    assert "tier fast, --no-such-thing: unrecognized arguments: --no-such-thing" in done.stderr
+    assert (
+        "tier fast, --no-such-thing: unrecognized arguments: --no-such-thing"
+        in done.stderr
+    )
     assert "starting" not in done.stderr
 
 
@@ -83,7 +96,9 @@ def test_vllm_has_every_parser_that_engines_may_get() -> None:
         "import json; from vllm.reasoning import ReasoningParserManager; from vllm.tool_parsers import ToolParserManager; "
         "print(json.dumps([ToolParserManager.list_registered(), ReasoningParserManager.list_registered()]))"
     )
-    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True, timeout=600)
+    done = subprocess.run(
+        [PYTHON, "-c", code], capture_output=True, text=True, check=True, timeout=600
+    )
     tools, reasoning = json.loads(done.stdout.splitlines()[-1])
     assert {parser for parser, _ in TOOLS} | {HERMES} <= set(tools)
     assert {parser for parser, _ in REASONING} <= set(reasoning)

@@ -28,14 +28,25 @@ BIN = Path(sys.executable).parent
 PYTHON = load_settings().engine.python
 ENGINE_KEY = "an-engine-key"
 STARTS_S = 300
-QUICK = {"router": {"discoverySeconds": 1, "preStopSeconds": 1}, "engines": {"cpuThreads": 1, "drainSeconds": 60}}
-STORY = {"prompt": "Tell me a long story about a lighthouse.", "max_tokens": 100, "min_tokens": 100}
+QUICK = {
+    "router": {"discoverySeconds": 1, "preStopSeconds": 1},
+    "engines": {"cpuThreads": 1, "drainSeconds": 60},
+}
+STORY = {
+    "prompt": "Tell me a long story about a lighthouse.",
+    "max_tokens": 100,
+    "min_tokens": 100,
+}
 
 
 @contextmanager
-def running(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    argv: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as out:
-        process = subprocess.Popen(argv, env=dict(environment), stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            argv, env=dict(environment), stdout=out, stderr=out, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -57,13 +68,18 @@ def until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.2)
 
 
-def test_an_engine_of_the_chart_serves_and_leaves(tmp_path: Path, model_store: Path) -> None:
+def test_an_engine_of_the_chart_serves_and_leaves(
+    tmp_path: Path, model_store: Path
+) -> None:
     """Checkpoints are named, engine and router start, it answers; told to end it finishes its answer and exits with 0."""
     engine_port, router_port = reserved_ports(2)
     made = release("laptop", QUICK)
     engine_pod, router_pod = made.pods["qarr-precise"], made.pods["qarr-router"]
     changes = (
-        (f"http://qarr-precise.{NAMESPACE}.svc:8000", f"http://127.0.0.1:{engine_port}"),
+        (
+            f"http://qarr-precise.{NAMESPACE}.svc:8000",
+            f"http://127.0.0.1:{engine_port}",
+        ),
         ("0.0.0.0", "127.0.0.1"),
         ("--port=8000", f"--port={engine_port}"),
         ("port = 8080", f"port = {router_port}"),
@@ -86,12 +102,21 @@ def test_an_engine_of_the_chart_serves_and_leaves(tmp_path: Path, model_store: P
     qarr, *serve = mapped.command(router)
     with (
         running([str(PYTHON), *argv], engine_environment, engine_log) as engine_process,
-        running([str(BIN / qarr), *serve], router_environment, router_log) as router_process,
+        running(
+            [str(BIN / qarr), *serve], router_environment, router_log
+        ) as router_process,
     ):
         until_ok(f"http://127.0.0.1:{engine_port}/health", engine_process, engine_log)
         until_ok(f"{url}/readyz", router_process, router_log)
-        answer = httpx.post(f"{url}/generate", json={**QUESTION, "stream": False}, timeout=120, trust_env=False)
-        Scorer.of(f"http://127.0.0.1:{engine_port}", ENGINE_KEY).check_answer(CAPITAL, answer.json()["text"])
+        answer = httpx.post(
+            f"{url}/generate",
+            json={**QUESTION, "stream": False},
+            timeout=120,
+            trust_env=False,
+        )
+        Scorer.of(f"http://127.0.0.1:{engine_port}", ENGINE_KEY).check_answer(
+            CAPITAL, answer.json()["text"]
+        )
         leaves(engine, engine_process, engine_port)
 
 
@@ -109,13 +134,17 @@ def prepare(mapped: Mapped, container: dict[str, Any]) -> None:
 
 def leaves(engine: dict[str, Any], process: subprocess.Popen[bytes], port: int) -> None:
     """Check that the engine serves during its preStop command, and that an answer that is open at SIGTERM is finished."""
-    subprocess.run(engine["lifecycle"]["preStop"]["exec"]["command"], check=True, timeout=60)
+    subprocess.run(
+        engine["lifecycle"]["preStop"]["exec"]["command"], check=True, timeout=60
+    )
     body = {"model": "smollm2-135m-instruct", "stream": True, **STORY}
     headers = {"authorization": f"Bearer {ENGINE_KEY}"}
     asked = {"json": body, "headers": headers, "timeout": 120}
     with (
         httpx.Client(trust_env=False) as client,
-        client.stream("POST", f"http://127.0.0.1:{port}/v1/completions", **asked) as answer,
+        client.stream(
+            "POST", f"http://127.0.0.1:{port}/v1/completions", **asked
+        ) as answer,
     ):
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")

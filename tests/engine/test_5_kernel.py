@@ -153,13 +153,21 @@ for name, activations, weights in (
 """
 
 
-@pytest.mark.parametrize("script", [INT4, FP8, ROUNDING], ids=["int4", "fp8", "rounding"])
+@pytest.mark.parametrize(
+    "script", [INT4, FP8, ROUNDING], ids=["int4", "fp8", "rounding"]
+)
 def test_kernel_computes_what_the_quantized_weights_say(script: str) -> None:
     """The product is that of the dequantized weights and the rounded activations in float64, by every path, within 1 %.
 
     Activations are rounded as a conversion to float8 rounds them: every e4m3 number, every tie, and both sides of it.
     """
-    done = subprocess.run([ENGINE_PYTHON, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [ENGINE_PYTHON, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "rows=" in done.stdout
 
@@ -198,9 +206,15 @@ def test_vllm_takes_the_kernels_that_are_faster(
     if "avx512" in flags and "avx512f" not in cpu_flags():
         pytest.skip("this processor has no AVX-512")
     argv = [ENGINE_PYTHON, "-c", SELECTION, *flags]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    selected = dict(line.split(": ") for line in done.stdout.splitlines() if line.startswith(("4 bits", "FP8 by")))
+    selected = dict(
+        line.split(": ")
+        for line in done.stdout.splitlines()
+        if line.startswith(("4 bits", "FP8 by"))
+    )
     assert selected == {
         "4 bits": int4,
         "FP8 by channel": "EmulatedFP8LinearKernel",

@@ -37,21 +37,36 @@ def options(tmp_path: Path) -> PrepareOptions:
     """Make a model of random weights, and say how to quantize it in seconds."""
     python = load_settings(None, {}).quantizer.python
     base = tmp_path / "base"
-    subprocess.run([python, "-c", MAKE_MODEL, base], check=True, capture_output=True, timeout=600)
+    subprocess.run(
+        [python, "-c", MAKE_MODEL, base], check=True, capture_output=True, timeout=600
+    )
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(base / "tokenizer.json"))
-    (base / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return PrepareOptions(str(base), tmp_path / "store", python, calibration_samples=7, calibration_tokens=32)
+    (base / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    return PrepareOptions(
+        str(base),
+        tmp_path / "store",
+        python,
+        calibration_samples=7,
+        calibration_tokens=32,
+    )
 
 
-def test_interrupted_calibration_goes_on_and_ends_the_same(options: PrepareOptions) -> None:
+def test_interrupted_calibration_goes_on_and_ends_the_same(
+    options: PrepareOptions,
+) -> None:
     """Layers that were done are not searched again, and the weights are those of an uninterrupted run, to the bit."""
     seen: list[tuple[str, int, int]] = []
 
     def interrupt(message: str, done: int, total: int) -> None:
-        if "AWQ" in message and done == total - 1:  # in the last layer: the first part is the embedding
+        # in the last layer: the first part is the embedding
+        if "AWQ" in message and done == total - 1:
             raise InterruptedByHandError
 
     with pytest.raises(InterruptedByHandError):
@@ -73,6 +88,7 @@ def test_interrupted_calibration_goes_on_and_ends_the_same(options: PrepareOptio
     shutil.rmtree(fast.path)
     seen.clear()
     assert (
-        prepare(options, lambda *event: seen.append(event))[0].manifest.weights_digest == fast.manifest.weights_digest
+        prepare(options, lambda *event: seen.append(event))[0].manifest.weights_digest
+        == fast.manifest.weights_digest
     )
     assert not any(message.startswith("going over") for message, _, _ in seen)

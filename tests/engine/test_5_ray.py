@@ -22,7 +22,13 @@ from tests.engine.collector import Collector
 from tests.engine.conftest import QARR, started
 from tests.ports import reserved_ports
 from tests.waiting import call_within
-from tiers.cluster.job import KEY_VARIABLE, Job, PlacementState, WantedReplica, read_status
+from tiers.cluster.job import (
+    KEY_VARIABLE,
+    Job,
+    PlacementState,
+    WantedReplica,
+    read_status,
+)
 from tiers.cluster.runner import PLACEMENT_MAIN
 
 if TYPE_CHECKING:
@@ -50,7 +56,9 @@ class Nodes:
         assert self.process.stdout is not None
         self.process.stdin.write(f"{command}\n")
         self.process.stdin.flush()
-        done = call_within(self.process.stdout.readline, f"the cluster to {command}", within_s=300)
+        done = call_within(
+            self.process.stdout.readline, f"the cluster to {command}", within_s=300
+        )
         assert done.split() == command.split()[:2]
 
 
@@ -58,8 +66,13 @@ class Nodes:
 def nodes() -> Iterator[Nodes]:
     """Start a cluster whose head holds no engine, and two nodes for two engines each."""
     subprocess.run([ROOT / "scripts/setup", "ray"], check=True, timeout=1500)
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray's sockets are below it
-    own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # short: Ray's sockets are below it
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    own = {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     env = {**os.environ, "RAY_TMPDIR": folder, **own}
     process = subprocess.Popen(
         [PYTHON, Path(__file__).with_name("ray_cluster.py")],
@@ -67,7 +80,9 @@ def nodes() -> Iterator[Nodes]:
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        address = call_within(process.stdout.readline, "the cluster's address", within_s=300).strip()
+        address = call_within(
+            process.stdout.readline, "the cluster's address", within_s=300
+        ).strip()
         cluster = Nodes(process, address, own)
         cluster.do("add one 2")
         cluster.do("add two 2")
@@ -110,8 +125,20 @@ class Stream:
 
     def read(self, url: str) -> None:
         messages = [{"role": "user", "content": "Tell me a long story about the sea."}]
-        body = {"messages": messages, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=300, trust_env=False) as answer:
+        body = {
+            "messages": messages,
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/chat/completions",
+            json=body,
+            timeout=300,
+            trust_env=False,
+        ) as answer:
             for line in answer.iter_lines():
                 if not line.startswith("data: "):
                     continue
@@ -126,8 +153,19 @@ class Stream:
 def test_a_cluster_that_is_not_there_is_named() -> None:
     """The command ends at once, with what to do; Ray alone would wait for minutes."""
     (port,) = reserved_ports()
-    command = [QARR, "up", "--port", "0", "--on", "ray", "--ray-address", f"127.0.0.1:{port}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    command = [
+        QARR,
+        "up",
+        "--port",
+        "0",
+        "--on",
+        "ray",
+        "--ray-address",
+        f"127.0.0.1:{port}",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=100
+    )
     assert done.returncode == 2
     said = done.stderr.splitlines()[-1]
     assert said.startswith(
@@ -142,13 +180,29 @@ def test_what_cannot_be_placed_is_told(nodes: Nodes, tmp_path: Path) -> None:
         WantedReplica("large", "fast", str(tmp_path), (), {}, {"CPU": 99, "GPU": 1}),
     ]
     status = tmp_path / "status.json"
-    job = Job(nodes.address, tuple(wanted), str(tmp_path / "engines.json"), str(status), str(tmp_path / "logs"))
+    job = Job(
+        nodes.address,
+        tuple(wanted),
+        str(tmp_path / "engines.json"),
+        str(status),
+        str(tmp_path / "logs"),
+    )
     job.write(tmp_path / "job.json")
     env = {**os.environ, **nodes.env, KEY_VARIABLE: "key"}
     with subprocess.Popen(
-        [PYTHON, PLACEMENT_MAIN, tmp_path / "job.json"], env=env, stderr=subprocess.DEVNULL
+        [PYTHON, PLACEMENT_MAIN, tmp_path / "job.json"],
+        env=env,
+        stderr=subprocess.DEVNULL,
     ) as placing:
-        _until(lambda: ["nowhere" in each.detail or "99" in each.detail for each in read_status(status)] == [True] * 2)
+        _until(
+            lambda: (
+                [
+                    "nowhere" in each.detail or "99" in each.detail
+                    for each in read_status(status)
+                ]
+                == [True] * 2
+            )
+        )
         absent, large = read_status(status)
         placing.terminate()
     assert absent.state is PlacementState.FAILED
@@ -157,16 +211,22 @@ def test_what_cannot_be_placed_is_told(nodes: Nodes, tmp_path: Path) -> None:
         f"same path"
     )
     assert large.state is PlacementState.PLACING
-    assert "it needs CPU 99 and GPU 1 on one node. Free are 127.0.0.1: CPU" in large.detail
+    assert (
+        "it needs CPU 99 and GPU 1 on one node. Free are 127.0.0.1: CPU" in large.detail
+    )
     assert "No node has as much: add one ('ray start')" in large.detail
     assert json.loads((tmp_path / "engines.json").read_text()) == {"fast": []}
 
 
-def test_streams_outlive_a_node_and_its_replica_comes_back(nodes: Nodes, on_ray: Up) -> None:
+def test_streams_outlive_a_node_and_its_replica_comes_back(
+    nodes: Nodes, on_ray: Up
+) -> None:
     """With a node of two killed under load, every stream is finished, and two replicas on the other node are ready."""
     before = _ready(on_ray)
     streams = [Stream() for _ in range(STREAMS)]
-    reading = [threading.Thread(target=each.read, args=(on_ray.url,)) for each in streams]
+    reading = [
+        threading.Thread(target=each.read, args=(on_ray.url,)) for each in streams
+    ]
     for thread in reading:
         thread.start()
     _until(lambda: all(each.pieces for each in streams))
@@ -176,11 +236,15 @@ def test_streams_outlive_a_node_and_its_replica_comes_back(nodes: Nodes, on_ray:
     nodes.do("kill one")
     for thread in reading:
         thread.join(300)
-    assert [(each.finish_reason, each.last) for each in streams] == [("length", "[DONE]")] * STREAMS
+    assert [(each.finish_reason, each.last) for each in streams] == [
+        ("length", "[DONE]")
+    ] * STREAMS
     _until(lambda: len(_ready(on_ray)) == 2 and _ready(on_ray) != before, 600)
     (lost,) = before - _ready(on_ray)
     _until(lambda: not _running(engines[lost]))
-    assert any("lost: its actor on node 127.0.0.1 is gone" in line for line in on_ray.output)
+    assert any(
+        "lost: its actor on node 127.0.0.1 is gone" in line for line in on_ray.output
+    )
     assert on_ray.generate().status_code == 200
 
 
@@ -194,13 +258,23 @@ def test_engines_on_nodes_need_the_key(on_ray: Up) -> None:
 
 
 def _ready(up: Up) -> set[str]:
-    return {each["url"] for each in up.tiers()["precise"]["replicas"] if each["state"] == "ready"}
+    return {
+        each["url"]
+        for each in up.tiers()["precise"]["replicas"]
+        if each["state"] == "ready"
+    }
 
 
 def _process_of(url: str) -> psutil.Process:
     port = httpx.URL(url).port
-    listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-    return psutil.Process(next(each.pid for each in listening if each.laddr.port == port))
+    listening = [
+        each
+        for each in psutil.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    return psutil.Process(
+        next(each.pid for each in listening if each.laddr.port == port)
+    )
 
 
 def _all_processes_of(url: str) -> list[psutil.Process]:
@@ -209,7 +283,11 @@ def _all_processes_of(url: str) -> list[psutil.Process]:
 
 
 def _running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    return [
+        each
+        for each in processes
+        if each.is_running() and each.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def _until(true: Any, limit_s: float = 120) -> None:

@@ -32,15 +32,25 @@ WEATHER = {
     "function": {
         "name": "weather",
         "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
-PLACE = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+}
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 # What a caller may send, over and above a question. Each is sent directly and through the router.
 FEATURES: dict[str, dict[str, Any]] = {
     "plain chat": {},
-    "system prompt": {"messages": [{"role": "system", "content": "Answer in one word."}, *QUESTION]},
+    "system prompt": {
+        "messages": [{"role": "system", "content": "Answer in one word."}, *QUESTION]
+    },
     "several turns": {
         "messages": [
             *QUESTION,
@@ -48,7 +58,11 @@ FEATURES: dict[str, dict[str, Any]] = {
             {"role": "user", "content": "And of Spain?"},
         ]
     },
-    "content parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Say hello"}]}]},
+    "content parts": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Say hello"}]}
+        ]
+    },
     "max_completion_tokens": {"max_completion_tokens": 5},
     "stop": {"stop": ["Paris", "."]},
     "seed and sampling": {"temperature": 0.8, "top_p": 0.9, "seed": 7},
@@ -60,11 +74,18 @@ FEATURES: dict[str, dict[str, Any]] = {
     "response_format json_object": {"response_format": {"type": "json_object"}},
     "response_format json_schema": {
         "max_tokens": 40,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "place", "schema": PLACE},
+        },
     },
     "structured_outputs (vLLM)": {"structured_outputs": {"choice": ["red", "green"]}},
     "tools, auto": {"tools": [WEATHER], "tool_choice": "auto"},
-    "tools, required": {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 40},
+    "tools, required": {
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "max_tokens": 40,
+    },
     "tools, none": {"tools": [WEATHER], "tool_choice": "none"},
     "tool results": {
         "tools": [WEATHER],
@@ -74,7 +95,14 @@ FEATURES: dict[str, dict[str, Any]] = {
                 "role": "assistant",
                 "content": None,
                 "tool_calls": [
-                    {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Paris"}'}}
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {
+                            "name": "weather",
+                            "arguments": '{"city":"Paris"}',
+                        },
+                    }
                 ],
             },
             {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
@@ -94,19 +122,40 @@ REFUSED: dict[str, dict[str, Any]] = {
     "temperature out of range": {"temperature": -1},
     "image for a text model": {
         "messages": [
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "image_url",
+                        "image_url": {"url": "data:image/png;base64,AA"},
+                    }
+                ],
+            }
         ]
     },
 }
 STRICT = {"name": "weather", "strict": True, "description": "The weather of a city"}
 SCHEMA = {**PLACE, "additionalProperties": False}
-TALK = [*QUESTION, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "And of Spain?"}]
-MESSAGE, RESPONSE = {"max_tokens": 12, "temperature": 0}, {"max_output_tokens": 12, "temperature": 0}
+TALK = [
+    *QUESTION,
+    {"role": "assistant", "content": "Paris."},
+    {"role": "user", "content": "And of Spain?"},
+]
+MESSAGE, RESPONSE = (
+    {"max_tokens": 12, "temperature": 0},
+    {"max_output_tokens": 12, "temperature": 0},
+)
 # A question in Anthropic's form, and in that of OpenAI's Responses API.
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "message": (MESSAGES, {"messages": QUESTION, **MESSAGE}),
-    "message, turns and system": (MESSAGES, {"messages": TALK, "system": "Answer in one word.", **MESSAGE}),
-    "message, stop sequence": (MESSAGES, {"messages": QUESTION, "stop_sequences": ["Paris"], **MESSAGE}),
+    "message, turns and system": (
+        MESSAGES,
+        {"messages": TALK, "system": "Answer in one word.", **MESSAGE},
+    ),
+    "message, stop sequence": (
+        MESSAGES,
+        {"messages": QUESTION, "stop_sequences": ["Paris"], **MESSAGE},
+    ),
     "message, tool": (
         MESSAGES,
         {
@@ -118,8 +167,14 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "response": (RESPONSES, {"input": "What is the capital of France?", **RESPONSE}),
-    "response, turns and instructions": (RESPONSES, {"input": TALK, "instructions": "Answer in one word.", **RESPONSE}),
-    "response, cut": (RESPONSES, {"input": QUESTION, **RESPONSE, "max_output_tokens": 3}),
+    "response, turns and instructions": (
+        RESPONSES,
+        {"input": TALK, "instructions": "Answer in one word.", **RESPONSE},
+    ),
+    "response, cut": (
+        RESPONSES,
+        {"input": QUESTION, **RESPONSE, "max_output_tokens": 3},
+    ),
     "response, tool": (
         RESPONSES,
         {
@@ -134,14 +189,31 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 TOPICS = ("rain", "Ünïcödé", "北京", "a 🦊")
 VARIED: list[dict[str, Any]] = [
     *FEATURES.values(),
-    *({"messages": [{"role": "user", "content": f"Tell me about {topic}."}]} for topic in TOPICS),
-    *({"messages": [{"role": "user", "content": f"What is {n} times {n + 3}?"}], "max_tokens": 3 + n} for n in (0, 7)),
     *(
-        {"messages": [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": f"{topic}?"}]}
+        {"messages": [{"role": "user", "content": f"Tell me about {topic}."}]}
+        for topic in TOPICS
+    ),
+    *(
+        {
+            "messages": [{"role": "user", "content": f"What is {n} times {n + 3}?"}],
+            "max_tokens": 3 + n,
+        }
+        for n in (0, 7)
+    ),
+    *(
+        {
+            "messages": [
+                {"role": "system", "content": "You are a pirate."},
+                {"role": "user", "content": f"{topic}?"},
+            ]
+        }
         for topic in TOPICS[:2]
     ),
     {"messages": [{"role": "user", "content": "word " * 600}], "max_tokens": 4},
-    {"messages": [{"role": "user", "content": "Write a Python function that adds."}], "max_tokens": 24},
+    {
+        "messages": [{"role": "user", "content": "Write a Python function that adds."}],
+        "max_tokens": 24,
+    },
 ]
 
 
@@ -159,7 +231,9 @@ class Side:
 @pytest.fixture(scope="module")
 def engine(up: Up, engine_keys: dict[str, str]) -> Iterator[Side]:
     headers = {"authorization": f"Bearer {engine_keys[TIER]}"}
-    with httpx.Client(base_url=up.replica(TIER)["url"], headers=headers, timeout=120, trust_env=False) as client:
+    with httpx.Client(
+        base_url=up.replica(TIER)["url"], headers=headers, timeout=120, trust_env=False
+    ) as client:
         yield Side(client, client.get("/v1/models").json()["data"][0]["id"])
 
 
@@ -170,13 +244,19 @@ def router(up: Up) -> Iterator[Side]:
 
 
 def ask(side: Side, path: str = CHAT, **body: Any) -> httpx.Response:
-    prompt = {"prompt": "The capital of France is"} if path == COMPLETIONS else {"messages": QUESTION}
+    prompt = (
+        {"prompt": "The capital of France is"}
+        if path == COMPLETIONS
+        else {"messages": QUESTION}
+    )
     return side.post(path, **{"max_tokens": 8, "temperature": 0, **prompt, **body})
 
 
 def comparable(answer: Any) -> Any:
     if isinstance(answer, dict):
-        return {k: comparable(v) for k, v in answer.items() if k not in {"id", "created"}}
+        return {
+            k: comparable(v) for k, v in answer.items() if k not in {"id", "created"}
+        }
     if isinstance(answer, list):
         return [comparable(item) for item in answer]
     return answer
@@ -210,12 +290,17 @@ def streamed_chunks(side: Side, **body: Any) -> list[Any]:
     return chunks(ask(side, stream=True, **body))
 
 
-def whole_or_streamed(router: Side, side: Side, path: str = CHAT, **body: Any) -> dict[int, str]:
+def whole_or_streamed(
+    router: Side, side: Side, path: str = CHAT, **body: Any
+) -> dict[int, str]:
     """Return the texts of an answer: from the router those of a stream, from the engine those of a whole answer."""
     if side is router:
         return text_of(streamed_chunks(router, path=path, **body))
     choices = whole_answer(side, path, **body)["choices"]
-    return {c["index"]: c["text"] if path == COMPLETIONS else c["message"]["content"] for c in choices}
+    return {
+        c["index"]: c["text"] if path == COMPLETIONS else c["message"]["content"]
+        for c in choices
+    }
 
 
 def joined(stream: list[Any]) -> list[Any]:
@@ -223,12 +308,18 @@ def joined(stream: list[Any]) -> list[Any]:
     found: list[Any] = []
     for chunk in comparable(stream):
         choices = chunk["choices"]
-        if found and len(choices) == 1 and set(choices[0].get("delta", {})) == {"content"}:
+        if (
+            found
+            and len(choices) == 1
+            and set(choices[0].get("delta", {})) == {"content"}
+        ):
             (choice,), (before,) = choices, found[-1]["choices"]
             text = before["delta"].get("content", "") + choice["delta"]["content"]
             choice["delta"] = before["delta"] | {"content": text}
             if choice.get("token_ids"):
-                choice["token_ids"] = (before.get("token_ids") or []) + choice["token_ids"]
+                choice["token_ids"] = (before.get("token_ids") or []) + choice[
+                    "token_ids"
+                ]
             if choice.get("logprobs"):
                 so_far = (before["logprobs"] or {}).get("content", [])
                 choice["logprobs"]["content"] = so_far + choice["logprobs"]["content"]
@@ -241,19 +332,27 @@ def joined(stream: list[Any]) -> list[Any]:
 def text_of(stream: list[Any]) -> dict[int, str]:
     texts: dict[int, str] = {}
     for choice in (choice for chunk in stream for choice in chunk["choices"]):
-        piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        piece = (
+            choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        )
         texts[choice["index"]] = texts.get(choice["index"], "") + piece
     return texts
 
 
 def arguments_of(stream: list[Any]) -> str:
     deltas = [choice["delta"] for chunk in stream for choice in chunk["choices"]]
-    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
+    calls = [
+        call["function"] for delta in deltas for call in delta.get("tool_calls") or ()
+    ]
     return "".join(call.get("arguments") or "" for call in calls)
 
 
 def gist(stream: list[Any]) -> tuple[dict[int, str], str, str]:
-    return text_of(stream), arguments_of(stream), stream[-1]["choices"][0]["finish_reason"]
+    return (
+        text_of(stream),
+        arguments_of(stream),
+        stream[-1]["choices"][0]["finish_reason"],
+    )
 
 
 def test_varied_chats_are_answered_alike(engine: Side, router: Side) -> None:
@@ -263,16 +362,23 @@ def test_varied_chats_are_answered_alike(engine: Side, router: Side) -> None:
         assert routed == direct, body
         assert list(routed) == list(direct)
         if body not in FEATURES.values():
-            said, streamed_text = until_alike(engine, router, partial(whole_or_streamed, router, **body))
+            said, streamed_text = until_alike(
+                engine, router, partial(whole_or_streamed, router, **body)
+            )
             assert streamed_text == said, body
 
 
-@pytest.mark.parametrize("feature", sorted(FEATURES.keys() - {"prompt_logprobs (vLLM)"}))
+@pytest.mark.parametrize(
+    "feature", sorted(FEATURES.keys() - {"prompt_logprobs (vLLM)"})
+)
 def test_streams_are_the_engines_own(engine: Side, router: Side, feature: str) -> None:
     """Chunk for chunk, a stream is what the engine would have sent: deltas, tool calls, logprobs, finish reasons."""
-    by_chance = feature in {"n", "tools, auto", "tools, required"}  # choices interleave, calls get random ids
+    # choices interleave, calls get random ids
+    by_chance = feature in {"n", "tools, auto", "tools, required"}
     shown = gist if by_chance else joined
-    direct, routed = until_alike(engine, router, lambda side: shown(streamed_chunks(side, **FEATURES[feature])))
+    direct, routed = until_alike(
+        engine, router, lambda side: shown(streamed_chunks(side, **FEATURES[feature]))
+    )
     assert routed == direct
 
 
@@ -280,7 +386,9 @@ def test_streams_are_the_engines_own(engine: Side, router: Side, feature: str) -
 def test_usage_comes_when_asked_for(engine: Side, router: Side, counted: bool) -> None:  # noqa: FBT001
     """The final chunk with token counts is there exactly when the caller wants it."""
     options = {"stream_options": {"include_usage": counted}}
-    direct, routed = until_alike(engine, router, lambda side: joined(streamed_chunks(side, **options)))
+    direct, routed = until_alike(
+        engine, router, lambda side: joined(streamed_chunks(side, **options))
+    )
     assert routed == direct
     assert any(chunk.get("usage") for chunk in routed) is counted
 
@@ -296,11 +404,17 @@ def test_usage_comes_when_asked_for(engine: Side, router: Side, counted: bool) -
         {"n": 2, "temperature": 0.5, "seed": 3, "top_k": 1},
     ],
 )
-def test_completions_are_answered_alike(engine: Side, router: Side, body: dict[str, Any]) -> None:
+def test_completions_are_answered_alike(
+    engine: Side, router: Side, body: dict[str, Any]
+) -> None:
     """The older endpoint: texts, several texts, token ids, echo, logprobs."""
-    direct, routed = until_alike(engine, router, partial(whole_answer, path=COMPLETIONS, **body))
+    direct, routed = until_alike(
+        engine, router, partial(whole_answer, path=COMPLETIONS, **body)
+    )
     assert routed == direct
-    said, streamed_text = until_alike(engine, router, partial(whole_or_streamed, router, path=COMPLETIONS, **body))
+    said, streamed_text = until_alike(
+        engine, router, partial(whole_or_streamed, router, path=COMPLETIONS, **body)
+    )
     assert streamed_text == said
 
 
@@ -313,16 +427,24 @@ def test_mistakes_are_answered_alike(engine: Side, router: Side, mistake: str) -
 
 
 @pytest.mark.parametrize("feature", NAMED)
-def test_messages_and_responses_are_answered_alike(engine: Side, router: Side, feature: str) -> None:
+def test_messages_and_responses_are_answered_alike(
+    engine: Side, router: Side, feature: str
+) -> None:
     """Anthropic's API and OpenAI's newer one: whole answers are equal but for ids and times, and streams' text and ends."""
     path, body = NAMED[feature]
-    direct, routed = until_alike(engine, router, lambda side: without_ids(side.post(path, **body).text))
+    direct, routed = until_alike(
+        engine, router, lambda side: without_ids(side.post(path, **body).text)
+    )
     assert routed == direct
 
     def stream_of(side: Side) -> list[str]:
-        return named_stream(without_ids(side.post(path, stream=True, **body).text).split("\n\n"))
+        return named_stream(
+            without_ids(side.post(path, stream=True, **body).text).split("\n\n")
+        )
 
-    (direct_text, *direct_others), (routed_text, *routed_others) = until_alike(engine, router, stream_of)
+    (direct_text, *direct_others), (routed_text, *routed_others) = until_alike(
+        engine, router, stream_of
+    )
     assert direct_text
     assert routed_text == direct_text
     assert routed_others == direct_others
@@ -337,36 +459,72 @@ def without_ids(answer: str) -> str:
 def named_stream(events: list[str]) -> list[str]:
     """Return the text and arguments in a stream, and its events but for the deltas, of which a busy engine joins some."""
     deltas = [
-        json.loads(event.partition("data: ")[2].replace('"number",', "")) for event in events if "delta\n" in event
+        json.loads(event.partition("data: ")[2].replace('"number",', ""))
+        for event in events
+        if "delta\n" in event
     ]
     said = [d["delta"] for d in deltas]
-    pieces = [d if isinstance(d, str) else d.get("text") or d.get("partial_json") or "" for d in said]
+    pieces = [
+        d if isinstance(d, str) else d.get("text") or d.get("partial_json") or ""
+        for d in said
+    ]
     others = [
-        e for e in events if not e.startswith(("event: content_block_delta", "event: response.output_text.delta"))
+        e
+        for e in events
+        if not e.startswith(
+            ("event: content_block_delta", "event: response.output_text.delta")
+        )
     ]
     return ["".join(pieces), *(e for e in others if "arguments.delta" not in e)]
 
 
 def test_tokenize_and_detokenize(engine: Side, router: Side) -> None:
     for body in ({"prompt": "Grüße, 世界!"}, {"messages": QUESTION}):
-        direct, routed = engine.post("/tokenize", **body), router.post("/tokenize", **body)
+        direct, routed = (
+            engine.post("/tokenize", **body),
+            router.post("/tokenize", **body),
+        )
         assert routed.json()["tokens"] == direct.json()["tokens"]
         tokens = routed.json()["tokens"]
-        assert router.post("/detokenize", tokens=tokens).json() == engine.post("/detokenize", tokens=tokens).json()
+        assert (
+            router.post("/detokenize", tokens=tokens).json()
+            == engine.post("/detokenize", tokens=tokens).json()
+        )
 
 
 @pytest.mark.parametrize("messages", [1, 2, 3, 4])
-def test_prompt_tokens_are_counted_as_the_engine_counts(router: Side, messages: int) -> None:
+def test_prompt_tokens_are_counted_as_the_engine_counts(
+    router: Side, messages: int
+) -> None:
     """The router's count of a conversation, by which it chooses a tier that holds it, is the engine's own."""
-    roles = ["system", "user", "assistant", "user"] if messages % 2 == 0 else ["user", "assistant", "user"]
-    talk = [{"role": role, "content": f"{role} says hello, number {n}"} for n, role in enumerate(roles[:messages])]
+    roles = (
+        ["system", "user", "assistant", "user"]
+        if messages % 2 == 0
+        else ["user", "assistant", "user"]
+    )
+    talk = [
+        {"role": role, "content": f"{role} says hello, number {n}"}
+        for n, role in enumerate(roles[:messages])
+    ]
     used = ask(router, messages=talk, max_tokens=1).json()["usage"]["prompt_tokens"]
     fits = ask(
-        router, messages=talk, max_tokens=2048 - used, qarr={"tier_policy": "require"}, stop=["e", "a", "o", "i"]
+        router,
+        messages=talk,
+        max_tokens=2048 - used,
+        qarr={"tier_policy": "require"},
+        stop=["e", "a", "o", "i"],
     )
     assert fits.status_code == 200, fits.text
-    over = ask(router, messages=talk, max_tokens=2048 - used + 1, qarr={"tier_policy": "require"})
-    assert (over.status_code, over.json()["error"]["code"]) == (400, "context_length_exceeded")
+    over = ask(
+        router,
+        messages=talk,
+        max_tokens=2048 - used + 1,
+        qarr={"tier_policy": "require"},
+    )
+    assert (over.status_code, over.json()["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    )
     assert f"{used} prompt" in over.json()["error"]["message"]
 
 
@@ -377,11 +535,22 @@ def generate(router: Side, **body: Any) -> httpx.Response:
 
 def test_generates_parameters_on_real_engines(router: Side) -> None:
     """The same seed gives the same text, a stop string ends the answer, and a penalty reaches the sampler."""
-    sampled = {"prompt": "Tell me a story.", "temperature": 1.0, "top_p": 0.95, "seed": 11}
-    first, again = until_alike(router, router, lambda side: generate(side, **sampled).json()["text"])
+    sampled = {
+        "prompt": "Tell me a story.",
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "seed": 11,
+    }
+    first, again = until_alike(
+        router, router, lambda side: generate(side, **sampled).json()["text"]
+    )
     assert first == again != ""
     # Whatever the answer says, it repeats what stands between two numbers.
-    greedy = {"prompt": "Count from one to twenty in words.", "temperature": 0, "repetition_penalty": 1.0}
+    greedy = {
+        "prompt": "Count from one to twenty in words.",
+        "temperature": 0,
+        "repetition_penalty": 1.0,
+    }
     for _ in range(TRIES):
         text = generate(router, **greedy).json()["text"]
         words = text.split()
@@ -390,14 +559,21 @@ def test_generates_parameters_on_real_engines(router: Side) -> None:
         if ended["text"] == text[: text.index(stop)]:
             break
     assert (ended["text"], ended["finish_reason"]) == (text[: text.index(stop)], "stop")
-    assert generate(router, **{**greedy, "repetition_penalty": 2.0}).json()["text"] != text
+    assert (
+        generate(router, **{**greedy, "repetition_penalty": 2.0}).json()["text"] != text
+    )
 
 
 def test_precisions_and_truncation_on_real_engines(engine: Side, router: Side) -> None:
     """Checkpoints' own precisions decide; tokens that are left and tokens that were dropped are what vLLM counts."""
     served = ask(router, provider={"quantizations": ["bf16"]}, model="auto")
     assert served.headers["x-qarr-precision"] == "bf16"
-    assert "int4" in ask(router, provider={"quantizations": ["int8"]}, model="auto").json()["error"]["message"]
+    assert (
+        "int4"
+        in ask(router, provider={"quantizations": ["int8"]}, model="auto").json()[
+            "error"
+        ]["message"]
+    )
     turns = [
         {"role": role, "content": f"{role} {n} says: " + f"word number {n}, " * 30}
         for n in range(3)
@@ -411,25 +587,50 @@ def test_precisions_and_truncation_on_real_engines(engine: Side, router: Side) -
     whole = engine.post("/tokenize", messages=talk).json()["count"]
     # Leaves 548 tokens for the prompt; ends at once.
     room: dict[str, Any] = {"max_tokens": 1500, "stop": [" ", "e", "a", "\n"]}
-    for body in ({"messages": talk}, {"prompt": "What is the capital of France? " * 150}):
+    for body in (
+        {"messages": talk},
+        {"prompt": "What is the capital of France? " * 150},
+    ):
         for how in ("oldest", "middle") if "prompt" in body else ("oldest",):
             assert generate(router, **body, **room).status_code == 422
             cut = generate(router, **body, **room, truncate=how)
-            dropped = int(re.findall(r"dropped_tokens=(\d+)", cut.headers["x-qarr-truncated"])[0])
+            dropped = int(
+                re.findall(r"dropped_tokens=(\d+)", cut.headers["x-qarr-truncated"])[0]
+            )
             used = cut.json()["usage"]["prompt_tokens"]
-            given = [{"role": "user", "content": body["prompt"]}] if "prompt" in body else talk
-            assert used + dropped == engine.post("/tokenize", messages=given).json()["count"]
+            given = (
+                [{"role": "user", "content": body["prompt"]}]
+                if "prompt" in body
+                else talk
+            )
+            assert (
+                used + dropped
+                == engine.post("/tokenize", messages=given).json()["count"]
+            )
             assert used <= 2048 - 1500
             assert "prompt" not in body or used > 2048 - 1500 - 8
-    asked = {"messages": talk, **room, "qarr": {"truncate": "oldest", "tier_policy": "require"}}
+    asked = {
+        "messages": talk,
+        **room,
+        "qarr": {"truncate": "oldest", "tier_policy": "require"},
+    }
     chat = router.client.post(CHAT, json={"model": TIER, **asked})
     told = chat.headers["x-qarr-truncated"]
-    assert chat.json()["usage"]["prompt_tokens"] + int(re.findall(r"dropped_tokens=(\d+)", told)[0]) == whole
+    assert (
+        chat.json()["usage"]["prompt_tokens"]
+        + int(re.findall(r"dropped_tokens=(\d+)", told)[0])
+        == whole
+    )
     assert int(told.rpartition("=")[2]) % 2 == 0  # turns of two messages
     longer = router.client.post(
-        CHAT, json={"model": "auto", "messages": talk, **room}, headers={"x-qarr-truncate": "oldest"}
+        CHAT,
+        json={"model": "auto", "messages": talk, **room},
+        headers={"x-qarr-truncate": "oldest"},
     )
-    assert ("x-qarr-truncated" in longer.headers, longer.headers["x-qarr-tier"] != TIER) == (False, True)
+    assert (
+        "x-qarr-truncated" in longer.headers,
+        longer.headers["x-qarr-tier"] != TIER,
+    ) == (False, True)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -439,9 +640,15 @@ def test_a_client_that_leaves_frees_the_engine(up: Up, stream: bool) -> None:  #
     body = {"max_tokens": 1500, "ignore_eos": True, "stream": stream}
     with httpx.Client(base_url=up.url, timeout=1.5, trust_env=False) as client:
         if stream:
-            with client.stream("POST", CHAT, json={"model": TIER, "messages": QUESTION, **body}) as answer:
-                assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, TIER), answer.headers
-                pieces = answer.iter_raw()  # kept: httpx closes the connection of one that is dropped
+            with client.stream(
+                "POST", CHAT, json={"model": TIER, "messages": QUESTION, **body}
+            ) as answer:
+                assert (answer.status_code, answer.headers["x-qarr-tier"]) == (
+                    200,
+                    TIER,
+                ), answer.headers
+                # kept: httpx closes the connection of one that is dropped
+                pieces = answer.iter_raw()
                 assert next(pieces).startswith(b"data: {")
                 until(lambda: running(up), 1, limit_s=20)
         else:
@@ -449,17 +656,25 @@ def test_a_client_that_leaves_frees_the_engine(up: Up, stream: bool) -> None:  #
                 ask(Side(client, TIER), **body)
     until(lambda: running(up), 0, limit_s=20)
     until(lambda: int(up.replica(TIER)["in_flight"]), 0, limit_s=20)
-    assert up.finished_long(TIER) == finished, "the engine went on for a client that is gone"
+    assert up.finished_long(TIER) == finished, (
+        "the engine went on for a client that is gone"
+    )
 
 
 def until(read: Callable[[], int], wanted: int, *, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while (now := read()) != wanted:
-        assert time.monotonic() < deadline, f"after {limit_s} s it is {now}, not {wanted}"
+        assert time.monotonic() < deadline, (
+            f"after {limit_s} s it is {now}, not {wanted}"
+        )
         time.sleep(0.02)
 
 
 def running(up: Up) -> int:
     metrics = httpx.get(f"{up.replica(TIER)['url']}/metrics", trust_env=False).text
-    line = next(line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running{"))
+    line = next(
+        line
+        for line in metrics.splitlines()
+        if line.startswith("vllm:num_requests_running{")
+    )
     return int(float(line.rsplit(" ", 1)[1]))

@@ -53,8 +53,10 @@ TOOL: Any = {
 
 
 SCHEMA: Any = {**TOOL["function"]["parameters"], "additionalProperties": False}
-CITIES: Any = {**SCHEMA, "properties": {"city": {"enum": ["Paris", "Rome"]}}}  # the answer's length is no chance
-GREEDY = {"temperature": 0}  # in extra_body: the SDK of Anthropic's API has no argument for it
+# the answer's length is no chance
+CITIES: Any = {**SCHEMA, "properties": {"city": {"enum": ["Paris", "Rome"]}}}
+# in extra_body: the SDK of Anthropic's API has no argument for it
+GREEDY = {"temperature": 0}
 
 
 class Place(BaseModel):
@@ -65,7 +67,9 @@ class Place(BaseModel):
 
 @pytest.fixture
 def client(up: Up) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="unused", max_retries=0) as made:
+    with openai.OpenAI(
+        base_url=f"{up.url}/v1", api_key="unused", max_retries=0
+    ) as made:
         yield made
 
 
@@ -79,7 +83,9 @@ def test_the_sdk_answers_and_tells_who_served(up: Up, client: openai.OpenAI) -> 
     raw = client.chat.completions.with_raw_response.create(
         model="auto", messages=QUESTION, max_tokens=16, temperature=0
     )
-    up.scorer(raw.headers["x-qarr-tier"]).check_answer(QUESTION, raw.parse().choices[0].message.content or "")
+    up.scorer(raw.headers["x-qarr-tier"]).check_answer(
+        QUESTION, raw.parse().choices[0].message.content or ""
+    )
     assert "precise" in [model.id for model in client.models.list()]
     assert client.models.retrieve("auto").owned_by == "qarr"
 
@@ -93,14 +99,24 @@ def test_the_sdk_streams(up: Up, client: openai.OpenAI) -> None:
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"qarr": {"report": True}, "ignore_eos": True, "return_token_ids": True},
+        extra_body={
+            "qarr": {"report": True},
+            "ignore_eos": True,
+            "return_token_ids": True,
+        },
     ) as stream:
         *pieces, counted, report = list(stream)
     choices: list[Any] = [piece.choices[0] for piece in pieces]
-    tokens = [token for choice in choices for token in getattr(choice, "token_ids", None) or ()]
+    tokens = [
+        token
+        for choice in choices
+        for token in getattr(choice, "token_ids", None) or ()
+    ]
     fast = up.scorer("fast")
     fast.check_tokens(fast.prompt_ids(QUESTION), tokens)
-    assert "".join(choice.delta.content or "" for choice in choices) == fast.text_of(tokens)
+    assert "".join(choice.delta.content or "" for choice in choices) == fast.text_of(
+        tokens
+    )
     assert len(tokens) == 16
     assert counted.usage is not None
     assert counted.usage.completion_tokens == 16
@@ -109,7 +125,9 @@ def test_the_sdk_streams(up: Up, client: openai.OpenAI) -> None:
     assert report.model_extra["qarr"]["tier"] == "fast"
 
 
-def test_the_sdk_parses_structure_and_tools(client: openai.OpenAI, no_whitespace: dict[str, float]) -> None:
+def test_the_sdk_parses_structure_and_tools(
+    client: openai.OpenAI, no_whitespace: dict[str, float]
+) -> None:
     """A pydantic answer and a tool call, through the SDK's own parsing."""
     parsed = client.chat.completions.parse(
         model="fast",
@@ -144,7 +162,9 @@ def test_the_sdks_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="at least one message"):
         client.chat.completions.create(model="auto", messages=[])
     with pytest.raises(openai.BadRequestError) as long:
-        client.chat.completions.create(model="auto", messages=[{"role": "user", "content": "word " * 9000}])
+        client.chat.completions.create(
+            model="auto", messages=[{"role": "user", "content": "word " * 9000}]
+        )
     assert long.value.code == "context_length_exceeded"
 
 
@@ -152,17 +172,23 @@ def test_the_async_sdk_in_parallel(up: Up) -> None:
     """Streams at the same time, each whole and in order."""
 
     async def run() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="unused") as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{up.url}/v1", api_key="unused"
+        ) as client:
 
             async def one(number: int) -> str:
                 stream = await client.chat.completions.create(
                     model="fast",
-                    messages=[{"role": "user", "content": f"What is {number} plus one?"}],
+                    messages=[
+                        {"role": "user", "content": f"What is {number} plus one?"}
+                    ],
                     max_tokens=8,
                     temperature=0,
                     stream=True,
                 )
-                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+                return "".join(
+                    [chunk.choices[0].delta.content or "" async for chunk in stream]
+                )
 
             return await asyncio.gather(*(one(n) for n in range(8)))
 
@@ -178,21 +204,33 @@ def claude(up: Up) -> Iterator[anthropic.Anthropic]:
 def test_anthropics_sdk(up: Up, claude: anthropic.Anthropic) -> None:
     """A message, who served it, its tokens counted beforehand, and a stream with the SDK's own accumulation."""
     asked: Any = {"model": "fast", "system": "Be brief.", "messages": QUESTION}
-    raw = claude.messages.with_raw_response.create(**asked, max_tokens=16, extra_body=GREEDY)
+    raw = claude.messages.with_raw_response.create(
+        **asked, max_tokens=16, extra_body=GREEDY
+    )
     answer = raw.parse()
     assert raw.headers["x-qarr-tier"] == "fast"
-    assert answer.stop_reason == "end_turn" or (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 16)
+    assert answer.stop_reason == "end_turn" or (
+        answer.stop_reason,
+        answer.usage.output_tokens,
+    ) == ("max_tokens", 16)
     assert answer.content[0].type == "text"
     system = {"role": "system", "content": asked["system"]}
     up.scorer("fast").check_answer([system, *QUESTION], answer.content[0].text)
-    assert claude.messages.count_tokens(**asked).input_tokens == answer.usage.input_tokens
+    assert (
+        claude.messages.count_tokens(**asked).input_tokens == answer.usage.input_tokens
+    )
     with claude.messages.stream(**asked, max_tokens=16, extra_body=GREEDY) as stream:
         whole = stream.get_final_message()
     assert whole.content[0].type == "text"
     assert whole.content[0].text == answer.content[0].text
-    assert (whole.usage.output_tokens, whole.stop_reason) == (answer.usage.output_tokens, answer.stop_reason)
+    assert (whole.usage.output_tokens, whole.stop_reason) == (
+        answer.usage.output_tokens,
+        answer.stop_reason,
+    )
     report = {**GREEDY, "qarr": {"report": True}}
-    *_, last = claude.messages.create(**asked, max_tokens=16, stream=True, extra_body=report)
+    *_, last = claude.messages.create(
+        **asked, max_tokens=16, stream=True, extra_body=report
+    )
     assert last.to_dict()["qarr"]["tier"] == "fast"
 
 
@@ -200,10 +238,14 @@ def test_anthropics_async_sdk_in_parallel(up: Up) -> None:
     """Streams at the same time, each whole and in order."""
 
     async def run() -> list[str]:
-        async with anthropic.AsyncAnthropic(base_url=up.url, api_key="unused", max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=up.url, api_key="unused", max_retries=0
+        ) as client:
 
             async def one(number: int) -> str:
-                messages: Any = [{"role": "user", "content": f"What is {number} plus one?"}]
+                messages: Any = [
+                    {"role": "user", "content": f"What is {number} plus one?"}
+                ]
                 async with client.messages.stream(
                     model="fast", messages=messages, max_tokens=8, extra_body=GREEDY
                 ) as stream:
@@ -217,12 +259,29 @@ def test_anthropics_async_sdk_in_parallel(up: Up) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_an_agent_with_anthropics_sdk(claude: anthropic.Anthropic, streamed: bool) -> None:  # noqa: FBT001
+def test_an_agent_with_anthropics_sdk(
+    claude: anthropic.Anthropic,
+    streamed: bool,  # noqa: FBT001
+) -> None:
     """The model calls a tool, gets what it returned, calls it again, and answers; each turn sends the whole conversation."""
-    tool: Any = {"name": "weather", "description": "The weather of a city", "input_schema": CITIES}
+    tool: Any = {
+        "name": "weather",
+        "description": "The weather of a city",
+        "input_schema": CITIES,
+    }
     talk: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
-    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}, {"type": "none"}):
-        asked: Any = {"model": "precise", "messages": talk, "tools": [tool], "tool_choice": choice, "max_tokens": 100}
+    for choice in (
+        {"type": "any"},
+        {"type": "tool", "name": "weather"},
+        {"type": "none"},
+    ):
+        asked: Any = {
+            "model": "precise",
+            "messages": talk,
+            "tools": [tool],
+            "tool_choice": choice,
+            "max_tokens": 100,
+        }
         if streamed:
             with claude.messages.stream(**asked, extra_body=GREEDY) as stream:
                 answer = stream.get_final_message()
@@ -232,8 +291,22 @@ def test_an_agent_with_anthropics_sdk(claude: anthropic.Anthropic, streamed: boo
         assert bool(calls) is (choice["type"] != "none")
         assert (answer.stop_reason == "tool_use") is bool(calls)
         assert all(call.input["city"] in {"Paris", "Rome"} for call in calls)
-        talk.append({"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in answer.content]})
-        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny, 21 degrees"} for call in calls]
+        talk.append(
+            {
+                "role": "assistant",
+                "content": [
+                    block.model_dump(exclude_none=True) for block in answer.content
+                ],
+            }
+        )
+        results = [
+            {
+                "type": "tool_result",
+                "tool_use_id": call.id,
+                "content": "sunny, 21 degrees",
+            }
+            for call in calls
+        ]
         talk.append({"role": "user", "content": results})
 
 
@@ -245,36 +318,66 @@ def test_anthropics_sdks_errors(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="max_tokens must be positive"):
         claude.messages.create(model="auto", **{**asked, "max_tokens": 0})
     with pytest.raises(anthropic.BadRequestError, match="exceed its context"):
-        claude.messages.create(model="auto", **{**asked, "messages": [{"role": "user", "content": "word " * 9000}]})
+        claude.messages.create(
+            model="auto",
+            **{**asked, "messages": [{"role": "user", "content": "word " * 9000}]},
+        )
     with pytest.raises(anthropic.BadRequestError) as refused:
-        claude.messages.count_tokens(model="auto", messages=[{"role": "nobody", "content": "x"}])  # type: ignore[typeddict-item]
+        claude.messages.count_tokens(
+            model="auto", messages=[{"role": "nobody", "content": "x"}]
+        )  # type: ignore[typeddict-item]
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
 
 
-def test_the_sdks_responses(up: Up, client: openai.OpenAI, no_whitespace: dict[str, float]) -> None:
+def test_the_sdks_responses(
+    up: Up, client: openai.OpenAI, no_whitespace: dict[str, float]
+) -> None:
     """A response, the same streamed, and a tool's call with its result in the next request's input."""
-    asked: Any = {"model": "precise", "input": QUESTION, "max_output_tokens": 16, "temperature": 0}
+    asked: Any = {
+        "model": "precise",
+        "input": QUESTION,
+        "max_output_tokens": 16,
+        "temperature": 0,
+    }
     raw = client.responses.with_raw_response.create(**asked)
     answer = raw.parse()
     assert raw.headers["x-qarr-tier"] == "precise"
-    assert answer.status in {"completed", "incomplete"}  # by its end, or by its 16 tokens
+    # by its end, or by its 16 tokens
+    assert answer.status in {"completed", "incomplete"}
     up.scorer("precise").check_answer(QUESTION, answer.output_text)
     with client.responses.stream(**asked) as stream:
         kinds = {event.type for event in stream}
         assert stream.get_final_response().output_text == answer.output_text
-    assert {"response.created", "response.output_text.delta", "response.completed"} <= kinds
+    assert {
+        "response.created",
+        "response.output_text.delta",
+        "response.completed",
+    } <= kinds
     tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA}
     talk: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
     more: Any = {**asked, "max_output_tokens": 100, "tools": [tool]}
     bias = {"logit_bias": no_whitespace}
-    called = client.responses.create(**{**more, "input": talk}, tool_choice="required", extra_body=bias)
+    called = client.responses.create(
+        **{**more, "input": talk}, tool_choice="required", extra_body=bias
+    )
     (call,) = [item for item in called.output if item.type == "function_call"]
     assert isinstance(json.loads(call.arguments)["city"], str)
     talk += [
-        {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments},
-        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny, 21 degrees"},
+        {
+            "type": "function_call",
+            "call_id": call.call_id,
+            "name": call.name,
+            "arguments": call.arguments,
+        },
+        {
+            "type": "function_call_output",
+            "call_id": call.call_id,
+            "output": "sunny, 21 degrees",
+        },
     ]
-    assert client.responses.create(**{**more, "input": talk}, tool_choice="none").output_text
+    assert client.responses.create(
+        **{**more, "input": talk}, tool_choice="none"
+    ).output_text
     with pytest.raises(openai.BadRequestError, match="are stored here"):
         client.responses.create(**asked, previous_response_id=answer.id)
     with pytest.raises(openai.NotFoundError, match="not stored here"):
@@ -294,17 +397,26 @@ def test_langchain(up: Up, no_whitespace: dict[str, float]) -> None:
     answer = model.invoke(CAPITAL)
     up.scorer(served_by(up)).check_answer(CAPITAL, str(answer.content))
     pieces = list(model.stream(CAPITAL))
-    up.scorer(served_by(up)).check_answer(CAPITAL, "".join(piece.text for piece in pieces))
+    up.scorer(served_by(up)).check_answer(
+        CAPITAL, "".join(piece.text for piece in pieces)
+    )
     assert any(piece.usage_metadata for piece in pieces)
     model = ChatOpenAI(**asked, logit_bias=no_whitespace)  # type: ignore[arg-type]
     place = model.with_structured_output(Place, method="json_schema").invoke(CAPITAL)
     assert isinstance(place, Place)
     talk: list[Any] = [("user", "Weather in Paris?")]
-    for choice in ("any", "none"):  # left to itself, the small model calls tools with nonsense
+    # left to itself, the small model calls tools with nonsense
+    for choice in ("any", "none"):
         answer = model.bind_tools([TOOL], tool_choice=choice).invoke(talk)
         assert bool(answer.tool_calls) is (choice == "any")
         assert not answer.invalid_tool_calls
-        talk += [answer, *(ToolMessage("sunny", tool_call_id=call["id"]) for call in answer.tool_calls)]
+        talk += [
+            answer,
+            *(
+                ToolMessage("sunny", tool_call_id=call["id"])
+                for call in answer.tool_calls
+            ),
+        ]
 
 
 def test_agents_finish_their_loops(up: Up, no_whitespace: dict[str, float]) -> None:
@@ -324,14 +436,30 @@ def test_agents_finish_their_loops(up: Up, no_whitespace: dict[str, float]) -> N
         return "sunny, 21 degrees"
 
     async def loops() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="unused") as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{up.url}/v1", api_key="unused"
+        ) as client:
             bias = {"logit_bias": {**no_whitespace, **no_second_call}}
-            options = agents.ModelSettings(tool_choice="required", temperature=0, max_tokens=60, extra_args=bias)
+            options = agents.ModelSettings(
+                tool_choice="required", temperature=0, max_tokens=60, extra_args=bias
+            )
             model = agents.OpenAIChatCompletionsModel("precise", client)
-            agent = agents.Agent("a", model=model, tools=[weather], model_settings=options)
-            assert (await agents.Runner.run(agent, "What is the weather in Paris?", max_turns=3)).final_output
-            other = OpenAIChatModel("precise", provider=OpenAIProvider(openai_client=client))
-            forced: Any = {"temperature": 0, "max_tokens": 90, "logit_bias": {**no_whitespace, **no_second_call}}
+            agent = agents.Agent(
+                "a", model=model, tools=[weather], model_settings=options
+            )
+            assert (
+                await agents.Runner.run(
+                    agent, "What is the weather in Paris?", max_turns=3
+                )
+            ).final_output
+            other = OpenAIChatModel(
+                "precise", provider=OpenAIProvider(openai_client=client)
+            )
+            forced: Any = {
+                "temperature": 0,
+                "max_tokens": 90,
+                "logit_bias": {**no_whitespace, **no_second_call},
+            }
             typed = pydantic_ai.Agent(other, output_type=Place, model_settings=forced)
             return (await typed.run(CAPITAL)).output.city
 
@@ -341,10 +469,19 @@ def test_agents_finish_their_loops(up: Up, no_whitespace: dict[str, float]) -> N
 
 def test_open_webuis_first_message(up: Up) -> None:
     """As Open WebUI 0.12.4 sent it, but for the descriptions of its tools: the answer streams, as text or as a call."""
-    body = json.loads((Path(__file__).resolve().parents[1] / "clients/open_webui.json").read_text("utf-8"))
-    with httpx.stream("POST", f"{up.url}/v1/chat/completions", json=body, timeout=120) as answer:
+    body = json.loads(
+        (Path(__file__).resolve().parents[1] / "clients/open_webui.json").read_text(
+            "utf-8"
+        )
+    )
+    with httpx.stream(
+        "POST", f"{up.url}/v1/chat/completions", json=body, timeout=120
+    ) as answer:
         assert answer.status_code == 200, answer.read()
-        assert any(re.search('"content":"|"tool_calls":', line) for line in islice(answer.iter_lines(), 20))
+        assert any(
+            re.search('"content":"|"tool_calls":', line)
+            for line in islice(answer.iter_lines(), 20)
+        )
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -352,7 +489,11 @@ def test_tools_that_are_only_offered(up: Up, stream: bool) -> None:  # noqa: FBT
     """As chat front-ends and agents send them with their first message: engines started here have a parser for them."""
     for path, body, tool in (
         ("chat/completions", {"messages": QUESTION, "max_tokens": 9}, TOOL),
-        ("messages", {"messages": QUESTION, "max_tokens": 9}, {"name": "weather", "input_schema": SCHEMA}),
+        (
+            "messages",
+            {"messages": QUESTION, "max_tokens": 9},
+            {"name": "weather", "input_schema": SCHEMA},
+        ),
         (
             "responses",
             {"input": "hi", "max_output_tokens": 9},
@@ -369,7 +510,11 @@ def test_the_jdks_client(up: Up) -> None:
     """Java's HttpClient with its defaults: whole and streamed answers, and a body in gzip."""
     client = Path(__file__).resolve().parents[1] / "clients/java/Client.java"
     done = subprocess.run(
-        [_program("java"), str(client), up.url], capture_output=True, text=True, timeout=120, check=False
+        [_program("java"), str(client), up.url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     whole, *events, packed = filter(None, done.stdout.splitlines())
@@ -383,7 +528,9 @@ def test_the_node_sdk(up: Up, tmp_path: Path, no_whitespace: dict[str, float]) -
     assert "# pass 7" in _node_tests("openai.test.mjs", up, tmp_path, no_whitespace)
 
 
-def test_vercels_ai_sdk(up: Up, tmp_path: Path, no_whitespace: dict[str, float]) -> None:
+def test_vercels_ai_sdk(
+    up: Up, tmp_path: Path, no_whitespace: dict[str, float]
+) -> None:
     """A tool that is required, whole and streamed: the SDK parses its arguments, and finds them valid."""
     assert "# pass 2" in _node_tests("ai_sdk.test.mjs", up, tmp_path, no_whitespace)
 
@@ -396,11 +543,15 @@ def test_a_tool_call_that_vllm_holds_back(up: Up, engine_keys: dict[str, str]) -
         "max_tokens": 30, "temperature": 0, "stream": True,
     }  # fmt: skip
     silent = re.compile(r'"delta":\{\},"logprobs":null,"finish_reason":null')
-    with httpx.Client(headers={"authorization": f"Bearer {key}"}, timeout=120, trust_env=False) as client:
+    with httpx.Client(
+        headers={"authorization": f"Bearer {key}"}, timeout=120, trust_env=False
+    ) as client:
         model = client.get(f"{engine}/v1/models").json()["data"][0]["id"]
         own = {**asked, "model": model, "return_token_ids": True}
         direct = client.post(f"{engine}/v1/chat/completions", json=own).text
-        routed = client.post(f"{up.url}/v1/chat/completions", json={**asked, "model": "fast"}).text
+        routed = client.post(
+            f"{up.url}/v1/chat/completions", json={**asked, "model": "fast"}
+        ).text
     assert silent.search(direct)
     assert "tool_calls" in routed
     assert not silent.search(routed)
@@ -408,7 +559,10 @@ def test_a_tool_call_that_vllm_holds_back(up: Up, engine_keys: dict[str, str]) -
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_thinking_of_a_model_that_does_not_think(claude: anthropic.Anthropic, stream: bool) -> None:  # noqa: FBT001
+def test_thinking_of_a_model_that_does_not_think(
+    claude: anthropic.Anthropic,
+    stream: bool,  # noqa: FBT001
+) -> None:
     """Anthropic's clients ask every model for it: they get an answer without, and a header that says so."""
     asked: Any = {
         "model": "fast", "messages": QUESTION, "max_tokens": 1032, "stream": stream,
@@ -427,8 +581,12 @@ def test_vllms_own_load_generator(up: Up) -> None:
 
     No answer to random tokens ends before its eighth token.
     """
-    documented = next(block for block in blocks("bash", OPENAI) if "benchmarks.serve" in block)
-    command = f"{documented.rstrip()} --ignore-eos".replace("http://localhost:8080", up.url)
+    documented = next(
+        block for block in blocks("bash", OPENAI) if "benchmarks.serve" in block
+    )
+    command = f"{documented.rstrip()} --ignore-eos".replace(
+        "http://localhost:8080", up.url
+    )
     folder = up.tiers()["precise"]["checkpoint"]
     done = subprocess.run(
         ["bash", "-c", command],
@@ -441,15 +599,25 @@ def test_vllms_own_load_generator(up: Up) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"Successful requests:\s+8\b", done.stdout), done.stdout[-2000:]
-    assert re.search(r"Total generated tokens:\s+64\b", done.stdout), done.stdout[-2000:]
+    assert re.search(r"Total generated tokens:\s+64\b", done.stdout), done.stdout[
+        -2000:
+    ]
 
 
 def test_the_documents_python(up: Up) -> None:
     """The Python in docs/openai.md runs as it stands, one example after the other, and prints likely answers."""
-    code = [block.replace("http://localhost:8080", up.url) for block in blocks("python", OPENAI)]
+    code = [
+        block.replace("http://localhost:8080", up.url)
+        for block in blocks("python", OPENAI)
+    ]
     each = "import json, sys\nfor code in json.load(sys.stdin): exec(code, {'__name__': '__main__'}); print('\\f')"
     done = subprocess.run(
-        [sys.executable, "-c", each], input=json.dumps(code), capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", each],
+        input=json.dumps(code),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     *shown, _ = done.stdout.split("\f")
@@ -469,7 +637,13 @@ def test_the_documents_javascript(up: Up) -> None:
     code = blocks("js", OPENAI)[0].replace("http://localhost:8080", up.url)
     script = _node_project() / "document.mjs"
     script.write_text(code)
-    done = subprocess.run([_program("node"), str(script)], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [_program("node"), str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     check_output(up, code, done.stdout)
 
@@ -480,19 +654,33 @@ def test_the_documents_commands(up: Up, tmp_path: Path) -> None:
     A command that asks for an answer as one object gets what the engine that served it finds likeliest.
     """
     documented = [*blocks("bash", OPENAI), *blocks("bash", "docs/api.md")]
-    curls = [block for block in documented if "curl -s" in block and '"messages"' in block]
+    curls = [
+        block for block in documented if "curl -s" in block and '"messages"' in block
+    ]
     assert len(curls) == 3
     for curl in curls:
-        answer = json.loads(_shell(curl.replace("localhost:8080", up.url.removeprefix("http://")), {}))
+        answer = json.loads(
+            _shell(curl.replace("localhost:8080", up.url.removeprefix("http://")), {})
+        )
         up.scorer(served_by(up)).check_answer(messages_in(curl), text_in(answer))
-    keys = _shell(blocks("bash", "docs/security.md")[0], {"QARR_AUTH__KEYS_FILE": str(tmp_path / "keys.json")})
+    keys = _shell(
+        blocks("bash", "docs/security.md")[0],
+        {"QARR_AUTH__KEYS_FILE": str(tmp_path / "keys.json")},
+    )
     assert "revoked key" in keys
 
 
-def _node_tests(script: str, up: Up, folder: Path, no_whitespace: dict[str, float]) -> str:
+def _node_tests(
+    script: str, up: Up, folder: Path, no_whitespace: dict[str, float]
+) -> str:
     """Run a file of Node's tests, and return what it reports; they have all passed."""
     done = subprocess.run(
-        [_program("node"), "--test", "--test-reporter=tap", str(_node_project() / script)],
+        [
+            _program("node"),
+            "--test",
+            "--test-reporter=tap",
+            str(_node_project() / script),
+        ],
         env={**os.environ, "QARR_URL": up.url, "LOGIT_BIAS": json.dumps(no_whitespace)},
         cwd=folder,
         capture_output=True,
@@ -515,7 +703,12 @@ def _node_project() -> Path:
         made.mkdir(parents=True, exist_ok=True)
         for name in ("package.json", "package-lock.json"):
             shutil.copy(NODE / name, made)
-        subprocess.run([_program("npm"), "ci", "--no-fund", "--no-audit"], cwd=made, check=True, timeout=300)
+        subprocess.run(
+            [_program("npm"), "ci", "--no-fund", "--no-audit"],
+            cwd=made,
+            check=True,
+            timeout=300,
+        )
         (made / ".complete").touch()
     for script in NODE.glob("*.test.mjs"):
         shutil.copy(script, made)
@@ -524,7 +717,9 @@ def _node_project() -> Path:
 
 def _program(name: str) -> str:
     found = shutil.which(name)
-    assert found, f"{name} is not installed: scripts/setup services, or apt-get install nodejs npm"
+    assert found, (
+        f"{name} is not installed: scripts/setup services, or apt-get install nodejs npm"
+    )
     return found
 
 

@@ -53,8 +53,12 @@ class Answer:
         return self.continued is not None and "messages" in self.continued.body
 
 
-@pytest.mark.parametrize("other", ["precise", "fast"], ids=["same precision", "another precision"])
-def test_nothing_is_lost_and_nothing_repeated(up: Up, engine_keys: dict[str, str], tmp_path: Path, other: str) -> None:
+@pytest.mark.parametrize(
+    "other", ["precise", "fast"], ids=["same precision", "another precision"]
+)
+def test_nothing_is_lost_and_nothing_repeated(
+    up: Up, engine_keys: dict[str, str], tmp_path: Path, other: str
+) -> None:
     """Cut at many places: the second engine continues the first one's tokens, and the client gets the text of both.
 
     Each engine says what it finds likeliest after the tokens before, so a token that is lost or repeated would show. On the
@@ -68,30 +72,50 @@ def test_nothing_is_lost_and_nothing_repeated(up: Up, engine_keys: dict[str, str
     for answer in answers:
         assert HALF_CHARACTER not in answer.text
         assert answer.last["usage"]["completion_tokens"] <= TOKENS
-        assert max(first.regrets(answer.broken.prompt_ids, answer.broken.token_ids), default=0) <= NEAR_TIE
+        assert (
+            max(
+                first.regrets(answer.broken.prompt_ids, answer.broken.token_ids),
+                default=0,
+            )
+            <= NEAR_TIE
+        )
         if answer.began_anew:
-            assert (answer.last["tier"], answer.last["continued_on"]) == ("balanced", [])
+            assert (answer.last["tier"], answer.last["continued_on"]) == (
+                "balanced",
+                [],
+            )
             continue
         assert answer.text.startswith(answer.broken.text)
         if answer.continued is None:
             assert answer.text == answer.broken.text, "all of it had come"
         else:
-            assert (answer.last["tier"], answer.last["continued_on"]) == ("fast", ["balanced"])
+            assert (answer.last["tier"], answer.last["continued_on"]) == (
+                "fast",
+                ["balanced"],
+            )
             _check_seam(answer.broken, answer.continued, answer.text, second)
-    assert sum(answer.continued is not None and not answer.began_anew for answer in answers) >= len(PROMPTS)
+    assert sum(
+        answer.continued is not None and not answer.began_anew for answer in answers
+    ) >= len(PROMPTS)
 
 
-def _check_seam(broken: Exchange, continued: Exchange, text: str, scorer: Scorer) -> None:
+def _check_seam(
+    broken: Exchange, continued: Exchange, text: str, scorer: Scorer
+) -> None:
     """Check that the second engine went on exactly after tokens of the first one, and that the client got all the text."""
     prompt = continued.body["prompt"]
     kept = len(prompt) - len(broken.prompt_ids)
     before = broken.token_ids[:kept]
     assert prompt == [*broken.prompt_ids, *before]
     assert max(scorer.regrets(prompt, continued.token_ids), default=0) <= NEAR_TIE
-    assert text == scorer.text_of([*before, *continued.token_ids]).rstrip(HALF_CHARACTER)
+    assert text == scorer.text_of([*before, *continued.token_ids]).rstrip(
+        HALF_CHARACTER
+    )
 
 
-async def _break_off(up: Up, keys: dict[str, str], folder: Path, other: str) -> list[Answer]:
+async def _break_off(
+    up: Up, keys: dict[str, str], folder: Path, other: str
+) -> list[Answer]:
     """Ask each question once for each cut, of a router whose tier ``fast`` breaks off and whose ``balanced`` continues."""
     breaking = Between(up.replica("precise")["url"], keys["precise"])
     continuing = Between(up.replica(other)["url"], keys[other])
@@ -109,9 +133,16 @@ async def _break_off(up: Up, keys: dict[str, str], folder: Path, other: str) -> 
                 breaking.exchanges.clear()
                 continuing.exchanges.clear()
                 text, last = await _stream(url, prompt)
-                broken = next(each for each in breaking.exchanges if each.body.get("stream"))
-                continued = next((each for each in continuing.exchanges if each.body.get("stream")), None)
-                answers.append(Answer(broken=broken, continued=continued, text=text, last=last))
+                broken = next(
+                    each for each in breaking.exchanges if each.body.get("stream")
+                )
+                continued = next(
+                    (each for each in continuing.exchanges if each.body.get("stream")),
+                    None,
+                )
+                answers.append(
+                    Answer(broken=broken, continued=continued, text=text, last=last)
+                )
     return answers
 
 
@@ -119,5 +150,7 @@ async def _stream(url: str, prompt: str) -> tuple[str, dict[str, Any]]:
     body = {"prompt": prompt, "tier": "fast", "max_tokens": TOKENS, "temperature": 0}
     async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
         text = (await client.post(f"{url}/generate", json=body)).text
-    events = [json.loads(block.split("data: ", 1)[1]) for block in text.strip().split("\n\n")]
+    events = [
+        json.loads(block.split("data: ", 1)[1]) for block in text.strip().split("\n\n")
+    ]
     return "".join(e.get("text", "") for e in events[:-1]), events[-1]

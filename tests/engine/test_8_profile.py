@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from router.policy.profiles import LatencyProfile
     from tests.engine.conftest import Up
 
-ASKED = ("Say hello.", "Why is the sky blue?", "Name a fruit.", "What is tea?", "Who are you?")
+ASKED = (
+    "Say hello.",
+    "Why is the sky blue?",
+    "Name a fruit.",
+    "What is tea?",
+    "Who are you?",
+)
 
 
 def test_quality_is_measured_and_taken_up_again(up: Up, tmp_path: Path) -> None:
@@ -37,19 +43,31 @@ def test_quality_is_measured_and_taken_up_again(up: Up, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     check = {"type": "regex", "pattern": "."}  # whatever it says
     rows = [
-        {"prompt": text, "class": "chat", "complexity": "trivial", "max_tokens": 6, "check": check} for text in ASKED
+        {
+            "prompt": text,
+            "class": "chat",
+            "complexity": "trivial",
+            "max_tokens": 6,
+            "check": check,
+        }
+        for text in ASKED
     ]
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [str(QARR), "profile", "quality", "--url", up.url, "--tasks", str(tasks)]
     env = {**os.environ, "QARR_POLICY__PROFILES": str(tmp_path)}
     first, second = (
-        subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False) for _ in range(2)
+        subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=600, check=False
+        )
+        for _ in range(2)
     )
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "5 of 5" in first.stderr
     assert "5 of 5: nothing left to ask" in second.stderr
     profile = load_profile(next(tmp_path.glob("quality-*.json")))
-    assert {t["tier"]: t["checkpoint_digest"] for t in up.tiers().values()} == profile.checkpoints
+    assert {
+        t["tier"]: t["checkpoint_digest"] for t in up.tiers().values()
+    } == profile.checkpoints
     assert [(count.tier, tuple(count.flips)) for count in profile.counts] == [
         ("fast", (5, 0, 0)),
         ("balanced", (5, 0, 0)),
@@ -69,7 +87,11 @@ def test_errors_say_what_to_do(up: Up, tmp_path: Path) -> None:
         (["--url", up.url, "--tasks", str(wrong)], "line 1"),
     ):
         done = subprocess.run(
-            [str(QARR), "profile", "quality", *options], capture_output=True, text=True, timeout=60, check=False
+            [str(QARR), "profile", "quality", *options],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 2
         assert says in done.stderr
@@ -81,20 +103,44 @@ def test_speed_is_measured(up: Up, tmp_path: Path) -> None:
     env = {**os.environ, "QARR_POLICY__PROFILES": str(tmp_path)}
     documented = "\n.venv/bin/qarr profile latency\n"
     assert documented in (PROJECT / "docs/routing.md").read_text("utf-8")
-    command = [*documented.split(), "--url", up.url, "--tier", "fast", "--tier", "precise", "--step", "0.5"]
-    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=900, check=False)
+    command = [
+        *documented.split(),
+        "--url",
+        up.url,
+        "--tier",
+        "fast",
+        "--tier",
+        "precise",
+        "--step",
+        "0.5",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=PROJECT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "prompt tokens" in done.stdout
     profile = load_latency(next(tmp_path.glob("latency-*.json")))
-    assert {t["tier"]: t["identity"] for t in up.tiers().values()} == profile.checkpoints
+    assert {
+        t["tier"]: t["identity"] for t in up.tiers().values()
+    } == profile.checkpoints
     assert [fit.tier for fit in profile.fits] == ["fast", "precise"]
     for fit in profile.fits:
         assert fit.prefill_ms_per_token > 0
-        assert fit.model.step_ms(16) >= fit.model.step_ms(1) > 0  # on a busy machine the batch may be lost in the noise
-        assert 0 < fit.tpot_error.median <= fit.tpot_error.p95  # how small it is, is the machine's affair
+        # on a busy machine the batch may be lost in the noise
+        assert fit.model.step_ms(16) >= fit.model.step_ms(1) > 0
+        # how small it is, is the machine's affair
+        assert 0 < fit.tpot_error.median <= fit.tpot_error.p95
         samples = [s for s in profile.samples if s.tier is fit.tier]
         assert {s.neighbours for s in samples} == {0.0, 0.5}
-        assert {1, 2} <= {s.batch for s in samples}, "one by one, and batches: what a step of them costs is to be told"
+        assert {1, 2} <= {s.batch for s in samples}, (
+            "one by one, and batches: what a step of them costs is to be told"
+        )
         assert len({s.prompt_tokens for s in samples}) > 2
     assert up.replica("fast")["in_flight"] == 0
 
@@ -110,7 +156,11 @@ def judged_directly(up: Up, judging: Between) -> float:
     fast = up.scorer("fast")
     precise = up.scorer("precise")
     regrets: list[float] = []
-    judged = [exchange.body["prompt"] for exchange in judging.exchanges if "prompt_logprobs" in exchange.body]
+    judged = [
+        exchange.body["prompt"]
+        for exchange in judging.exchanges
+        if "prompt_logprobs" in exchange.body
+    ]
     assert len(judged) == len(CHATS)
     for chat, ids in zip(CHATS, judged, strict=True):
         prompt = precise.prompt_ids(chat)
@@ -123,30 +173,53 @@ def judged_directly(up: Up, judging: Between) -> float:
 
 
 @pytest.mark.anyio
-async def test_live_prompts_are_compared_when_it_is_quiet(up: Up, engine_keys: dict[str, str], tmp_path: Path) -> None:
+async def test_live_prompts_are_compared_when_it_is_quiet(
+    up: Up, engine_keys: dict[str, str], tmp_path: Path
+) -> None:
     """What a cheap tier served is answered again and scored on precise; the rolling regret is a metric."""
     judging = Between(up.replica("precise")["url"], engine_keys["precise"])
     async with (
-        real_router(up, engine_keys, tmp_path, {"policy": {"live_check_share": 1.0}, "profile": {"idle_s": 1}}) as (
+        real_router(
+            up,
+            engine_keys,
+            tmp_path,
+            {"policy": {"live_check_share": 1.0}, "profile": {"idle_s": 1}},
+        ) as (
             url,
             fleet,
         ),
         serving(judging.app) as judging_url,
         httpx.AsyncClient(timeout=300, trust_env=False) as client,
     ):
-        next(replica for replica in fleet.replicas if replica.spec.name is TierName.PRECISE).url = judging_url
+        next(
+            replica
+            for replica in fleet.replicas
+            if replica.spec.name is TierName.PRECISE
+        ).url = judging_url
         for prompt in CHATS:
-            answer = await client.post(f"{url}/generate", json={"prompt": prompt, "max_tokens": 8, "tier": "fast"})
+            answer = await client.post(
+                f"{url}/generate",
+                json={"prompt": prompt, "max_tokens": 8, "tier": "fast"},
+            )
             assert answer.headers["x-qarr-tier"] == "fast"
 
         async def page_with_both_checked() -> httpx.Response | None:
             page = await client.get(f"{url}/metrics")
-            return page if 'checked_answers_total{class="chat",tier="fast"} 2.0' in page.text else None
+            return (
+                page
+                if 'checked_answers_total{class="chat",tier="fast"} 2.0' in page.text
+                else None
+            )
 
         page = await until(page_with_both_checked, within_s=600, poll_s=0.5)
-        told = next(line for line in page.text.splitlines() if line.startswith('qarr_live_regret_nats{class="chat"'))
+        told = next(
+            line
+            for line in page.text.splitlines()
+            if line.startswith('qarr_live_regret_nats{class="chat"')
+        )
         regret = await asyncio.to_thread(judged_directly, up, judging)
-        assert float(told.split()[-1]) == pytest.approx(regret, rel=0.05, abs=0.01)  # batches are rounded otherwise
+        # batches are rounded otherwise
+        assert float(told.split()[-1]) == pytest.approx(regret, rel=0.05, abs=0.01)
         assert all(replica.state.in_flight == 0 for replica in fleet.replicas)
 
 
@@ -155,7 +228,9 @@ def speeds_in(folder: Path) -> LatencyProfile:
 
 
 @pytest.mark.anyio
-async def test_a_router_measures_itself_and_gives_way(up: Up, engine_keys: dict[str, str], tmp_path: Path) -> None:
+async def test_a_router_measures_itself_and_gives_way(
+    up: Up, engine_keys: dict[str, str], tmp_path: Path
+) -> None:
     """Every tier's speed, then its loss; a request has the engines for itself, and what was judged is kept."""
     quick = {"profile": {"auto": True, "idle_s": 0.5, "latency_s": 4}}
     async with (
@@ -164,12 +239,18 @@ async def test_a_router_measures_itself_and_gives_way(up: Up, engine_keys: dict[
     ):
 
         async def profiling() -> dict[str, Any]:
-            found: dict[str, Any] = (await client.get(f"{url}/tiers")).json()["profiling"]
+            found: dict[str, Any] = (await client.get(f"{url}/tiers")).json()[
+                "profiling"
+            ]
             return found
 
         async def measures_quality() -> dict[str, Any] | None:
             found = await profiling()
-            return found if (found["what"], found["state"]) == ("quality", "running") else None
+            return (
+                found
+                if (found["what"], found["state"]) == ("quality", "running")
+                else None
+            )
 
         async def has_a_result() -> bool:
             return bool((await profiling())["done"])
@@ -181,8 +262,16 @@ async def test_a_router_measures_itself_and_gives_way(up: Up, engine_keys: dict[
         assert all(fit.model.step_ms(1) > 0 for fit in profile.fits)
         # Long enough that it has not ended when its first bytes are read, however slow this process is.
         messages = [{"role": "user", "content": "Count from 1 to 200."}]
-        counting = {"model": "fast", "messages": messages, "max_tokens": 256, "ignore_eos": True, "stream": True}
-        async with client.stream("POST", f"{url}/v1/chat/completions", json=counting) as answer:
+        counting = {
+            "model": "fast",
+            "messages": messages,
+            "max_tokens": 256,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with client.stream(
+            "POST", f"{url}/v1/chat/completions", json=counting
+        ) as answer:
             assert sum(replica.state.in_flight for replica in fleet.replicas) == 1
             assert (await profiling())["state"] == "waiting"
             async for _ in answer.aiter_raw():

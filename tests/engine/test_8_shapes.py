@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from tests.engine.conftest import Up
 
-CPU_BLOCK = 128  # tokens of a block of the KV cache, of which only whole ones are shared
+# tokens of a block of the KV cache, of which only whole ones are shared
+CPU_BLOCK = 128
 EVENT = "data: {"
 PROMPTS = (
     "What is the capital of France?",
@@ -38,12 +39,21 @@ def int8(up: Up, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("int8") / "checkpoint"
     script = Path(__file__).with_name("int8_checkpoint.py")
     python = EngineSettings().python
-    subprocess.run([python, script, up.tiers()["precise"]["checkpoint"], folder], check=True, timeout=120)
+    subprocess.run(
+        [python, script, up.tiers()["precise"]["checkpoint"], folder],
+        check=True,
+        timeout=120,
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
-def other(up: Up, int8: Path, engine_keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def other(
+    up: Up,
+    int8: Path,
+    engine_keys: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Up]:
     """Start ``int8`` with n-grams, and ``precise`` with a draft model beside the first fleet's, which has none.
 
     There are no other tiers.
@@ -58,7 +68,8 @@ def other(up: Up, int8: Path, engine_keys: dict[str, str], tmp_path_factory: pyt
         "QARR_TIERS__PRECISE__REPLICAS": "1",
         "QARR_TIERS__PRECISE__DRAFT": up.tiers()["fast"]["checkpoint"],
         "QARR_TIERS__PRECISE__ENGINE_ARGS": '["--max-num-batched-tokens", "1024"]',
-        "QARR_TIERS__PRECISE__ENV": '{"VLLM_CPU_KVCACHE_SPACE": "999"}',  # GiB, which no test machine has
+        # GiB, which no test machine has
+        "QARR_TIERS__PRECISE__ENV": '{"VLLM_CPU_KVCACHE_SPACE": "999"}',
     }
     with started(own, tmp_path_factory, Collector()) as running:
         yield running
@@ -71,13 +82,22 @@ def test_a_tier_runs_here_and_elsewhere_and_one_is_left_out(up: Up, other: Up) -
     assert (here["state"], there["state"]) == ("ready", "ready")
     assert here["pid"] is not None
     assert (there["pid"], there["url"]) == (None, up.replica("precise")["url"])
-    assert here["precision"] == there["precision"] == tiers["precise"]["precision"] == "bf16"
+    assert (
+        here["precision"]
+        == there["precision"]
+        == tiers["precise"]["precision"]
+        == "bf16"
+    )
     assert (tiers["balanced"]["state"], tiers["balanced"]["replicas"]) == ("absent", [])
     page = httpx.get(f"{other.url}/metrics", trust_env=False).text
     assert 'qarr_tier_ready_replicas{tier="precise"} 2.0' in page
     assert 'qarr_tier_ready_replicas{tier="balanced"}' not in page
-    served = [other.generate(tier="balanced", prompt="hi").headers["x-qarr-tier"] for _ in range(2)]
-    assert served == ["int8", "int8"]  # the next higher precision, which is good enough for small talk
+    served = [
+        other.generate(tier="balanced", prompt="hi").headers["x-qarr-tier"]
+        for _ in range(2)
+    ]
+    # the next higher precision, which is good enough for small talk
+    assert served == ["int8", "int8"]
     assert any(re.search(r"precise +bf16 +weights", line) for line in other.output)
     assert not any("balanced" in line and "weights" in line for line in other.output)
 
@@ -91,17 +111,40 @@ def test_a_tier_of_another_precision_is_added(up: Up, other: Up) -> None:
         ("fast", "unknown"), ("balanced", "unknown"), ("int8", "int8"), ("precise", "bf16"),
     ]  # fmt: skip
     answer = other.generate(tier="int8", prompt=PROMPTS[0], temperature=0, stream=False)
-    assert (answer.headers["x-qarr-tier"], answer.headers["x-qarr-precision"]) == ("int8", "int8")
+    assert (answer.headers["x-qarr-tier"], answer.headers["x-qarr-precision"]) == (
+        "int8",
+        "int8",
+    )
     other.scorer("int8").check_answer(PROMPTS[0], answer.json()["text"])
-    up.scorer("precise").check_answer(PROMPTS[0], answer.json()["text"], most=OTHER_REGRET)
-    chat = {"model": "int8", "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 16, "temperature": 0}
-    told = httpx.post(f"{other.url}/v1/chat/completions", json=chat, timeout=60, trust_env=False)
+    up.scorer("precise").check_answer(
+        PROMPTS[0], answer.json()["text"], most=OTHER_REGRET
+    )
+    chat = {
+        "model": "int8",
+        "messages": [{"role": "user", "content": PROMPTS[0]}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    told = httpx.post(
+        f"{other.url}/v1/chat/completions", json=chat, timeout=60, trust_env=False
+    )
     assert told.headers["x-qarr-tier"] == "int8"
-    other.scorer("int8").check_answer(PROMPTS[0], told.json()["choices"][0]["message"]["content"])
-    assert {"int8"} <= {m["id"] for m in httpx.get(f"{other.url}/v1/models", trust_env=False).json()["data"]}
+    other.scorer("int8").check_answer(
+        PROMPTS[0], told.json()["choices"][0]["message"]["content"]
+    )
+    assert {"int8"} <= {
+        m["id"]
+        for m in httpx.get(f"{other.url}/v1/models", trust_env=False).json()["data"]
+    }
     page = httpx.get(f"{other.url}/metrics", trust_env=False).text
     assert 'qarr_tier_ready_replicas{tier="int8"} 1.0' in page
-    shown = subprocess.run([QARR, "tiers", "--url", other.url], capture_output=True, text=True, check=True, timeout=60)
+    shown = subprocess.run(
+        [QARR, "tiers", "--url", other.url],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert "int8-0" in shown.stdout
     log = httpx.get(f"{other.url}/requests", trust_env=False).json()["requests"]
     assert [record["served_by"] for record in log[:2]] == ["int8", "int8"]
@@ -109,11 +152,16 @@ def test_a_tier_of_another_precision_is_added(up: Up, other: Up) -> None:
 
 def test_an_engine_that_does_not_fit_is_started_with_less(other: Up) -> None:
     """vLLM refuses the KV cache that was asked for, and tells what is free; the second start serves, and says why."""
-    said = re.compile(r"started with less: KV cache [\d.]+ instead of 999 GiB: [\d.]+ GiB were free")
+    said = re.compile(
+        r"started with less: KV cache [\d.]+ instead of 999 GiB: [\d.]+ GiB were free"
+    )
     replica = other.replica("precise")
     assert said.fullmatch(replica["detail"])
     assert replica["state"] == "ready"
-    assert any("precise-0" in line and "starting" in line and said.search(line) for line in other.output)
+    assert any(
+        "precise-0" in line and "starting" in line and said.search(line)
+        for line in other.output
+    )
     assert other.generate(tier="precise").headers["x-qarr-tier"] == "precise"
 
 
@@ -126,10 +174,19 @@ def test_drafts_change_no_greedy_answer(up: Up, other: Up, tier: str) -> None:
     drafting = other.replica(tier)
     judge = up.scorer(tier) if tier == "precise" else other.scorer(tier)
     for prompt in PROMPTS:
-        judge.check_tokens(judge.prompt_ids(prompt), _answer(drafting["url"], key_of(drafting["pid"]), prompt))
+        judge.check_tokens(
+            judge.prompt_ids(prompt),
+            _answer(drafting["url"], key_of(drafting["pid"]), prompt),
+        )
     page = httpx.get(f"{drafting['url']}/metrics", trust_env=False).text
     proposed, accepted = (
-        float(re.findall(rf"^vllm:spec_decode_num_{kind}_tokens_total{{.*}} (\S+)$", page, re.MULTILINE)[0])
+        float(
+            re.findall(
+                rf"^vllm:spec_decode_num_{kind}_tokens_total{{.*}} (\S+)$",
+                page,
+                re.MULTILINE,
+            )[0]
+        )
         for kind in ("draft", "accepted")
     )
     assert proposed >= accepted > 0
@@ -137,50 +194,98 @@ def test_drafts_change_no_greedy_answer(up: Up, other: Up, tier: str) -> None:
     assert _read_until(other, f"qarr_draft_tokens_total{labels}", proposed)
     assert _read_until(other, f"qarr_draft_tokens_accepted_total{labels}", accepted)
     assert other.replica(tier)["draft_acceptance"] == round(accepted / proposed, 3)
-    shown = subprocess.run([QARR, "tiers", "--url", other.url], capture_output=True, text=True, check=True, timeout=60)
+    shown = subprocess.run(
+        [QARR, "tiers", "--url", other.url],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert "of drafted tokens accepted" in " ".join(shown.stdout.split())
 
 
 def test_what_vllm_refuses_with_a_draft_is_said(other: Up) -> None:
     """Both tiers here have one: the router refuses what the engine would, and names it."""
-    body = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "min_p": 0.1}
-    refused = httpx.post(f"{other.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
+    body = {
+        "model": "auto",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+        "min_p": 0.1,
+    }
+    refused = httpx.post(
+        f"{other.url}/v1/chat/completions", json=body, timeout=60, trust_env=False
+    )
+    assert (refused.status_code, refused.json()["error"]["code"]) == (
+        400,
+        "unsupported_parameter",
+    )
     drafting = other.replica("precise")
     headers = {"authorization": f"Bearer {key_of(drafting['pid'])}"}
-    listed = httpx.get(f"{drafting['url']}/v1/models", headers=headers, trust_env=False).json()
+    listed = httpx.get(
+        f"{drafting['url']}/v1/models", headers=headers, trust_env=False
+    ).json()
     body["model"] = listed["data"][0]["id"]
     engines = httpx.post(
-        f"{drafting['url']}/v1/chat/completions", json=body, headers=headers, timeout=60, trust_env=False
+        f"{drafting['url']}/v1/chat/completions",
+        json=body,
+        headers=headers,
+        timeout=60,
+        trust_env=False,
     )
     assert engines.status_code == 400
     assert "min_p and logit_bias" in engines.text
 
 
-def test_a_chat_stays_where_its_prefix_is_cached(other: Up, engine_keys: dict[str, str]) -> None:
+def test_a_chat_stays_where_its_prefix_is_cached(
+    other: Up, engine_keys: dict[str, str]
+) -> None:
     """Its turns go to one of two replicas, which has computed most of each already; on the other one nothing is cached."""
-    notes = f"{token_hex(8)}. " + " ".join(f"Note {number}: the harbour opens at dawn." for number in range(50))
+    notes = f"{token_hex(8)}. " + " ".join(
+        f"Note {number}: the harbour opens at dawn." for number in range(50)
+    )
     messages, records = [{"role": "system", "content": notes}], []
     for question in ("When does it open?", "Who told you?", "Repeat the first note."):
         messages.append({"role": "user", "content": question})
-        body = {"model": "precise", "messages": messages, "max_tokens": 8, "temperature": 0}
-        answer = httpx.post(f"{other.url}/v1/chat/completions", json=body, timeout=300, trust_env=False)
+        body = {
+            "model": "precise",
+            "messages": messages,
+            "max_tokens": 8,
+            "temperature": 0,
+        }
+        answer = httpx.post(
+            f"{other.url}/v1/chat/completions", json=body, timeout=300, trust_env=False
+        )
         said = answer.raise_for_status().json()["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": said})
-        records.append(httpx.get(f"{other.url}/requests", trust_env=False).json()["requests"][0])
+        records.append(
+            httpx.get(f"{other.url}/requests", trust_env=False).json()["requests"][0]
+        )
     assert len({record["replica"] for record in records}) == 1
     first, *later = records
     assert (first["predicted_cached_tokens"], first["cached_prompt_tokens"]) == (0, 0)
     for record in later:
         assert record["cached_prompt_tokens"] > record["prompt_tokens"] / 2
-        assert abs(record["cached_prompt_tokens"] - record["predicted_cached_tokens"]) <= CPU_BLOCK
+        assert (
+            abs(record["cached_prompt_tokens"] - record["predicted_cached_tokens"])
+            <= CPU_BLOCK
+        )
     here, there = other.tiers()["precise"]["replicas"]
     cold = there if first["replica"] == here["id"] else here
     key = key_of(cold["pid"]) if cold["pid"] is not None else engine_keys["precise"]
     headers = {"authorization": f"Bearer {key}"}
-    body["model"] = httpx.get(f"{cold['url']}/v1/models", headers=headers, trust_env=False).json()["data"][0]["id"]
-    answer = httpx.post(f"{cold['url']}/v1/chat/completions", json=body, headers=headers, timeout=300, trust_env=False)
-    assert not answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    body["model"] = httpx.get(
+        f"{cold['url']}/v1/models", headers=headers, trust_env=False
+    ).json()["data"][0]["id"]
+    answer = httpx.post(
+        f"{cold['url']}/v1/chat/completions",
+        json=body,
+        headers=headers,
+        timeout=300,
+        trust_env=False,
+    )
+    assert not answer.raise_for_status().json()["usage"]["prompt_tokens_details"][
+        "cached_tokens"
+    ]
 
 
 def _answer(url: str, key: str, prompt: str) -> list[int]:
@@ -192,9 +297,15 @@ def _answer(url: str, key: str, prompt: str) -> list[int]:
         "cache_salt": token_hex(8),
     }
     headers = {"authorization": f"Bearer {key}"}
-    model = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()["data"][0]["id"]
+    model = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()[
+        "data"
+    ][0]["id"]
     answer = httpx.post(
-        f"{url}/v1/chat/completions", json={"model": model, **body}, headers=headers, timeout=300, trust_env=False
+        f"{url}/v1/chat/completions",
+        json={"model": model, **body},
+        headers=headers,
+        timeout=300,
+        trust_env=False,
     )
     ids: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
     return ids
@@ -230,10 +341,18 @@ def test_an_engine_joins_and_leaves_a_running_router(up: Up, other: Up) -> None:
     operate("drain", here)
     assert other.generate(tier="precise").headers["x-qarr-tier"] == "precise"
     _, joined = other.tiers()["precise"]["replicas"]
-    assert (joined["id"], joined["source"], joined["served"], joined["precision"]) == (added, "command", 1, "bf16")
+    assert (joined["id"], joined["source"], joined["served"], joined["precision"]) == (
+        added,
+        "command",
+        1,
+        "bf16",
+    )
     operate("resume", here)
     assert operate("remove", added) == f"{added}: remove done, removed\n"
-    assert f'replica="{added}"' not in httpx.get(f"{other.url}/metrics", trust_env=False).text
+    assert (
+        f'replica="{added}"'
+        not in httpx.get(f"{other.url}/metrics", trust_env=False).text
+    )
 
 
 def _several_tokens_a_step(other: Up) -> None:
@@ -247,9 +366,15 @@ def _several_tokens_a_step(other: Up) -> None:
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
-    answer = httpx.post(f"{other.url}/v1/chat/completions", json=body, timeout=300, trust_env=False)
+    answer = httpx.post(
+        f"{other.url}/v1/chat/completions", json=body, timeout=300, trust_env=False
+    )
     assert answer.headers["x-qarr-tier"] == "precise"
-    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith(EVENT)]
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in answer.text.splitlines()
+        if line.startswith(EVENT)
+    ]
     choices = [choice for event in events for choice in event["choices"]]
     pieces = [choice["delta"].get("content") or "" for choice in choices]
     tokens = [token for choice in choices for token in choice.get("token_ids") or ()]

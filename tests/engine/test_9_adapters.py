@@ -41,13 +41,18 @@ def folders(up: Up, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 
 @pytest.fixture(scope="module")
 def lora(
-    up: Up, engine_keys: dict[str, str], folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    up: Up,
+    engine_keys: dict[str, str],
+    folders: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Up]:
     """Start ``fast`` with an adapter and ``precise`` without one, beside the first fleet's ``balanced``."""
     own = {
         "QARR_TIERS__BALANCED__URLS": f'["{up.replica("balanced")["url"]}"]',
         "QARR_ENGINE__API_KEY": engine_keys["balanced"],
-        "QARR_LORA__ADAPTERS": json.dumps({"support": {"path": str(folders["support"]), "tiers": ["fast"]}}),
+        "QARR_LORA__ADAPTERS": json.dumps(
+            {"support": {"path": str(folders["support"]), "tiers": ["fast"]}}
+        ),
         "QARR_LORA__AT_RUN_TIME": "true",
     }
     with started(own, tmp_path_factory, Collector()) as running:
@@ -58,7 +63,10 @@ def test_an_adapter_is_listed_as_a_model_and_answers(lora: Up) -> None:
     """An OpenAI client finds it, and gets what the engine's adapter says, not what the model says."""
     client = OpenAI(base_url=f"{lora.url}/v1", api_key="none")
     card = client.models.retrieve("support")
-    assert (card.id, card.model_extra and card.model_extra["tiers"]) == ("support", ["fast"])
+    assert (card.id, card.model_extra and card.model_extra["tiers"]) == (
+        "support",
+        ["fast"],
+    )
     assert "support" in {model.id for model in client.models.list()}
     assert lora.tiers()["fast"]["adapters"] == ["support"]
     assert lora.tiers()["precise"]["adapters"] == []
@@ -73,28 +81,53 @@ def test_an_adapter_is_listed_as_a_model_and_answers(lora: Up) -> None:
         top_logprobs=TOP,
         stream=True,
     )
-    first = next(c.choices[0].logprobs.content[0] for c in streamed if c.choices and c.choices[0].logprobs)
+    first = next(
+        c.choices[0].logprobs.content[0]
+        for c in streamed
+        if c.choices and c.choices[0].logprobs
+    )
     assert _alike({candidate.token for candidate in first.top_logprobs}, with_adapter)
 
 
 def test_requests_for_it_are_kept_to_the_tiers_that_have_it(lora: Up) -> None:
     """A hint at another tier is not taken, and says why; where the tier is required, the request is refused."""
-    body = {"prompt": QUESTION, "adapter": "support", "tier": "precise", "max_tokens": 8, "stream": False}
+    body = {
+        "prompt": QUESTION,
+        "adapter": "support",
+        "tier": "precise",
+        "max_tokens": 8,
+        "stream": False,
+    }
     answer = httpx.post(f"{lora.url}/generate", json=body, timeout=120, trust_env=False)
     assert answer.headers["x-qarr-tier"] == "fast"
-    assert answer.headers["x-qarr-reason"].startswith("hint precise not taken: does not offer the adapter support")
-    refused = httpx.post(f"{lora.url}/generate", json={**body, "tier_policy": "require"}, trust_env=False)
-    assert (refused.status_code, refused.json()["type"]) == (422, "urn:qarr:problem:no-adapter")
-    unknown = httpx.post(f"{lora.url}/generate", json={**body, "adapter": "nobody"}, trust_env=False)
+    assert answer.headers["x-qarr-reason"].startswith(
+        "hint precise not taken: does not offer the adapter support"
+    )
+    refused = httpx.post(
+        f"{lora.url}/generate", json={**body, "tier_policy": "require"}, trust_env=False
+    )
+    assert (refused.status_code, refused.json()["type"]) == (
+        422,
+        "urn:qarr:problem:no-adapter",
+    )
+    unknown = httpx.post(
+        f"{lora.url}/generate", json={**body, "adapter": "nobody"}, trust_env=False
+    )
     assert unknown.status_code == 400
     assert unknown.json()["errors"][0]["allowed"] == "one of support"
     with pytest.raises(NotFoundError):
-        OpenAI(base_url=f"{lora.url}/v1", api_key="none").chat.completions.create(model="nobody", messages=[])
+        OpenAI(base_url=f"{lora.url}/v1", api_key="none").chat.completions.create(
+            model="nobody", messages=[]
+        )
 
 
-def test_more_are_loaded_at_run_time_and_survive_a_restart(lora: Up, folders: dict[str, Path]) -> None:
+def test_more_are_loaded_at_run_time_and_survive_a_restart(
+    lora: Up, folders: dict[str, Path]
+) -> None:
     """``qarr adapters load`` and ``unload`` act on running engines; an engine that is started again gets them again."""
-    loaded = _qarr(lora, "adapters", "load", "pirate", str(folders["pirate"]), "--tier", "fast")
+    loaded = _qarr(
+        lora, "adapters", "load", "pirate", str(folders["pirate"]), "--tier", "fast"
+    )
     assert (loaded.returncode, loaded.stdout) == (0, "fast-0: loaded\n")
     assert lora.tiers()["fast"]["adapters"] == ["pirate", "support"]
     before = _asked(lora, "pirate")
@@ -107,7 +140,9 @@ def test_more_are_loaded_at_run_time_and_survive_a_restart(lora: Up, folders: di
     assert lora.tiers()["fast"]["adapters"] == ["pirate", "support"]
     assert _alike(_asked(lora, "pirate"), before)
 
-    elsewhere = _qarr(lora, "adapters", "load", "third", str(folders["pirate"]), "--tier", "balanced")
+    elsewhere = _qarr(
+        lora, "adapters", "load", "third", str(folders["pirate"]), "--tier", "balanced"
+    )
     assert elsewhere.returncode == 2
     assert "balanced-0" in elsewhere.stderr
     wrong = _qarr(lora, "adapters", "load", "fourth", "/nowhere", "--tier", "fast")
@@ -120,18 +155,40 @@ def test_more_are_loaded_at_run_time_and_survive_a_restart(lora: Up, folders: di
         OpenAI(base_url=f"{lora.url}/v1", api_key="none").models.retrieve("pirate")
 
 
-def test_its_loss_is_measured_and_decides(lora: Up, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_its_loss_is_measured_and_decides(
+    lora: Up, folders: dict[str, Path], tmp_path: Path
+) -> None:
     """On the tiers that have it, against itself at the highest precision."""
-    assert _qarr(lora, "adapters", "load", "support", str(folders["support"]), "--tier", "precise").returncode == 0
-    assert [lora.tiers()[tier]["adapters"] for tier in ("fast", "balanced", "precise")] == [
+    assert (
+        _qarr(
+            lora,
+            "adapters",
+            "load",
+            "support",
+            str(folders["support"]),
+            "--tier",
+            "precise",
+        ).returncode
+        == 0
+    )
+    assert [
+        lora.tiers()[tier]["adapters"] for tier in ("fast", "balanced", "precise")
+    ] == [
         ["support"],
         [],
         ["support"],
     ]
-    row = {"prompt": QUESTION, "class": "chat", "complexity": "trivial", "max_tokens": 8}
+    row = {
+        "prompt": QUESTION,
+        "class": "chat",
+        "complexity": "trivial",
+        "max_tokens": 8,
+    }
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps(row | {"check": {"type": "regex", "pattern": "."}}))
-    profiled = _qarr(lora, "profile", "quality", "--adapter", "support", "--tasks", str(tasks))
+    profiled = _qarr(
+        lora, "profile", "quality", "--adapter", "support", "--tasks", str(tasks)
+    )
     assert profiled.returncode == 0, profiled.stderr
     assert "not first choice" in profiled.stdout
     profiles = [load_profile(path) for path in lora.profiles.glob("quality-*.json")]
@@ -142,7 +199,9 @@ def test_its_loss_is_measured_and_decides(lora: Up, folders: dict[str, Path], tm
 def _qarr(running: Up, *argv: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "QARR_POLICY__PROFILES": str(running.profiles)}
     command = [QARR, *argv, "--url", running.url]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=900)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=900
+    )
 
 
 def _alike(one: set[str], other: set[str]) -> bool:
@@ -154,24 +213,41 @@ def _alike(one: set[str], other: set[str]) -> bool:
 
 
 def _asked(running: Up, model: str) -> set[str]:
-    return _first_tokens(httpx.post(f"{running.url}{CHAT}", json=_chat(model), timeout=120, trust_env=False))
+    return _first_tokens(
+        httpx.post(
+            f"{running.url}{CHAT}", json=_chat(model), timeout=120, trust_env=False
+        )
+    )
 
 
 def _engines_own(running: Up, model: str) -> set[str]:
     replica = running.replica("fast")
     headers = {"authorization": f"Bearer {key_of(replica['pid'])}"}
     url = f"{replica['url']}{CHAT}"
-    return _first_tokens(httpx.post(url, json=_chat(model), headers=headers, timeout=120, trust_env=False))
+    return _first_tokens(
+        httpx.post(
+            url, json=_chat(model), headers=headers, timeout=120, trust_env=False
+        )
+    )
 
 
 def _first_tokens(answer: httpx.Response) -> set[str]:
     (choice,) = answer.raise_for_status().json()["choices"]
-    return {candidate["token"] for candidate in choice["logprobs"]["content"][0]["top_logprobs"]}
+    return {
+        candidate["token"]
+        for candidate in choice["logprobs"]["content"][0]["top_logprobs"]
+    }
 
 
 def _chat(model: str) -> dict[str, object]:
     messages = [{"role": "user", "content": QUESTION}]
-    return {"model": model, "messages": messages, "max_tokens": 4, "logprobs": True, "top_logprobs": TOP}
+    return {
+        "model": model,
+        "messages": messages,
+        "max_tokens": 4,
+        "logprobs": True,
+        "top_logprobs": TOP,
+    }
 
 
 def _folder(running: Up) -> Path:
@@ -181,18 +257,34 @@ def _folder(running: Up) -> Path:
 def _write_adapter(folder: Path, config: dict[str, int], seed: int) -> None:
     """Write an adapter of all query and value projections in the form of PEFT: random numbers, large enough to matter."""
     chance, hidden = random.Random(seed), config["hidden_size"]
-    keys_and_values = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    keys_and_values = (
+        hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    )
     header: dict[str, object] = {}
     data = bytearray()
     for layer in range(config["num_hidden_layers"]):
         for name, outputs in (("q_proj", hidden), ("v_proj", keys_and_values)):
-            for part, shape in (("lora_A", (RANK, hidden)), ("lora_B", (outputs, RANK))):
-                values = array("f", (chance.gauss(0, 0.15) for _ in range(shape[0] * shape[1])))
+            for part, shape in (
+                ("lora_A", (RANK, hidden)),
+                ("lora_B", (outputs, RANK)),
+            ):
+                values = array(
+                    "f", (chance.gauss(0, 0.15) for _ in range(shape[0] * shape[1]))
+                )
                 key = f"base_model.model.model.layers.{layer}.self_attn.{name}.{part}.weight"
                 span = [len(data), len(data) + 4 * len(values)]
                 header[key] = {"dtype": "F32", "shape": shape, "data_offsets": span}
                 data += values.tobytes()
     head = json.dumps(header).encode()
-    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(data))
-    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": ["q_proj", "v_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps({**about, "bias": "none", "task_type": "CAUSAL_LM"}))
+    (folder / "adapter_model.safetensors").write_bytes(
+        struct.pack("<Q", len(head)) + head + bytes(data)
+    )
+    about = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    (folder / "adapter_config.json").write_text(
+        json.dumps({**about, "bias": "none", "task_type": "CAUSAL_LM"})
+    )

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tests.engine.conftest import Up
 
 TEXT = "The capital of France is Paris. It lies on the Seine, in the north of the country, and has two million inhabitants."
-SAME_ENGINE = 0.05  # nats a token: two engines of one checkpoint differ by less, two precisions by more
+# nats a token: two engines of one checkpoint differ by less, two precisions by more
+SAME_ENGINE = 0.05
 
 
 def test_a_killed_engine_and_a_hung_one_come_back(up: Up) -> None:
@@ -36,18 +37,28 @@ def test_a_killed_engine_and_a_hung_one_come_back(up: Up) -> None:
     below = psutil.Process(pid).children(recursive=True)
     os.kill(pid, signal.SIGKILL)
     _until(lambda: up.tiers()["balanced"]["state"] == "starting")
-    assert up.replica("balanced")["detail"].startswith("restart 1 after: exited with status 137")
-    assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert up.replica("balanced")["detail"].startswith(
+        "restart 1 after: exited with status 137"
+    )
+    assert not [
+        p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+    ]
     answer = up.generate(tier="balanced")
     assert answer.status_code == 200
     assert answer.headers["x-qarr-tier"] == "precise"
     assert "hint balanced not taken: is starting" in answer.headers["x-qarr-reason"]
     assert up.generate(prompt="hi").headers["x-qarr-tier"] == "fast"
     fast = psutil.Process(up.replica("fast")["pid"])
-    core = next(p for p in fast.children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
+    core = next(
+        p
+        for p in fast.children(recursive=True)
+        if "EngineCore" in " ".join(p.cmdline())
+    )
     core.send_signal(signal.SIGSTOP)
     answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(up.generate(tier="fast", stream=False)))
+    asking = threading.Thread(
+        target=lambda: answers.append(up.generate(tier="fast", stream=False))
+    )
     asking.start()
     _until(lambda: up.tiers()["fast"]["state"] == "starting", 120)
     assert f"hung: 1 requests, no token for {HANG_S} s" in up.replica("fast")["detail"]
@@ -64,14 +75,23 @@ def test_a_killed_engine_and_a_hung_one_come_back(up: Up) -> None:
 def _shown_everywhere(up: Up, answer: httpx.Response) -> None:
     """The record, the trace, the metrics and the live picture tell of the attempt that failed and of the engine's state."""
     records = httpx.get(f"{up.url}/requests", trust_env=False).json()["requests"]
-    record = next(r for r in records if r["request_id"] == answer.headers["x-request-id"])
-    assert (record["tier"], record["served_by"], record["outcome"]) == ("fast", answer.headers["x-qarr-tier"], "ok")
+    record = next(
+        r for r in records if r["request_id"] == answer.headers["x-request-id"]
+    )
+    assert (record["tier"], record["served_by"], record["outcome"]) == (
+        "fast",
+        answer.headers["x-qarr-tier"],
+        "ok",
+    )
     assert record["attempts_failed"] == 1
     trace = httpx.get(f"{up.url}/traces/{record['trace_id']}", trust_env=False).json()
     events = [event["name"] for event in trace["spans"][0]["events"]]
     assert "qarr.attempt_failed" in events
     attempts = [span for span in trace["spans"] if span["kind"] == "client"]
-    assert [span["attributes"]["qarr.tier"] for span in attempts] == ["fast", record["served_by"]]
+    assert [span["attributes"]["qarr.tier"] for span in attempts] == [
+        "fast",
+        record["served_by"],
+    ]
     assert [bool(span["error"]) for span in attempts] == [True, False]
     page = httpx.get(f"{up.url}/metrics", trust_env=False).text
     assert 'qarr_engine_restarts_total{tier="fast"} 1.0' in page
@@ -97,7 +117,11 @@ def test_an_engine_is_recycled_under_load(up: Up) -> None:
 
     def ask() -> None:
         while not done.is_set():
-            statuses.append(up.generate(tier="fast", tier_policy="require", max_tokens=4).status_code)
+            statuses.append(
+                up.generate(
+                    tier="fast", tier_policy="require", max_tokens=4
+                ).status_code
+            )
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -115,8 +139,14 @@ def test_an_engine_is_recycled_under_load(up: Up) -> None:
     assert serving["id"] != "fast-0"
     (record,) = read_canary(up.profiles / "canary.json").records
     assert (record.tier, record.is_accepted) == (TierName.FAST, True)
-    differences = [abs(new - old) for new, old in zip(_likelihoods(up, "fast"), before, strict=True)]
-    others = [abs(other - old) for other, old in zip(of_another_precision, before, strict=True)]
+    differences = [
+        abs(new - old)
+        for new, old in zip(_likelihoods(up, "fast"), before, strict=True)
+    ]
+    others = [
+        abs(other - old)
+        for other, old in zip(of_another_precision, before, strict=True)
+    ]
     assert mean(differences) < SAME_ENGINE
     assert mean(others) > SAME_ENGINE
 
@@ -132,7 +162,9 @@ def test_drain_and_resume(up: Up) -> None:
     assert up.operate("drain", "precise").returncode == 0
     answer = up.generate(tier="precise")
     assert "hint precise not taken: is draining" in answer.headers["x-qarr-reason"]
-    assert up.operate("resume", "precise").stdout == "precise-0: resume done, is ready\n"
+    assert (
+        up.operate("resume", "precise").stdout == "precise-0: resume done, is ready\n"
+    )
     assert up.generate(tier="precise").headers["x-qarr-tier"] == "precise"
 
 
@@ -141,21 +173,37 @@ def test_settings_reload_while_engines_go_on(up: Up) -> None:
 
     def tokens() -> int:
         """Return how many tokens an answer has that may be as long as the settings allow."""
-        body = {"prompt": "Tell me a long story about a lighthouse.", "temperature": 0, "stream": False, "tier": "fast"}
-        answer = httpx.post(f"{up.url}/generate", json=body, timeout=300, trust_env=False).raise_for_status()
+        body = {
+            "prompt": "Tell me a long story about a lighthouse.",
+            "temperature": 0,
+            "stream": False,
+            "tier": "fast",
+        }
+        answer = httpx.post(
+            f"{up.url}/generate", json=body, timeout=300, trust_env=False
+        ).raise_for_status()
         found: int = answer.json()["usage"]["completion_tokens"]
         return found
 
     def reload() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [QARR, "reload", "--url", up.url], capture_output=True, text=True, check=False, timeout=60
+            [QARR, "reload", "--url", up.url],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
 
     pids = {name: tier["replicas"][0]["pid"] for name, tier in up.tiers().items()}
     up.settings.write_text("[limits]\ndefault_max_tokens = 5\n")
-    assert reload().stdout == "limits.default_max_tokens: 256 -> 5\nsettings reloaded: 1 changed\n"
+    assert (
+        reload().stdout
+        == "limits.default_max_tokens: 256 -> 5\nsettings reloaded: 1 changed\n"
+    )
     assert tokens() == 5
-    up.settings.write_text("[limits]\ndefault_max_tokens = 6\n[tiers.fast]\nmax_num_seqs = 3\n")
+    up.settings.write_text(
+        "[limits]\ndefault_max_tokens = 6\n[tiers.fast]\nmax_num_seqs = 3\n"
+    )
     refused = reload()
     assert refused.returncode == 2
     assert "tiers.fast.max_num_seqs" in refused.stderr
@@ -163,18 +211,31 @@ def test_settings_reload_while_engines_go_on(up: Up) -> None:
     up.settings.write_text("[limits]\ndefault_max_tokens = 7\n")
     up.process.send_signal(signal.SIGHUP)
     _until(lambda: tokens() == 7)
-    assert {name: tier["replicas"][0]["pid"] for name, tier in up.tiers().items()} == pids
+    assert {
+        name: tier["replicas"][0]["pid"] for name, tier in up.tiers().items()
+    } == pids
 
 
 def test_killed_supervisor_leaves_no_engine(up: Up) -> None:
     """After kill -9 of ``qarr up`` every process that it started, at any depth, is gone within seconds."""
-    everything = psutil.Process(up.process.pid if up.process else None).children(recursive=True)
-    assert len(everything) >= 6  # guards and engines, and below them the engines' own processes
+    everything = psutil.Process(up.process.pid if up.process else None).children(
+        recursive=True
+    )
+    # guards and engines, and below them the engines' own processes
+    assert len(everything) >= 6
     logs = {Path(p.cwd()) for p in everything if p.is_running()}
     assert logs
     up.process.kill()
     up.process.wait(60)
-    _until(lambda: not [p for p in everything if p.is_running() and p.status() != psutil.STATUS_ZOMBIE])
+    _until(
+        lambda: (
+            not [
+                p
+                for p in everything
+                if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+            ]
+        )
+    )
 
 
 def _until(condition: object, limit_s: float = 20) -> None:

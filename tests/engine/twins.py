@@ -27,7 +27,8 @@ from tiers.spec import STANDARD_TIERS
 STORE_VARIABLE = "QARR_MODEL__STORE"
 SEED_VARIABLE = "QARR_TEST_TWIN"
 DAY_S = 86_400
-SOURCES = ("gguf", "hub")  # folders of a store for base models, which a twin shares with the model
+# folders of a store for base models, which a twin shares with the model
+SOURCES = ("gguf", "hub")
 
 
 def _seed(chosen: str) -> int:
@@ -45,9 +46,7 @@ def describe() -> str:
     """Say which model the engines serve, and how to serve it again."""
     if TWIN_SEED == 0:
         return f"Engines serve the model itself ({SEED_VARIABLE}=day: a twin of it)."
-    return (
-        f"Engines serve twin {TWIN_SEED} of the model; {SEED_VARIABLE}={TWIN_SEED} repeats it, 0 is the model itself."
-    )
+    return f"Engines serve twin {TWIN_SEED} of the model; {SEED_VARIABLE}={TWIN_SEED} repeats it, 0 is the model itself."
 
 
 @cache
@@ -56,7 +55,8 @@ def model_store() -> Path:
     if TWIN_SEED == 0:
         return OWN_STORE
     OWN_STORE.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="twin-", dir=OWN_STORE.parent))  # /tmp may be memory, and not large enough
+    # /tmp may be memory, and not large enough
+    folder = Path(tempfile.mkdtemp(prefix="twin-", dir=OWN_STORE.parent))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     _fill(folder)
     return folder
@@ -68,11 +68,20 @@ def _fill(folder: Path) -> None:
     if len(finished(options)) < len(STANDARD_TIERS):
         environment = {**os.environ, STORE_VARIABLE: str(OWN_STORE)}
         subprocess.run(
-            [Path(sys.executable).with_name("qarr"), "model", "prepare"], env=environment, check=True, timeout=1500
+            [Path(sys.executable).with_name("qarr"), "model", "prepare"],
+            env=environment,
+            check=True,
+            timeout=1500,
         )
     for checkpoint in finished(options):
         twin = folder / checkpoint.path.relative_to(OWN_STORE)
-        command = [sys.executable, PROJECT / "scripts/make_twin.py", checkpoint.path, twin, "--keep-manifest"]
+        command = [
+            sys.executable,
+            PROJECT / "scripts/make_twin.py",
+            checkpoint.path,
+            twin,
+            "--keep-manifest",
+        ]
         subprocess.run([*command, "--seed", str(TWIN_SEED)], check=True, timeout=300)
     for name in SOURCES:
         if (OWN_STORE / name).is_dir():

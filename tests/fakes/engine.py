@@ -19,7 +19,12 @@ from typing import Any
 import uvicorn
 from pydantic import TypeAdapter
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 
 if not __package__:  # started as a program, from any folder
@@ -42,7 +47,8 @@ PIECE = 1000  # id of an answer's first piece
 BROKEN_CHARACTER = "\ufffd"
 ERROR_CHUNK = b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
 FINGERPRINT = "fake-1"
-SPEED_PROMPTS = ("Water boils at", "The lighthouse keeper wrote")  # in what a supervisor measures speed with
+# in what a supervisor measures speed with
+SPEED_PROMPTS = ("Water boils at", "The lighthouse keeper wrote")
 
 
 @dataclass(slots=True)
@@ -163,14 +169,18 @@ class _Faulty:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         b, path = self.behaviour, scope.get("path", "")
-        b.heads[path] = {name.decode(): value.decode() for name, value in scope.get("headers", ())}
+        b.heads[path] = {
+            name.decode(): value.decode() for name, value in scope.get("headers", ())
+        }
         if path in b.hung:
             b.held += 1
             while (await receive())["type"] != "http.disconnect":
                 pass
             b.held -= 1
         elif path in b.instead:
-            await Response(b.instead[path], media_type="application/json")(scope, receive, send)
+            await Response(b.instead[path], media_type="application/json")(
+                scope, receive, send
+            )
         else:
             await self.app(scope, receive, send)
 
@@ -192,8 +202,14 @@ class Detokenizer:
         self._stops: list[str] = [stop] if isinstance(stop, str) else stop
         self._include = bool(body.get("include_stop_str_in_output"))
         self._least = int(body.get("min_tokens") or 0)
-        self.held_back = 0 if self._include else max(map(len, self._stops), default=1) - 1
-        self._pending = prompt if prompt.decode("utf-8", "replace").endswith(BROKEN_CHARACTER) else b""
+        self.held_back = (
+            0 if self._include else max(map(len, self._stops), default=1) - 1
+        )
+        self._pending = (
+            prompt
+            if prompt.decode("utf-8", "replace").endswith(BROKEN_CHARACTER)
+            else b""
+        )
         self._text, self._sent, self._tokens = "", 0, 0
         self.stopped: str | None = None
 
@@ -214,7 +230,10 @@ class Detokenizer:
         ]
         if found:
             end, number, start = min(found)
-            self.stopped, self._text = self._stops[number], self._text[: end if self._include else start]
+            self.stopped, self._text = (
+                self._stops[number],
+                self._text[: end if self._include else start],
+            )
 
     def more(self, *, finished: bool) -> str:
         end = len(self._text) - (0 if finished else self.held_back)
@@ -242,7 +261,9 @@ class FakeEngine(Surface):
                 Route("/v1/completions", self._generate, methods=["POST"]),
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
                 *(Route(path, self._generate, methods=["POST"]) for path in SCRIPTS),
-                Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+                Route(
+                    "/v1/messages/count_tokens", self._count_tokens, methods=["POST"]
+                ),
                 Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
                 Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),
                 Route("/fake", self._behave, methods=["POST"]),
@@ -259,7 +280,9 @@ class FakeEngine(Surface):
 
     async def _metrics(self, _request: Request) -> Response:
         label = f'{{engine="0",model_name="{self._model}"}}'
-        generated = f"vllm:generation_tokens_total{label} {float(self.behaviour.tokens)}\n"
+        generated = (
+            f"vllm:generation_tokens_total{label} {float(self.behaviour.tokens)}\n"
+        )
         return PlainTextResponse(
             f"vllm:num_requests_running{label} {float(self.behaviour.running)}\n"
             f"vllm:num_requests_waiting{label} 0.0\nvllm:kv_cache_usage_perc{label} {self.behaviour.kv_cache_usage}\n"
@@ -274,7 +297,13 @@ class FakeEngine(Surface):
         root = self._model if b.root is None else b.root
         card = self._card(root, b.max_model_len)
         others = [
-            {**card, "id": name, "root": path, "parent": self._model, "max_model_len": None}
+            {
+                **card,
+                "id": name,
+                "root": path,
+                "parent": self._model,
+                "max_model_len": None,
+            }
             for name, path in b.adapters.items()
         ]
         return JSONResponse({"object": "list", "data": [card, *others]})
@@ -284,14 +313,30 @@ class FakeEngine(Surface):
             return JSONResponse({"detail": "Not Found"}, 404)
         body = await request.json()
         if "nowhere" in body["lora_path"]:
-            return JSONResponse({"error": {"message": f"No adapter found for {body['lora_path']}", "code": 404}}, 404)
+            return JSONResponse(
+                {
+                    "error": {
+                        "message": f"No adapter found for {body['lora_path']}",
+                        "code": 404,
+                    }
+                },
+                404,
+            )
         self.behaviour.adapters[body["lora_name"]] = body["lora_path"]
         return PlainTextResponse("Success")
 
     async def _unload(self, request: Request) -> Response:
         name = (await request.json())["lora_name"]
         if name not in self.behaviour.adapters:
-            return JSONResponse({"error": {"message": f"The lora adapter '{name}' cannot be found.", "code": 404}}, 404)
+            return JSONResponse(
+                {
+                    "error": {
+                        "message": f"The lora adapter '{name}' cannot be found.",
+                        "code": 404,
+                    }
+                },
+                404,
+            )
         del self.behaviour.adapters[name]
         return PlainTextResponse("Success")
 
@@ -299,12 +344,27 @@ class FakeEngine(Surface):
         try:
             body = await request.json()
             if "messages" in body:
-                tokens = [n for m in body["messages"] for n in self._ids(m["content"])] + [1] * TEMPLATE_TOKENS
+                tokens = [
+                    n for m in body["messages"] for n in self._ids(m["content"])
+                ] + [1] * TEMPLATE_TOKENS
             else:
                 tokens = self._ids(body["prompt"])
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            RecursionError,
+        ) as error:
             return _refused(str(error))
-        return JSONResponse({"count": len(tokens), "max_model_len": 8192, "tokens": tokens, "token_strs": None})
+        return JSONResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": 8192,
+                "tokens": tokens,
+                "token_strs": None,
+            }
+        )
 
     async def _detokenize(self, request: Request) -> Response:
         b = self.behaviour
@@ -313,26 +373,52 @@ class FakeEngine(Surface):
         try:
             body = await request.json()
             text = b"".join(map(self._shown, body["tokens"])).decode("utf-8", "replace")
-        except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             return _refused(str(error))
-        return JSONResponse({"prompt": text.removeprefix(" ")} if b.told is None else b.told)
+        return JSONResponse(
+            {"prompt": text.removeprefix(" ")} if b.told is None else b.told
+        )
 
     async def _embed(self, request: Request) -> Response:
         try:
             given = (await request.json())["input"]
-            inputs = given if isinstance(given, list) and not all(isinstance(one, int) for one in given) else [given]
+            inputs = (
+                given
+                if isinstance(given, list)
+                and not all(isinstance(one, int) for one in given)
+                else [given]
+            )
             if not all(isinstance(one, str | list) and one for one in inputs):
                 return _refused("input is neither text nor token ids")
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             return _refused(str(error))
-        vectors = [{"object": "embedding", "index": n, "embedding": [0.5]} for n in range(len(inputs))]
-        return JSONResponse({"object": "list", "data": vectors, "usage": {"prompt_tokens": 1, "total_tokens": 1}})
+        vectors = [
+            {"object": "embedding", "index": n, "embedding": [0.5]}
+            for n in range(len(inputs))
+        ]
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": vectors,
+                "usage": {"prompt_tokens": 1, "total_tokens": 1},
+            }
+        )
 
     def _shown(self, token: int) -> bytes:
         """Return a token's bytes: the answer's pieces have ids of their own, of other words only the length is known."""
         if token < PIECE:
             return b" " + b"x" * min(token, 99)
-        return b"<|special|>" if token - PIECE in self.behaviour.special else self._bytes(token - PIECE)
+        return (
+            b"<|special|>"
+            if token - PIECE in self.behaviour.special
+            else self._bytes(token - PIECE)
+        )
 
     def _bytes(self, number: int) -> bytes:
         piece = self.behaviour.answer[number]
@@ -357,21 +443,49 @@ class FakeEngine(Surface):
             b.raw.append(await request.body())
             b.headers.append(dict(request.headers))
         if body.get("priority") and not b.priorities:
-            return JSONResponse({"error": {"message": "priority scheduling is not enabled", "code": 400}}, 400)
+            return JSONResponse(
+                {
+                    "error": {
+                        "message": "priority scheduling is not enabled",
+                        "code": 400,
+                    }
+                },
+                400,
+            )
         status = b.status if b.scores or body.get("prompt_logprobs") is None else 500
         if status != 200:
-            error = {"message": b.error, "type": "BadRequestError", "param": None, "code": status}
+            error = {
+                "message": b.error,
+                "type": "BadRequestError",
+                "param": None,
+                "code": status,
+            }
             return JSONResponse({"error": error}, status)
-        chat, script = request.url.path.endswith("/chat/completions"), SCRIPTS.get(request.url.path)
+        chat, script = (
+            request.url.path.endswith("/chat/completions"),
+            SCRIPTS.get(request.url.path),
+        )
         if b.nonsense:
-            return Response(b.nonsense, 200, media_type="text/event-stream" if streamed else "application/json")
+            return Response(
+                b.nonsense,
+                200,
+                media_type="text/event-stream" if streamed else "application/json",
+            )
         named = script(self._model, b.prompt_tokens) if script is not None else None
         if not streamed:
-            whole = self._whole_named(body, named) if named else self._whole(body, chat=chat)
+            whole = (
+                self._whole_named(body, named)
+                if named
+                else self._whole(body, chat=chat)
+            )
             return await self._unless_disconnected(request, whole)
         more = {"x-more": b.header} if b.header else {}
-        events = self._named_events(body, named) if named else self._events(body, chat=chat)
-        return StreamingResponse(self._stream(events), 200, more, "text/event-stream; charset=utf-8")
+        events = (
+            self._named_events(body, named) if named else self._events(body, chat=chat)
+        )
+        return StreamingResponse(
+            self._stream(events), 200, more, "text/event-stream; charset=utf-8"
+        )
 
     async def _compute(self, number: int, body: dict[str, Any]) -> None:
         """Take the time of one piece, or fail there; what fails once is a caller's."""
@@ -397,17 +511,36 @@ class FakeEngine(Surface):
                     pieces = pieces[: number + 1]
                     break
             text = written.more(finished=True)
-            reason = "length" if written.stopped is None and len(pieces) == self._most(body, chat=chat) else "stop"
-            part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            several = isinstance(body.get("prompt"), list) and isinstance(body["prompt"][0], str)
+            reason = (
+                "length"
+                if written.stopped is None
+                and len(pieces) == self._most(body, chat=chat)
+                else "stop"
+            )
+            part = (
+                {"message": {"role": "assistant", "content": text}}
+                if chat
+                else {"text": text}
+            )
+            several = isinstance(body.get("prompt"), list) and isinstance(
+                body["prompt"][0], str
+            )
             numbers = range(len(body["prompt"]) if several else 1)
             scores = self._scores(body, len(pieces), chat=chat)
-            choices = [{"index": n, **part, "finish_reason": reason, **scores} for n in numbers]
-            rest: dict[str, Any] = {"usage": self._usage(len(pieces)), "system_fingerprint": FINGERPRINT}
+            choices = [
+                {"index": n, **part, "finish_reason": reason, **scores} for n in numbers
+            ]
+            rest: dict[str, Any] = {
+                "usage": self._usage(len(pieces)),
+                "system_fingerprint": FINGERPRINT,
+            }
             if body.get("return_token_ids"):
                 rest["prompt_token_ids"] = [1, 2, 3]
             answer = JSONResponse(
-                self._fields({"choices": choices, **rest}, "chat.completion" if chat else "text_completion")
+                self._fields(
+                    {"choices": choices, **rest},
+                    "chat.completion" if chat else "text_completion",
+                )
             )
             b.sent.append(bytes(answer.body))
             return answer
@@ -422,14 +555,20 @@ class FakeEngine(Surface):
             pieces = b.answer[:most]
             for number, _ in enumerate(pieces):
                 await self._compute(number, body)
-            text = "".join(self._bytes(number).decode() for number, _ in enumerate(pieces))
-            answer = JSONResponse(script.whole(text, self._usage(len(pieces)), cut=len(pieces) == most))
+            text = "".join(
+                self._bytes(number).decode() for number, _ in enumerate(pieces)
+            )
+            answer = JSONResponse(
+                script.whole(text, self._usage(len(pieces)), cut=len(pieces) == most)
+            )
             b.sent.append(bytes(answer.body))
             return answer
         finally:
             b.running -= 1
 
-    async def _named_events(self, body: dict[str, Any], script: Script) -> AsyncGenerator[bytes, None]:
+    async def _named_events(
+        self, body: dict[str, Any], script: Script
+    ) -> AsyncGenerator[bytes, None]:
         b = self.behaviour
         b.running += 1
         try:
@@ -445,13 +584,21 @@ class FakeEngine(Surface):
                     return
                 b.tokens += 1
                 held += self._bytes(number).decode()
-                if b.held_from is None or number < b.held_from or number + 1 == len(pieces):
+                if (
+                    b.held_from is None
+                    or number < b.held_from
+                    or number + 1 == len(pieces)
+                ):
                     yield (b": ping\n\n" if b.pings else b"") + script.piece(held)
                     held = ""
             if b.break_after == len(pieces):
                 raise ConnectionResetError
-            text = "".join(self._bytes(number).decode() for number, _ in enumerate(pieces))
-            for event in script.end(text, self._usage(len(pieces)), cut=len(pieces) == most):
+            text = "".join(
+                self._bytes(number).decode() for number, _ in enumerate(pieces)
+            )
+            for event in script.end(
+                text, self._usage(len(pieces)), cut=len(pieces) == most
+            ):
                 yield event
         finally:
             b.running -= 1
@@ -459,12 +606,27 @@ class FakeEngine(Surface):
     async def _count_tokens(self, request: Request) -> Response:
         try:
             messages = (await request.json())["messages"]
-            count = TEMPLATE_TOKENS + sum(len(self._ids(message["content"])) for message in messages)
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            count = TEMPLATE_TOKENS + sum(
+                len(self._ids(message["content"])) for message in messages
+            )
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            RecursionError,
+        ) as error:
             return _refused(str(error))
-        return JSONResponse({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+        return JSONResponse(
+            {
+                "input_tokens": count,
+                "context_management": {"original_input_tokens": count},
+            }
+        )
 
-    async def _stream(self, answer: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async def _stream(
+        self, answer: AsyncGenerator[bytes, None]
+    ) -> AsyncIterator[bytes]:
         b = self.behaviour
         sent = 0
         async with aclosing(answer) as events:
@@ -483,16 +645,23 @@ class FakeEngine(Surface):
         b.running += 1
         computing = True
         counted = bool((body.get("stream_options") or {}).get("include_usage"))
-        last = {"system_fingerprint": FINGERPRINT}  # on the last chunk, whichever that is
+        # on the last chunk, whichever that is
+        last = {"system_fingerprint": FINGERPRINT}
         wanted = bool(body.get("return_token_ids")) and b.tells_ids
         b.callers += wanted
         try:
             if chat:
                 first = {"prompt_token_ids": prompt if wanted else None}
-                yield self._chunk({"role": "assistant", "content": ""}, None, chat=True, **first)
+                yield self._chunk(
+                    {"role": "assistant", "content": ""}, None, chat=True, **first
+                )
             done = self._done(body)
             pieces = b.answer[done : done + self._most(body, chat=chat)]
-            written, ids, number = Detokenizer(body, b"".join(map(self._bytes, range(done)))), list[int](), done - 1
+            written, ids, number = (
+                Detokenizer(body, b"".join(map(self._bytes, range(done)))),
+                list[int](),
+                done - 1,
+            )
             late = ""
             if b.first_delay_s:
                 await asyncio.sleep(b.first_delay_s)
@@ -509,7 +678,12 @@ class FakeEngine(Surface):
                     break
                 if len(ids) < b.group and not last_piece:
                     continue
-                if chat and b.held_from is not None and number >= b.held_from and not last_piece:
+                if (
+                    chat
+                    and b.held_from is not None
+                    and number >= b.held_from
+                    and not last_piece
+                ):
                     if wanted:  # as vLLM: without ids there is no event at all
                         yield self._chunk({}, None, chat=chat, ids=ids)
                     ids = []
@@ -517,7 +691,11 @@ class FakeEngine(Surface):
                 text = late + written.more(finished=False)
                 late = text[max(len(text) - b.late, 0) :] if chat and b.late else ""
                 text = text.removesuffix(late)
-                delta = {"reasoning": text} if chat and number < b.reasoning else {"content": text}
+                delta = (
+                    {"reasoning": text}
+                    if chat and number < b.reasoning
+                    else {"content": text}
+                )
                 event = self._chunk(
                     delta, None, chat=chat, logprobs=self._logprobs(body, (number,)), ids=ids if wanted else None,
                     prompt=prompt if wanted and ids[0] == PIECE + done else None,
@@ -533,14 +711,20 @@ class FakeEngine(Surface):
             # vLLM's scheduler is done with it before its last chunk is sent.
             b.running, b.callers, computing = b.running - 1, b.callers - wanted, False
             reason = (
-                "length" if written.stopped is None and number + 1 - done == self._most(body, chat=chat) else "stop"
+                "length"
+                if written.stopped is None
+                and number + 1 - done == self._most(body, chat=chat)
+                else "stop"
             )
             yield self._chunk(
                 {"content": late + written.more(finished=True)}, reason, chat=chat, ids=ids if wanted and ids else None,
                 stop_reason=written.stopped, **({} if counted else last),
             )  # fmt: skip
             if counted:
-                yield self._event({"choices": [], "usage": self._usage(number + 1 - done), **last}, chat=chat)
+                yield self._event(
+                    {"choices": [], "usage": self._usage(number + 1 - done), **last},
+                    chat=chat,
+                )
             yield b"data: [DONE]\n\n"
         finally:
             b.running -= computing
@@ -548,14 +732,27 @@ class FakeEngine(Surface):
 
     def _most(self, body: dict[str, Any], *, chat: bool) -> int:
         """Return how many tokens an answer may have: vLLM's own limit is 16 for completions, and the context for chats."""
-        return int(body.get("max_tokens") or (self.behaviour.max_model_len if chat else 16))
+        return int(
+            body.get("max_tokens") or (self.behaviour.max_model_len if chat else 16)
+        )
 
     def _usage(self, output: int) -> dict[str, Any]:
         prompt, cached = self.behaviour.prompt_tokens, self.behaviour.cached_tokens
-        details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
-        return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output, **details}
+        details = (
+            {}
+            if cached is None
+            else {"prompt_tokens_details": {"cached_tokens": cached}}
+        )
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + output,
+            "completion_tokens": output,
+            **details,
+        }
 
-    def _scores(self, body: dict[str, Any], tokens: int, *, chat: bool) -> dict[str, Any]:
+    def _scores(
+        self, body: dict[str, Any], tokens: int, *, chat: bool
+    ) -> dict[str, Any]:
         """Return what a choice holds for those who ask for ids, log-probabilities, or those of their prompt."""
         found: dict[str, Any] = {}
         if chat and (logprobs := self._logprobs(body, range(tokens))) is not None:
@@ -563,10 +760,15 @@ class FakeEngine(Surface):
         if not chat and body.get("logprobs") is not None:
             found["logprobs"] = {"token_logprobs": [self._logprob] * tokens}
         if body.get("return_token_ids") and self.behaviour.tells_ids:
-            found["token_ids"] = [self.behaviour.first_id + number for number in range(tokens)]
+            found["token_ids"] = [
+                self.behaviour.first_id + number for number in range(tokens)
+            ]
         if body.get("prompt_logprobs") is not None and self.behaviour.tells_ids:
             place = {"logprob": self._logprob, "rank": self.behaviour.rank}
-            found["prompt_logprobs"] = [None, *({str(token): place} for token in body["prompt"][1:])]
+            found["prompt_logprobs"] = [
+                None,
+                *({str(token): place} for token in body["prompt"][1:]),
+            ]
         return found
 
     @property
@@ -574,17 +776,26 @@ class FakeEngine(Surface):
         """Return the log-probability of every token: other weights give other ones."""
         return LOGPROB * (1 + self.behaviour.first_id)
 
-    def _logprobs(self, body: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, body: dict[str, Any], numbers: Sequence[int]
+    ) -> dict[str, Any] | None:
         """Return what a chat with log-probabilities is given for its places; None where it did not ask."""
         if not body.get("logprobs"):
             return None
-        places = [{"token": f"token_id:{n}", "logprob": LOGPROB, "bytes": None} for n in numbers]
+        places = [
+            {"token": f"token_id:{n}", "logprob": LOGPROB, "bytes": None}
+            for n in numbers
+        ]
         return {"content": [{**place, "top_logprobs": [place]} for place in places]}
 
     def _done(self, body: dict[str, Any]) -> int:
         prompt = body.get("prompt")
         return (
-            sum(isinstance(token, int) and PIECE <= token < PIECE + len(self.behaviour.answer) for token in prompt)
+            sum(
+                isinstance(token, int)
+                and PIECE <= token < PIECE + len(self.behaviour.answer)
+                for token in prompt
+            )
             if isinstance(prompt, list) and body.get("stream")
             else 0
         )
@@ -602,7 +813,9 @@ def _measures_speed(body: dict[str, Any]) -> bool:
 
 def _bounds_thinking(body: dict[str, Any]) -> bool:
     thinking = body.get("thinking")
-    return bool(body.get("thinking_token_budget")) or (isinstance(thinking, dict) and thinking.get("type") == "enabled")
+    return bool(body.get("thinking_token_budget")) or (
+        isinstance(thinking, dict) and thinking.get("type") == "enabled"
+    )
 
 
 def _check(body: dict[str, Any], *, thinks: bool) -> bool:
@@ -614,11 +827,17 @@ def _check(body: dict[str, Any], *, thinks: bool) -> bool:
     streamed = TypeAdapter(bool | None).validate_python(body.get("stream"))
     if not isinstance(body.get("stream_options"), dict | None):
         raise TypeError("stream_options is not an object")
-    if any(int(body.get(name) or 16) < 1 for name in ("max_tokens", "max_output_tokens")):
+    if any(
+        int(body.get(name) or 16) < 1 for name in ("max_tokens", "max_output_tokens")
+    ):
         raise ValueError("max_tokens is below 1")
     if _bounds_thinking(body) and not thinks:
-        raise ValueError("thinking_token_budget is set but reasoning_config is not configured.")
-    if body.get("prompt_logprobs") is not None and not isinstance(body.get("prompt"), list):
+        raise ValueError(
+            "thinking_token_budget is set but reasoning_config is not configured."
+        )
+    if body.get("prompt_logprobs") is not None and not isinstance(
+        body.get("prompt"), list
+    ):
         raise ValueError("prompt_logprobs of what is no list of tokens")
     return bool(streamed)
 
@@ -638,7 +857,13 @@ async def serving(*apps: ASGIApp, **options: Any) -> AsyncIterator[str]:
 async def serving_all(*apps: ASGIApp, **options: Any) -> AsyncIterator[list[str]]:
     """Serve applications on loopback sockets, with uvicorn's options, started and stopped together; yield their base URLs."""
     scheme = "https" if "ssl_certfile" in options else "http"
-    options = {"port": 0, "log_config": None, "ws": "none", "timeout_graceful_shutdown": 1, **options}
+    options = {
+        "port": 0,
+        "log_config": None,
+        "ws": "none",
+        "timeout_graceful_shutdown": 1,
+        **options,
+    }
     configs = [uvicorn.Config(app, **options) for app in apps]
     servers = [uvicorn.Server(config) for config in configs]
     tasks = [asyncio.create_task(server.serve()) for server in servers]
@@ -649,7 +874,10 @@ async def serving_all(*apps: ASGIApp, **options: Any) -> AsyncIterator[list[str]
                 if task.done():
                     task.result()
     try:
-        yield [f"{scheme}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}" for server in servers]
+        yield [
+            f"{scheme}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+            for server in servers
+        ]
     finally:
         for server in servers:
             server.should_exit = True
@@ -661,7 +889,9 @@ def main() -> None:
 
     ``FAKE_BEHAVIOUR`` names a JSON file with fields of the behaviour that it starts with.
     """
-    port = int(sys.argv[sys.argv.index("--port") + 1] if "--port" in sys.argv else sys.argv[1])
+    port = int(
+        sys.argv[sys.argv.index("--port") + 1] if "--port" in sys.argv else sys.argv[1]
+    )
     behaviour = Behaviour()
     if named := os.environ.get("FAKE_BEHAVIOUR"):
         for name, value in json.loads(Path(named).read_bytes()).items():

@@ -39,23 +39,51 @@ class MessageScript:
         self._model, self._prompt_tokens = model, prompt_tokens
 
     def begin(self) -> list[bytes]:
-        message = {"id": "x", "type": "message", "role": "assistant", "content": [], "model": self._model}
+        message = {
+            "id": "x",
+            "type": "message",
+            "role": "assistant",
+            "content": [],
+            "model": self._model,
+        }
         usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
         ended = {"stop_reason": None, "stop_sequence": None}
         return [
-            event({"type": "message_start", "message": {**message, **ended, "usage": usage}}),
-            event({"type": "content_block_start", "content_block": {"type": "text", "text": ""}, "index": 0}),
+            event(
+                {
+                    "type": "message_start",
+                    "message": {**message, **ended, "usage": usage},
+                }
+            ),
+            event(
+                {
+                    "type": "content_block_start",
+                    "content_block": {"type": "text", "text": ""},
+                    "index": 0,
+                }
+            ),
         ]
 
     def piece(self, text: str) -> bytes:
-        return event({"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}, "index": 0})
+        return event(
+            {
+                "type": "content_block_delta",
+                "delta": {"type": "text_delta", "text": text},
+                "index": 0,
+            }
+        )
 
     def end(self, text: str, usage: dict[str, int], *, cut: bool) -> list[bytes]:
         del text
-        delta = {"stop_reason": "max_tokens" if cut else "end_turn", "stop_sequence": None}
+        delta = {
+            "stop_reason": "max_tokens" if cut else "end_turn",
+            "stop_sequence": None,
+        }
         return [
             event({"type": "content_block_stop", "index": 0}),
-            event({"type": "message_delta", "delta": delta, "usage": self._counts(usage)}),
+            event(
+                {"type": "message_delta", "delta": delta, "usage": self._counts(usage)}
+            ),
             event({"type": "message_stop"}),
         ]
 
@@ -70,7 +98,11 @@ class MessageScript:
     def _counts(usage: dict[str, int]) -> dict[str, int]:
         """Return token counts; engines started by QARR tell what of the prompt their cache held."""
         cached = {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
-        return {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"], **cached}
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            **cached,
+        }
 
 
 class ResponseScript:
@@ -94,29 +126,51 @@ class ResponseScript:
         }
         part = {"annotations": [], "text": "", "type": "output_text", "logprobs": []}
         return [
-            self._event("response.created", response=self._response("in_progress", [], None)),
-            self._event("response.in_progress", response=self._response("in_progress", [], None)),
+            self._event(
+                "response.created", response=self._response("in_progress", [], None)
+            ),
+            self._event(
+                "response.in_progress", response=self._response("in_progress", [], None)
+            ),
             self._event("response.output_item.added", item=item, output_index=0),
-            self._event("response.content_part.added", content_index=0, **self._at, part=part),
+            self._event(
+                "response.content_part.added", content_index=0, **self._at, part=part
+            ),
         ]
 
     def piece(self, text: str) -> bytes:
         more = {"item_id": "msg_x", "logprobs": [], "output_index": 0}
-        return self._event("response.output_text.delta", content_index=0, delta=text, **more)
+        return self._event(
+            "response.output_text.delta", content_index=0, delta=text, **more
+        )
 
     def end(self, text: str, usage: dict[str, int], *, cut: bool) -> list[bytes]:
         whole = self.whole(text, usage, cut=cut)
         (item,) = whole["output"]
         (part,) = item["content"]
         return [
-            self._event("response.output_text.done", content_index=0, **self._at, logprobs=[], text=text),
-            self._event("response.content_part.done", content_index=0, **self._at, part=part),
+            self._event(
+                "response.output_text.done",
+                content_index=0,
+                **self._at,
+                logprobs=[],
+                text=text,
+            ),
+            self._event(
+                "response.content_part.done", content_index=0, **self._at, part=part
+            ),
             self._event("response.output_item.done", item=item, output_index=0),
-            self._event("response.completed", response=whole),  # vLLM's name for it also if it was cut
+            # vLLM's name for it also if it was cut
+            self._event("response.completed", response=whole),
         ]
 
     def whole(self, text: str, usage: dict[str, int], *, cut: bool) -> dict[str, Any]:
-        part = {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
+        part = {
+            "annotations": [],
+            "text": text,
+            "type": "output_text",
+            "logprobs": None,
+        }
         item = {
             "id": "msg_x",
             "content": [part],
@@ -136,7 +190,9 @@ class ResponseScript:
         self._number += 1
         return event({**members, "sequence_number": self._number, "type": kind})
 
-    def _response(self, status: str, output: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _response(
+        self, status: str, output: list[Any], usage: dict[str, Any] | None
+    ) -> dict[str, Any]:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": "resp_x", "created_at": 1, "incomplete_details": cut, "instructions": None, "metadata": None,

@@ -24,7 +24,11 @@ from tiers.cluster.job import (
 
 
 def main() -> int:
-    job, orders, done = Job.read(Path(sys.argv[1])), Path(os.environ["FAKE_PLACEMENT"]), ""
+    job, orders, done = (
+        Job.read(Path(sys.argv[1])),
+        Path(os.environ["FAKE_PLACEMENT"]),
+        "",
+    )
     assert os.environ[KEY_VARIABLE]
     tiers = {wanted.id: wanted.tier for wanted in job.replicas}
     while True:
@@ -35,7 +39,14 @@ def main() -> int:
                 sys.stderr.write(f"error: {told['error']}\n")
                 return int(told["exit"])
             found = [
-                PlacedReplica(name, tiers[name], PlacementState(state), "10.0.0.5", f"http://10.0.0.5:{number}", "why")
+                PlacedReplica(
+                    name,
+                    tiers[name],
+                    PlacementState(state),
+                    "10.0.0.5",
+                    f"http://10.0.0.5:{number}",
+                    "why",
+                )
                 for number, (name, state) in enumerate(told, 9101)
             ]
             write_json(Path(job.engines_file), engines_by_tier(job.tiers, found))

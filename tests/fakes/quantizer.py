@@ -35,7 +35,11 @@ def reference(orders: Path, command: str) -> dict[str, object] | None:
     named = told(orders / f"{command}.logprob")
     if not named:
         return None
-    return {"texts": [{"name": "prose", "token_ids": [1, 2, 3], "logprobs": [float(named)] * 2}]}
+    return {
+        "texts": [
+            {"name": "prose", "token_ids": [1, 2, 3], "logprobs": [float(named)] * 2}
+        ]
+    }
 
 
 def main() -> int:
@@ -45,7 +49,9 @@ def main() -> int:
     if command == "score":
         event("done", versions={"fake": "1"}, reference=reference(orders, "bf16"))
         return 0
-    (orders / f"{command}.pid").write_text(f"{os.getpid()} {os.getpriority(os.PRIO_PROCESS, 0)}")
+    (orders / f"{command}.pid").write_text(
+        f"{os.getpid()} {os.getpriority(os.PRIO_PROCESS, 0)}"
+    )
     (orders / f"{command}.argv").write_text(" ".join(sys.argv[3:]))
     event("progress", message="loading the base model", done=0, total=0)
     reported = 0
@@ -55,12 +61,19 @@ def main() -> int:
             return 1
         while reported < int(order or 0):
             reported += 1
-            event("progress", message=MESSAGES.get(command, command), done=reported, total=LAYERS)
+            event(
+                "progress",
+                message=MESSAGES.get(command, command),
+                done=reported,
+                total=LAYERS,
+            )
         time.sleep(0.02)
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     header = b"{}      "
-    (target / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (target / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header
+    )
     made = {"group_size": 64, "calibration_samples": 32, "calibration_tokens": 4096}
     event("done", versions={"fake": "1"}, **made, reference=reference(orders, command))
     return 0

@@ -47,7 +47,9 @@ class Taken(SentResponder):
 
     async def send(self, message: Any) -> None:
         await asyncio.sleep(0)
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
+        if message["type"] == "http.response.body" and not message.get(
+            "more_body", False
+        ):
             self.task = None
 
     def feed(self, _events: Any) -> bool:
@@ -124,7 +126,9 @@ class _Stepped(Coroutine[Any, Any, Any]):
         return self._work.__await__()
 
 
-def _stepping(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+def _stepping(
+    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any
+) -> asyncio.Task[Any]:
     """Make a task; one that belongs to a request that is to be cut off is stepped."""
     cut = _CUT.get()
     name = getattr(work, "__qualname__", "")  # a generator that is closed has none
@@ -169,7 +173,10 @@ class Scenario:
     occupied: bool = False
 
 
-CHAT = {"messages": [{"role": "user", "content": "Hello, how are you today?"}], "max_tokens": 7}
+CHAT = {
+    "messages": [{"role": "user", "content": "Hello, how are you today?"}],
+    "max_tokens": 7,
+}
 PROMPT = {"prompt": "Hello, how are you today?", "max_tokens": 7}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "generate, streamed": ("/generate", PROMPT),
@@ -220,7 +227,9 @@ class CutRouter:
     _generate: Answering
     _usual: Counter[str] = field(default_factory=Counter)
 
-    async def cut_off(self, scenario: Scenario, way: Way, at: int) -> tuple[bool, list[str]]:
+    async def cut_off(
+        self, scenario: Scenario, way: Way, at: int
+    ) -> tuple[bool, list[str]]:
         """Cut one request off, and wait until nothing is left of it.
 
         Returns:
@@ -241,12 +250,25 @@ class CutRouter:
         elif not request.cancelled() and request.exception() is not None:
             wrong.append(f"it raised {request.exception()!r}")
         self.well()
-        return cut.fired, [*wrong, *(f"{count} {what}" for what, count in (await self.left()).items())]
+        return cut.fired, [
+            *wrong,
+            *(f"{count} {what}" for what, count in (await self.left()).items()),
+        ]
 
     async def request(self, scenario: Scenario, cut: Cut) -> None:
         """Send a request to the application, from a client that takes every part of the answer a moment later."""
-        asked = [{"type": "http.request", "body": json.dumps(scenario.body).encode(), "more_body": False}]
-        headers = {"host": "127.0.0.1", "content-type": "application/json", "authorization": f"Bearer {self.key}"}
+        asked = [
+            {
+                "type": "http.request",
+                "body": json.dumps(scenario.body).encode(),
+                "more_body": False,
+            }
+        ]
+        headers = {
+            "host": "127.0.0.1",
+            "content-type": "application/json",
+            "authorization": f"Bearer {self.key}",
+        }
 
         async def receive() -> Message:
             if asked:
@@ -276,18 +298,31 @@ class CutRouter:
         tasks = _tasks() - self._usual
         found = {
             "leases": sum(r.state.in_flight for r in replicas),
-            "tokens on replicas": sum(r.state.prompt_tokens + r.output_tokens + r.state.kv.held for r in replicas),
+            "tokens on replicas": sum(
+                r.state.prompt_tokens + r.output_tokens + r.state.kv.held
+                for r in replicas
+            ),
             "probes": sum(r.breaker._held_until is not None for r in replicas),
             "places of keys": pipeline.admission._held.total(),
             "waiting": pipeline.admission.waiting,
             "open requests": len(pipeline.registry.open),
             "quota slots": len(quotas._open),
-            "slots in the ledger": sum(len(counts.slots) for counts in quotas._local._counts_by_key.values()),
-            "connections": sum(c.state is ConnectionState.ACTIVE for each in transports for c in each._connections),
-            "small requests": sum(PASSED_AT_ONCE - places._value for places in upstream._passing.values()),
+            "slots in the ledger": sum(
+                len(counts.slots) for counts in quotas._local._counts_by_key.values()
+            ),
+            "connections": sum(
+                c.state is ConnectionState.ACTIVE
+                for each in transports
+                for c in each._connections
+            ),
+            "small requests": sum(
+                PASSED_AT_ONCE - places._value for places in upstream._passing.values()
+            ),
             "kept streams": len(self._generate.service.streams._streams),
             "spans": self.spans.open,
-            "requests at engines": sum(b.running + b.held for b in self.engines.values()),
+            "requests at engines": sum(
+                b.running + b.held for b in self.engines.values()
+            ),
         }
         return {what: count for what, count in found.items() if count} | {
             f"task {name}": n for name, n in tasks.items()
@@ -319,12 +354,19 @@ class CutRouter:
 
     def _occupy(self) -> list[Lease]:
         fleet = self.stack.fleet
-        taken = (fleet.lease(tier, prompt_tokens=0, max_tokens=0) for tier in STANDARD_TIERS for _ in range(100))
+        taken = (
+            fleet.lease(tier, prompt_tokens=0, max_tokens=0)
+            for tier in STANDARD_TIERS
+            for _ in range(100)
+        )
         return [lease for lease in taken if lease is not None]
 
 
 def _tasks() -> Counter[str]:
-    return Counter(getattr(task.get_coro(), "__qualname__", "generator") for task in asyncio.all_tasks())
+    return Counter(
+        getattr(task.get_coro(), "__qualname__", "generator")
+        for task in asyncio.all_tasks()
+    )
 
 
 def _release(leases: list[Lease]) -> None:
@@ -340,7 +382,13 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
         tracing.add_span_processor(spans)
         url = await cleanup.enter_async_context(serving(FakeEngine(embeddings).app))
         keys = folder / "keys.json"
-        key, _ = add_key(keys, "cut", concurrent_requests=1000, requests_per_minute=10**6, tokens_per_minute=10**9)
+        key, _ = add_key(
+            keys,
+            "cut",
+            concurrent_requests=1000,
+            requests_per_minute=10**6,
+            tokens_per_minute=10**9,
+        )
         settings = {
             "auth": {"keys_file": str(keys)},
             "openai": {"embeddings_urls": [url]},
@@ -349,10 +397,17 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
             "tiers": {tier: {"max_in_flight": 4} for tier in STANDARD_TIERS},
             "upstream": {"retry_reserve": 10**6, "breaker": BreakerOptions(10**6)},
         }
-        stack = await cleanup.enter_async_context(router_stack(folder, settings, tracing))
+        stack = await cleanup.enter_async_context(
+            router_stack(folder, settings, tracing)
+        )
         generate = _endpoint(stack.app)
-        await until(lambda: not any(r.state.speed is None for r in stack.fleet.replicas))
-        engines: dict[TierName | str, Behaviour] = {**stack.engines, "embeddings": embeddings}
+        await until(
+            lambda: not any(r.state.speed is None for r in stack.fleet.replicas)
+        )
+        engines: dict[TierName | str, Behaviour] = {
+            **stack.engines,
+            "embeddings": embeddings,
+        }
         router = CutRouter(stack, engines, spans, key, generate)
         loop = asyncio.get_running_loop()
         await router.begin()
@@ -370,6 +425,10 @@ def _endpoint(app: ASGIApp) -> Answering:
             found = next(r.endpoint for r in layer.routes if r.path == "/generate")
             assert isinstance(found, Answering)
             return found
-        inner = [cell.cell_contents for cell in getattr(layer, "__closure__", None) or ()]
-        seen += [each for each in (*inner, getattr(layer, "_app", None)) if callable(each)]
+        inner = [
+            cell.cell_contents for cell in getattr(layer, "__closure__", None) or ()
+        ]
+        seen += [
+            each for each in (*inner, getattr(layer, "_app", None)) if callable(each)
+        ]
     raise LookupError("no application with routes")

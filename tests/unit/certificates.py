@@ -10,7 +10,11 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
 from cryptography.x509.oid import NameOID
 
 
@@ -34,29 +38,48 @@ class Authority:
         self._folder, self._key = folder, ec.generate_private_key(ec.SECP256R1())
         self._name = _name("QARR test authority")
         made = _builder(self._name, self._name, self._key, timedelta(days=365))
-        made = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        made = made.add_extension(
+            x509.BasicConstraints(ca=True, path_length=0), critical=True
+        )
         usage = x509.KeyUsage(
             digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False, key_encipherment=False,
             data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
         )  # fmt: skip
         made = made.add_extension(usage, critical=True)
-        self._identifier = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        self._identifier = x509.SubjectKeyIdentifier.from_public_key(
+            self._key.public_key()
+        )
         made = made.add_extension(self._identifier, critical=False)
         self.ca = folder / "ca.pem"
-        self.ca.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
+        self.ca.write_bytes(
+            made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
+        )
 
-    def issue(self, name: str, lasts: timedelta = timedelta(days=30), address: str = "127.0.0.1") -> Files:
+    def issue(
+        self,
+        name: str,
+        lasts: timedelta = timedelta(days=30),
+        address: str = "127.0.0.1",
+    ) -> Files:
         """Write a certificate for a machine, and its key; in one step each, as renewing programs do."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address(address))])
-        made = _builder(_name(name), self._name, key, lasts).add_extension(names, critical=False)
-        signed_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._identifier)
+        names = x509.SubjectAlternativeName(
+            [x509.DNSName("localhost"), x509.IPAddress(ip_address(address))]
+        )
+        made = _builder(_name(name), self._name, key, lasts).add_extension(
+            names, critical=False
+        )
+        signed_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
+            self._identifier
+        )
         made = made.add_extension(signed_by, critical=False)
         files = Files(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         files.key.write_bytes(secret)
         files.key.chmod(0o600)
-        files.certificate.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
+        files.certificate.write_bytes(
+            made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
+        )
         return files
 
 
@@ -65,7 +88,10 @@ def _name(name: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, lasts: timedelta
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    lasts: timedelta,
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     return (

@@ -27,7 +27,13 @@ from tests.unit.own_router import QARR
 from tests.waiting import until
 
 MEMORY = 32 << 30  # bytes that are available to it
-CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 4, "dtype": "float32"}
+CONFIG = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "vocab_size": 4,
+    "dtype": "float32",
+}
 
 
 @dataclass(slots=True)
@@ -71,18 +77,28 @@ class FirstUp:
         async def look() -> dict[str, Any] | None:
             _, body = await self.get("/readyz")
             assert self.process.poll() is None, self.said()
-            in_these_states = body and all(body["tiers"][tier] == state for tier, state in states.items())
+            in_these_states = body and all(
+                body["tiers"][tier] == state for tier, state in states.items()
+            )
             return body if in_these_states else None
 
         body: dict[str, Any] = await until(look, f"/readyz to say {states}")
         return body
 
     async def generate(self, **body: Any) -> httpx.Response:
-        return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
+        return await self.client.post(
+            f"{self.url}/generate", json={"prompt": "hi", **body}
+        )
 
     async def qarr(self, *args: str) -> str:
         done = await asyncio.to_thread(
-            subprocess.run, [QARR, *args], capture_output=True, text=True, check=False, env=self.env, timeout=60
+            subprocess.run,
+            [QARR, *args],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.env,
+            timeout=60,
         )
         return done.stdout
 
@@ -92,7 +108,9 @@ class FirstUp:
 
 
 def _interpreter(path: Path, script: str) -> str:
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(script)} "$@"\n')
+    path.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(script)} "$@"\n'
+    )
     path.chmod(0o755)
     return str(path)
 
@@ -109,7 +127,9 @@ async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
     (model / "tokenizer.json").write_text(tokenizer.to_str())
     # Which engines fit is not to hang on what else the machine does.
     known = f"import psutil\nmemory = psutil.virtual_memory()._replace(available={MEMORY})\n"
-    (tmp_path / "sitecustomize.py").write_text(known + "psutil.virtual_memory = lambda: memory\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        known + "psutil.virtual_memory = lambda: memory\n"
+    )
     base = reserved_range(4)
     env = {
         **os.environ,
@@ -117,8 +137,12 @@ async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
         "FAKE_QUANTIZER": str(orders),
         "QARR_MODEL__NAME": str(model),
         "QARR_MODEL__STORE": str(tmp_path / "store"),
-        "QARR_ENGINE__PYTHON": _interpreter(tmp_path / "engine-python", fake_engine.__file__),
-        "QARR_QUANTIZER__PYTHON": _interpreter(tmp_path / "quantizer-python", fake_quantizer.__file__),
+        "QARR_ENGINE__PYTHON": _interpreter(
+            tmp_path / "engine-python", fake_engine.__file__
+        ),
+        "QARR_QUANTIZER__PYTHON": _interpreter(
+            tmp_path / "quantizer-python", fake_quantizer.__file__
+        ),
         "QARR_ENGINE__BASE_PORT": str(base),
         "QARR_ENGINE__LOG_DIR": str(tmp_path / "logs"),
         "QARR_SERVER__RUNTIME_DIR": str(tmp_path / "run"),
@@ -128,7 +152,12 @@ async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
     }
     url, errors = f"http://127.0.0.1:{base + 3}", tmp_path / "stderr"
     with errors.open("wb") as file:
-        process = subprocess.Popen([QARR, "up", "--port", str(base + 3)], stderr=file, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            [QARR, "up", "--port", str(base + 3)],
+            stderr=file,
+            env=env,
+            start_new_session=True,
+        )
     try:
         async with httpx.AsyncClient(timeout=20, trust_env=False) as client:
             yield FirstUp(url, errors, orders, tmp_path / "store", env, client, process)

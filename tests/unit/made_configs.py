@@ -8,12 +8,22 @@ from typing import Any
 
 from tiers.spec import STANDARD_TIERS, TierName
 
-AWQ_RECIPE = "default_stage:\n  default_modifiers:\n    AWQModifier:\n      duo_scaling: true\n"
+AWQ_RECIPE = (
+    "default_stage:\n  default_modifiers:\n    AWQModifier:\n      duo_scaling: true\n"
+)
 
 
 def compressed(kind: str, bits: int, packing: str = "pack-quantized") -> dict[str, Any]:
-    group = {"format": packing, "targets": ["Linear"], "weights": {"num_bits": bits, "type": kind}}
-    quantization = {"config_groups": {"group_0": group}, "format": packing, "quant_method": "compressed-tensors"}
+    group = {
+        "format": packing,
+        "targets": ["Linear"],
+        "weights": {"num_bits": bits, "type": kind},
+    }
+    quantization = {
+        "config_groups": {"group_0": group},
+        "format": packing,
+        "quant_method": "compressed-tensors",
+    }
     return {"dtype": "bfloat16", "quantization_config": quantization}
 
 
@@ -26,7 +36,9 @@ CONFIGS = {
 
 def model_folder(path: Path, config: object, recipe: str = "") -> Path:
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (path / "config.json").write_text(
+        config if isinstance(config, str) else json.dumps(config)
+    )
     if recipe:
         (path / "recipe.yaml").write_text(recipe)
     return path
@@ -40,4 +52,6 @@ def made_hub(path: Path) -> Path:
 
 
 def tier_folder(path: Path, tier: TierName) -> Path:
-    return model_folder(path, CONFIGS[tier], AWQ_RECIPE if tier is TierName.FAST else "")
+    return model_folder(
+        path, CONFIGS[tier], AWQ_RECIPE if tier is TierName.FAST else ""
+    )

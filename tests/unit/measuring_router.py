@@ -47,7 +47,9 @@ class Measuring:
     folder: Path
 
     async def profiling(self) -> dict[str, Any]:
-        found: dict[str, Any] = (await self.client.get(f"{self.url}/tiers")).json()["profiling"]
+        found: dict[str, Any] = (await self.client.get(f"{self.url}/tiers")).json()[
+            "profiling"
+        ]
         return found
 
     async def comes_to(self, **wanted: Any) -> dict[str, Any]:
@@ -68,7 +70,10 @@ class Measuring:
     def journal(self) -> list[Any]:
         path = self.folder / JOURNAL
         lines = path.read_text().splitlines() if path.exists() else []
-        return [(row["task"], row["tier"]) for row in (json.loads(line)["answer"] for line in lines)]
+        return [
+            (row["task"], row["tier"])
+            for row in (json.loads(line)["answer"] for line in lines)
+        ]
 
     @property
     def computing(self) -> int:
@@ -77,29 +82,56 @@ class Measuring:
 
 @asynccontextmanager
 async def measuring_router(
-    folder: Path, engines: list[Behaviour], *, ready: bool = True, profile: dict[str, Any] | None = None
+    folder: Path,
+    engines: list[Behaviour],
+    *,
+    ready: bool = True,
+    profile: dict[str, Any] | None = None,
 ) -> AsyncIterator[Measuring]:
     """Run a router in front of engines that it takes for its own."""
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
         (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, TASKS)))
-        cleanup.enter_context(patch.object(auto_profile, "TASKS", folder / "tasks.jsonl"))
-        urls = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines)))
+        cleanup.enter_context(
+            patch.object(auto_profile, "TASKS", folder / "tasks.jsonl")
+        )
+        urls = await cleanup.enter_async_context(
+            serving_all(*(FakeEngine(b).app for b in engines))
+        )
         settings = turned(
-            {"policy": {"profiles": str(folder), "max_slowdown": 1e9}, "profile": {**QUICK, **(profile or {})}}
+            {
+                "policy": {"profiles": str(folder), "max_slowdown": 1e9},
+                "profile": {**QUICK, **(profile or {})},
+            }
         )
         fleet = Fleet(
-            tuple(TierSpec(name, 8192, 8, 16, digest=f"digest of {name}") for name in STANDARD_TIERS), machine="m"
+            tuple(
+                TierSpec(name, 8192, 8, 16, digest=f"digest of {name}")
+                for name in STANDARD_TIERS
+            ),
+            machine="m",
         )
         for spec, url in zip(fleet.specs, urls, strict=True):
             state = ReplicaStatus.READY if ready else ReplicaStatus.STARTING
             fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(state)
         telemetry = make_telemetry("0", settings.telemetry)
-        app = App(settings, fleet, EstimatingCounter(), telemetry, "fake", keys=KeyStore(settings.auth.keys_file)).asgi
-        url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server, refusal)))
-        client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
+        app = App(
+            settings,
+            fleet,
+            EstimatingCounter(),
+            telemetry,
+            "fake",
+            keys=KeyStore(settings.auth.keys_file),
+        ).asgi
+        url = await cleanup.enter_async_context(
+            serving(app, http=protocol_for(settings.server, refusal))
+        )
+        client = await cleanup.enter_async_context(
+            httpx.AsyncClient(timeout=20, trust_env=False)
+        )
         yield Measuring(url, client, fleet, engines, folder)
 
 
 def engines(delay_s: float = 0.003) -> list[Behaviour]:
-    return [Behaviour(delay_s=delay_s * times) for times in (1, 1.5, 2)]  # a tier that is no faster is not measured
+    # a tier that is no faster is not measured
+    return [Behaviour(delay_s=delay_s * times) for times in (1, 1.5, 2)]

@@ -68,28 +68,46 @@ async def own_engines(
 ) -> AsyncIterator[Own]:
     """Start one engine for each tier, wait until all are ready, or have failed; ``gib``: KV cache of each, which is there."""
     memory = psutil.virtual_memory()
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=32 << 30))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: memory._replace(available=32 << 30)
+    )
     python = tmp_path / "python"
     serve = f'exec {shlex.quote(sys.executable)} {shlex.quote(fake.__file__)} "$@"'
-    python.write_text(f"#!/bin/sh\necho 'INFO Selected FakeLinearKernel for FakeLayers'\n{serve}\n")
+    python.write_text(
+        f"#!/bin/sh\necho 'INFO Selected FakeLinearKernel for FakeLayers'\n{serve}\n"
+    )
     python.chmod(0o755)
     file = tmp_path / "behaviour.json"
     file.write_text(json.dumps(behaviour or {}))
     monkeypatch.setenv("FAKE_BEHAVIOUR", str(file))
     names = tiers or (TierName.FAST,)
-    specs = tuple(TierSpec(n, 2048, 16, 32, checkpoint=tmp_path / n, digest=f"digest of {n}") for n in names)
+    specs = tuple(
+        TierSpec(n, 2048, 16, 32, checkpoint=tmp_path / n, digest=f"digest of {n}")
+        for n in names
+    )
     for spec in specs:
         assert spec.checkpoint is not None
         spec.checkpoint.mkdir(exist_ok=True)
-    first = reserved_range(len(specs) + 4)  # also for those that take the place of others
+    # also for those that take the place of others
+    first = reserved_range(len(specs) + 4)
     ports = range(first, first + len(specs))
     launches = [
-        EngineLaunch(spec, Placement(kv_cache_gib=gib), python, "fake", "127.0.0.1", port, "key")
+        EngineLaunch(
+            spec, Placement(kv_cache_gib=gib), python, "fake", "127.0.0.1", port, "key"
+        )
         for spec, port in zip(specs, ports, strict=True)
     ]
     fleet = Fleet(specs)
-    own = Own(fleet, Supervisor(fleet, SupervisorOptions(tmp_path / "logs", stop_grace_s=2, **options)), file)
-    own.supervisor.changes.on_change = lambda r: own.seen.append((r.id, r.state.status, r.state.detail))
+    own = Own(
+        fleet,
+        Supervisor(
+            fleet, SupervisorOptions(tmp_path / "logs", stop_grace_s=2, **options)
+        ),
+        file,
+    )
+    own.supervisor.changes.on_change = lambda r: own.seen.append(
+        (r.id, r.state.status, r.state.detail)
+    )
     own.supervisor.start(launches)
     try:
         settled = {ReplicaStatus.READY} if ready else {ReplicaStatus.FAILED}

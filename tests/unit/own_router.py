@@ -26,7 +26,9 @@ QARR = str(Path(sys.executable).with_name("qarr"))
 
 @asynccontextmanager
 async def connection(**headers: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(trust_env=False, timeout=30, headers=headers) as client:
+    async with httpx.AsyncClient(
+        trust_env=False, timeout=30, headers=headers
+    ) as client:
         yield client
 
 
@@ -53,11 +55,19 @@ class OwnRouter:
     process: subprocess.Popen[bytes]
 
     async def generate(self, **body: Any) -> httpx.Response:
-        return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
+        return await self.client.post(
+            f"{self.url}/generate", json={"prompt": "hi", **body}
+        )
 
     async def qarr(self, *args: str) -> subprocess.CompletedProcess[str]:
         return await asyncio.to_thread(
-            subprocess.run, [QARR, *args], capture_output=True, text=True, check=False, env=self.env, timeout=60
+            subprocess.run,
+            [QARR, *args],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.env,
+            timeout=60,
         )
 
     def kill(self) -> None:
@@ -70,7 +80,9 @@ class OwnRouter:
         names = ("--fast", "--balanced", "--precise")
         urls = [part for pair in zip(names, self.engines, strict=True) for part in pair]
         with self.errors.open("ab") as errors:
-            self.process = subprocess.Popen([QARR, "serve", *urls], stderr=errors, env=self.env)
+            self.process = subprocess.Popen(
+                [QARR, "serve", *urls], stderr=errors, env=self.env
+            )
         await self.until_ready()
         await until(lambda: "up: listening" in self.errors.read_text("utf-8"))
 
@@ -111,11 +123,19 @@ async def own_router(
         settings: Further variables, as in ``QARR_TELEMETRY__LOG_FORMAT="json"``.
     """
     async with AsyncExitStack() as cleanup:
-        verify = ssl.create_default_context(cafile=ca) if isinstance(ca, Path) else ca or True
+        verify = (
+            ssl.create_default_context(cafile=ca)
+            if isinstance(ca, Path)
+            else ca or True
+        )
         fakes = list(behaviours) or [Behaviour() for _ in STANDARD_TIERS]
         tls = {} if shown_by_engines is None else shown_by_engines.served
-        engines = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in fakes), **tls))
-        client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False, verify=verify))
+        engines = await cleanup.enter_async_context(
+            serving_all(*(FakeEngine(b).app for b in fakes), **tls)
+        )
+        client = await cleanup.enter_async_context(
+            httpx.AsyncClient(timeout=20, trust_env=False, verify=verify)
+        )
         (port,) = reserved_ports()
         env = {
             **os.environ,
@@ -127,7 +147,17 @@ async def own_router(
         }
         process: Any = None
         url = f"{'http' if ca is None else 'https'}://127.0.0.1:{port}"
-        router = OwnRouter(url, port, tmp_path / "logs", tmp_path / "stderr", engines, fakes, env, client, process)
+        router = OwnRouter(
+            url,
+            port,
+            tmp_path / "logs",
+            tmp_path / "stderr",
+            engines,
+            fakes,
+            env,
+            client,
+            process,
+        )
         try:
             await router.start()
             yield router

@@ -7,16 +7,27 @@ from typing import Any
 from msgspec.structs import replace
 
 from classifier import PromptClass, PromptFeatures
-from router.policy.decision import Basis, Choice, Decision, Estimate, PolicyParameters, Query
+from router.policy.decision import (
+    Basis,
+    Choice,
+    Decision,
+    Estimate,
+    PolicyParameters,
+    Query,
+)
 from router.policy.losses import NO_LOSS
 from router.telemetry.record import Outcome, RequestRecord, Served, Times, Tokens
 from tiers.choice import Expectation
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 
-def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptClass.CHAT) -> Decision:
+def decision(
+    tier: TierName | None = TierName.FAST, kind: PromptClass = PromptClass.CHAT
+) -> Decision:
     """Return a decision; every tier is predicted to take 100 ms to the first token, and 20 ms for each further one."""
-    query = Query(PromptFeatures(2, 1, 1, True, False, False, None, kind, 0.9, ()), 20, 100)
+    query = Query(
+        PromptFeatures(2, 1, 1, True, False, False, None, kind, 0.9, ()), 20, 100
+    )
     estimates = tuple(
         Estimate(
             name, "bf16", ReplicaStatus.READY, None, 1, Expectation(100.0, 20.0, 0.0, 0.0), NO_LOSS, 0.0, 0.0, 2.5, 0.0,
@@ -27,7 +38,11 @@ def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptCl
     basis = Basis.REFUSED if tier is None else Basis.NEGLIGIBLE
     choice = Choice(query, PolicyParameters(), 0.0, 0.0, estimates, None, basis)
     made = Decision(tier, "the cheapest", query, choice, basis)
-    return made if tier is None else replace(made, choice=replace(choice, chosen=made.estimate(tier)))
+    return (
+        made
+        if tier is None
+        else replace(made, choice=replace(choice, chosen=made.estimate(tier)))
+    )
 
 
 def record(**fields: Any) -> RequestRecord:
@@ -39,6 +54,8 @@ def record(**fields: Any) -> RequestRecord:
         "times": Times(30.0, 5.0, 235.0, 25.0, 400.0),
     }  # fmt: skip
     for group in ("served", "tokens", "times"):
-        own = {name: fields.pop(name) for name in values[group]._fields if name in fields}
+        own = {
+            name: fields.pop(name) for name in values[group]._fields if name in fields
+        }
         values[group] = values[group]._replace(**own)
     return RequestRecord(**{**values, **fields})

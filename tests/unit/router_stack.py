@@ -49,10 +49,15 @@ class Stack:
     pipeline: Pipeline
 
     async def generate(self, **body: Any) -> httpx.Response:
-        return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
+        return await self.client.post(
+            f"{self.url}/generate", json={"prompt": "hi", **body}
+        )
 
     def leases(self) -> int:
-        return sum(r.state.in_flight + r.state.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
+        return sum(
+            r.state.in_flight + r.state.prompt_tokens + r.output_tokens
+            for r in self.fleet.replicas
+        )
 
 
 @asynccontextmanager
@@ -97,7 +102,10 @@ async def router_stack(
         supervisor = Supervisor(fleet, SupervisorOptions(log_dir=tmp_path))
         supervisor.start([], specs)
         cleanup.push_async_callback(supervisor.stop)
-        await until(lambda: all(r.state.status is ReplicaStatus.READY for r in fleet.replicas), poll_s=0.01)
+        await until(
+            lambda: all(r.state.status is ReplicaStatus.READY for r in fleet.replicas),
+            poll_s=0.01,
+        )
         for behaviour in (*engines.values(), *twins):
             behaviour.requests.clear()
             behaviour.headers.clear()
@@ -113,13 +121,22 @@ async def router_stack(
             reloads=Reloads(settings, lambda: settings),
         )
         app = router.asgi
-        http, keep_alive_s = protocol_for(settings.server, refusal), settings.server.keep_alive_s
-        url = await cleanup.enter_async_context(serving(app, http=http, timeout_keep_alive=keep_alive_s))
-        client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
+        http, keep_alive_s = (
+            protocol_for(settings.server, refusal),
+            settings.server.keep_alive_s,
+        )
+        url = await cleanup.enter_async_context(
+            serving(app, http=http, timeout_keep_alive=keep_alive_s)
+        )
+        client = await cleanup.enter_async_context(
+            httpx.AsyncClient(timeout=20, trust_env=False)
+        )
         yield Stack(url, client, fleet, engines, app, router.pipeline)
 
 
-def telemetry_of(tracing: TracerProvider | Telemetry | None, settings: Settings) -> Telemetry:
+def telemetry_of(
+    tracing: TracerProvider | Telemetry | None, settings: Settings
+) -> Telemetry:
     """Return the router's telemetry: a test's own, or what production makes of the settings."""
     if tracing is None:
         return make_telemetry("0", settings.telemetry)
@@ -133,7 +150,11 @@ def no_faults_in_the_router() -> Iterator[None]:
 
     class Watch(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
+            trace = (
+                "".join(traceback.format_exception(*record.exc_info))
+                if record.exc_info
+                else ""
+            )
             if f"{PROJECT}/router/" in trace:
                 faults.append(trace)
 

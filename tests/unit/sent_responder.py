@@ -13,7 +13,9 @@ class SentResponder(Responder):
     """Keeps the messages that are sent to the client."""
 
     def __init__(self) -> None:
-        cycle: Any = SimpleNamespace(disconnected=False, message_event=asyncio.Event(), scope={})
+        cycle: Any = SimpleNamespace(
+            disconnected=False, message_event=asyncio.Event(), scope={}
+        )
         super().__init__(cycle)
         self.sent: list[Any] = []
 

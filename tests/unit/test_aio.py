@@ -13,7 +13,10 @@ pytestmark = pytest.mark.anyio
 
 async def test_ending_tasks_ends_them_all() -> None:
     """Those that have ended already as well as those that have not begun."""
-    done, begun, failed = (asyncio.create_task(each) for each in (asyncio.sleep(0), asyncio.sleep(3600), fail()))
+    done, begun, failed = (
+        asyncio.create_task(each)
+        for each in (asyncio.sleep(0), asyncio.sleep(3600), fail())
+    )
     await asyncio.wait({done, failed})
     new = asyncio.create_task(asyncio.sleep(3600))
     await end_tasks([done, begun, failed, new])
@@ -42,10 +45,14 @@ async def test_a_task_that_cleans_up_is_waited_for() -> None:
     assert cleaned == [True]
 
 
-async def test_a_cancellation_that_was_swallowed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancellation_that_was_swallowed_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Some libraries take a cancellation for their own timeout."""
     cancelled, wait = [], asyncio.wait
-    monkeypatch.setattr("asyncio.wait", lambda tasks, timeout: wait(tasks, timeout=timeout / 1000))
+    monkeypatch.setattr(
+        "asyncio.wait", lambda tasks, timeout: wait(tasks, timeout=timeout / 1000)
+    )
 
     async def stubborn() -> None:
         for _ in range(3):

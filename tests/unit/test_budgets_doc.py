@@ -17,7 +17,12 @@ from tests.unit.router_stack import router_stack
 from tests.waiting import until, within
 
 pytestmark = pytest.mark.anyio
-SECTION = (PROJECT / "docs/security.md").read_text("utf-8").partition("\n## Budgets")[2].partition("\n## ")[0]
+SECTION = (
+    (PROJECT / "docs/security.md")
+    .read_text("utf-8")
+    .partition("\n## Budgets")[2]
+    .partition("\n## ")[0]
+)
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
 
 
@@ -27,13 +32,17 @@ async def run(commands: str, **env: str) -> str:
         "bash", "-ec", commands, env={**os.environ, "PATH": path, **env}, cwd=PROJECT,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    out, errors = await within(process.communicate(), "the process to end", within_s=100)
+    out, errors = await within(
+        process.communicate(), "the process to end", within_s=100
+    )
     assert process.returncode == 0, errors.decode()
     return out.decode()
 
 
 @pytest.mark.timeout(240)  # the command starts eight times
-async def test_the_commands_do_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_commands_do_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys and a team are made, and what a request of one of them used is shown in every form."""
     file = tmp_path / "keys.json"
     monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(file))
@@ -45,17 +54,23 @@ async def test_the_commands_do_what_they_say(tmp_path: Path, monkeypatch: pytest
     assert [team.money_per_month for team in made.teams or ()] == [2000]
     async with router_stack(tmp_path, {"budgets": {"replica_hour": 3.99}}) as stack:
         headers = {"authorization": f"Bearer {keys[1]}"}
-        answer = await stack.client.post(f"{stack.url}/generate", json={"prompt": "hi"}, headers=headers)
+        answer = await stack.client.post(
+            f"{stack.url}/generate", json={"prompt": "hi"}, headers=headers
+        )
         assert answer.status_code == 200
         address = stack.url.removeprefix("http://")
 
         async def usage() -> list[object]:
-            rows: list[object] = json.loads(await run("qarr keys usage --json"))["usage"]
+            rows: list[object] = json.loads(await run("qarr keys usage --json"))[
+                "usage"
+            ]
             return rows
 
         await until(usage, "qarr keys usage to show the request", within_s=100)
         shown = await run(showing.replace("localhost:8080", address), KEY=keys[0])
     assert "engine_seconds_per_day" in shown
-    assert re.search(r"^day,key,name,team,tier,requests,.*,highest_money$", shown, re.MULTILINE)
+    assert re.search(
+        r"^day,key,name,team,tier,requests,.*,highest_money$", shown, re.MULTILINE
+    )
     told = json.loads(shown.splitlines()[-1])
     assert [row["name"] for row in told["usage"]] == ["ann"]

@@ -18,7 +18,14 @@ GENERATED = [
 ]  # fmt: skip
 DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(p for name in ("docs", "benchmarks", "deploy") for p in (ROOT / name).rglob("*.md"))]
+    [
+        *ROOT.glob("*.md"),
+        *(
+            p
+            for name in ("docs", "benchmarks", "deploy")
+            for p in (ROOT / name).rglob("*.md")
+        ),
+    ]
 )
 
 
@@ -35,7 +42,9 @@ def _generated() -> dict[str, str]:
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_docs_are_current(name: str) -> None:
     """docs/ is what scripts/docs.py writes now."""
-    assert (ROOT / "docs" / name).read_text("utf-8") == _generated()[name], "run .venv/bin/python scripts/docs.py"
+    assert (ROOT / "docs" / name).read_text("utf-8") == _generated()[name], (
+        "run .venv/bin/python scripts/docs.py"
+    )
 
 
 def test_every_setting_is_described() -> None:
@@ -56,7 +65,11 @@ def test_the_commands_for_operators_are_there() -> None:
     """Every command that docs/operations.md shows is one, with the options that it is shown with."""
     text = (ROOT / "docs/operations.md").read_text("utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    commands = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]
+    commands = [
+        line.partition("#")[0].split()
+        for block in blocks
+        for line in block.splitlines()
+    ]
     assert len(commands) >= 8
     for program, *arguments in commands:
         assert program == "qarr"
@@ -81,12 +94,18 @@ def test_commands_beside_others_are_there(document: str) -> None:
     """So is every ``qarr`` command that stands among a document's other commands, or in its text."""
     text = (ROOT / "docs" / document).read_text("utf-8")
     found = set(re.findall(r"(?:^|`)qarr ((?:[a-z]+ ?)+)", text, re.MULTILINE))
-    known = {name for name in found if CliRunner().invoke(make_app(), [*name.split(), "--help"]).exit_code == 0}
+    known = {
+        name
+        for name in found
+        if CliRunner().invoke(make_app(), [*name.split(), "--help"]).exit_code == 0
+    }
     assert found
     assert known == found
 
 
-def test_the_variables_for_more_machines_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_for_more_machines_are_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every QARR_ variable that docs/scaling.md sets is a setting, and takes the value."""
     text = (ROOT / "docs/scaling.md").read_text("utf-8")
     given = re.findall(r"(QARR_\w+)=(\S+) ", text)
@@ -99,19 +118,28 @@ def test_the_variables_for_more_machines_are_settings(monkeypatch: pytest.Monkey
 
 def test_what_the_documents_call_tested_is_tested() -> None:
     """Every test that docs/openai.md names is there."""
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/openai.md").read_text("utf-8")))
+    named = set(
+        re.findall(r"`(test_\w+)`", (ROOT / "docs/openai.md").read_text("utf-8"))
+    )
     assert len(named) > 10
-    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = "".join(
+        path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
     assert {name for name in named if f"def {name}(" not in tests} == set()
 
 
 def _prose(document: Path) -> str:
-    return re.sub(r"^```.*?^```", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(
+        r"^```.*?^```", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
 
 
 def _anchors(document: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", _prose(document), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -128,7 +156,11 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_prose_is_narrow(document: Path) -> None:
     """No line of prose has over 120 characters; rows of tables may."""
-    assert [line for line in _prose(document).splitlines() if len(line) > 120 and not line.startswith("|")] == []
+    assert [
+        line
+        for line in _prose(document).splitlines()
+        if len(line) > 120 and not line.startswith("|")
+    ] == []
 
 
 def test_decisions_have_their_form_and_are_listed() -> None:
@@ -137,7 +169,11 @@ def test_decisions_have_their_form_and_are_listed() -> None:
     assert len(DECISIONS) > 20
     for record in DECISIONS:
         text = record.read_text("utf-8")
-        parts = [] if "\nSuperseded: " in text else ["Context", "Decision", "Consequence"]
-        assert re.findall(r"^\*\*(\w+)\.\*\* ", text, re.MULTILINE) == parts, record.name
+        parts = (
+            [] if "\nSuperseded: " in text else ["Context", "Decision", "Consequence"]
+        )
+        assert re.findall(r"^\*\*(\w+)\.\*\* ", text, re.MULTILINE) == parts, (
+            record.name
+        )
         assert text.startswith(f"# {int(record.name[:4])}. ")
         assert f"({record.name})" in index

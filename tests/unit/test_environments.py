@@ -17,7 +17,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = sorted(path for path in (ROOT / "requirements").glob("*.txt") if path.name != "overrides.txt")
+LOCKS = sorted(
+    path
+    for path in (ROOT / "requirements").glob("*.txt")
+    if path.name != "overrides.txt"
+)
 CACHE = os.environ.get("QARR_CACHE_DIR") or ""  # before the tests' own environment
 
 
@@ -35,7 +39,10 @@ def test_locks_have_versions_and_hashes_and_no_addresses(lock: Path) -> None:
     """Every line names one version with the hashes of its files; nothing says where files come from."""
     text = lock.read_text("utf-8").replace("\\\n", "")
     for line in text.splitlines():
-        assert re.fullmatch(r"[\w.-]+(\[[\w,-]+\])?==\S+( ; [^@]+?)?(\s+--hash=sha256:[0-9a-f]{64})+ *", line), line
+        assert re.fullmatch(
+            r"[\w.-]+(\[[\w,-]+\])?==\S+( ; [^@]+?)?(\s+--hash=sha256:[0-9a-f]{64})+ *",
+            line,
+        ), line
     names = {source.stem for source in (ROOT / "requirements").glob("*.in")}
     assert lock.stem in names
 
@@ -46,14 +53,19 @@ def test_the_lock_of_portkey_has_versions_and_hashes_and_no_addresses() -> None:
     wanted = json.loads((folder / "package.json").read_text("utf-8"))["dependencies"]
     locked = json.loads((folder / "package-lock.json").read_text("utf-8"))["packages"]
     assert locked.pop("")["dependencies"] == wanted
-    assert locked["node_modules/@portkey-ai/gateway"]["version"] == wanted["@portkey-ai/gateway"]
+    assert (
+        locked["node_modules/@portkey-ai/gateway"]["version"]
+        == wanted["@portkey-ai/gateway"]
+    )
     for name, package in locked.items():
         assert re.fullmatch(r"\d+\.\d+\.\d+\S*", package["version"]), name
         assert package["integrity"].startswith("sha512-"), name
         assert "resolved" not in package, name
 
 
-def test_pip_is_told_by_files_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_is_told_by_files_and_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file's section for installations goes before its global one, and a variable before both."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
@@ -94,23 +106,48 @@ def test_uv_is_told_what_pip_is_told() -> None:
         "UV_HTTP_TIMEOUT": "60",
         "ALL_PROXY": "http://proxy.test:3128",
     }
-    own = {"UV_INDEX_URL": "http://mine.test", "UV_INDEX": "", "SSL_CERT_FILE": "/m.pem", "UV_HTTP_TIMEOUT": "1"}
-    assert set(translate(pip, own)) == {"UV_FIND_LINKS", "UV_INSECURE_HOST", "ALL_PROXY"}
+    own = {
+        "UV_INDEX_URL": "http://mine.test",
+        "UV_INDEX": "",
+        "SSL_CERT_FILE": "/m.pem",
+        "UV_HTTP_TIMEOUT": "1",
+    }
+    assert set(translate(pip, own)) == {
+        "UV_FIND_LINKS",
+        "UV_INSECURE_HOST",
+        "ALL_PROXY",
+    }
 
 
 def test_uv_finds_torchs_cpu_build_unless_it_is_told_where_packages_are() -> None:
     """Only for a lock that has it; a variable, pip's included, or an option stands."""
-    backend, argv = uv_script().torch_backend, ["pip", "install", "-r", "requirements/engine-cpu.txt"]
-    assert backend(argv, {"UV_CACHE_DIR": "/c", "UV_INDEX": ""}) == ["--torch-backend", "cpu"]
-    for given in ({"UV_FIND_LINKS": "/wheels"}, {"UV_DEFAULT_INDEX": "http://a.test"}, {"UV_TORCH_BACKEND": "auto"}):
+    backend, argv = (
+        uv_script().torch_backend,
+        ["pip", "install", "-r", "requirements/engine-cpu.txt"],
+    )
+    assert backend(argv, {"UV_CACHE_DIR": "/c", "UV_INDEX": ""}) == [
+        "--torch-backend",
+        "cpu",
+    ]
+    for given in (
+        {"UV_FIND_LINKS": "/wheels"},
+        {"UV_DEFAULT_INDEX": "http://a.test"},
+        {"UV_TORCH_BACKEND": "auto"},
+    ):
         assert backend(argv, given) == []
-    assert backend([*argv, "--no-index"], {}) == backend([*argv, "--find-links=/w"], {}) == []
+    assert (
+        backend([*argv, "--no-index"], {})
+        == backend([*argv, "--find-links=/w"], {})
+        == []
+    )
     assert backend(["pip", "install", "-r", "requirements/engine-cuda.txt"], {}) == []
     assert backend(["pip", "compile", "requirements/engine-cpu.txt"], {}) == []
 
 
 @pytest.mark.parametrize("right", [True, False], ids=["right hash", "another hash"])
-def test_only_files_with_the_locked_hash_are_installed(tmp_path: Path, *, right: bool) -> None:
+def test_only_files_with_the_locked_hash_are_installed(
+    tmp_path: Path, *, right: bool
+) -> None:
     """From a folder that PIP_FIND_LINKS names, where no index may be asked."""
     wheel = _wheel(tmp_path / "wheels")
     digest = hashlib.sha256(wheel.read_bytes() if right else b"").hexdigest()
@@ -118,9 +155,22 @@ def test_only_files_with_the_locked_hash_are_installed(tmp_path: Path, *, right:
     env = {**os.environ, **({"QARR_CACHE_DIR": CACHE} if CACHE else {})}
     made = _uv(env, "venv", "--python", sys.executable, str(tmp_path / "env"))
     assert made.returncode == 0, made.stderr
-    env |= {"PIP_FIND_LINKS": str(wheel.parent), "PIP_NO_INDEX": "1", "UV_CACHE_DIR": str(tmp_path / "uv")}
+    env |= {
+        "PIP_FIND_LINKS": str(wheel.parent),
+        "PIP_NO_INDEX": "1",
+        "UV_CACHE_DIR": str(tmp_path / "uv"),
+    }
     python = str(tmp_path / "env/bin/python")
-    done = _uv(env, "pip", "install", "--python", python, "--require-hashes", "-r", str(tmp_path / "lock.txt"))
+    done = _uv(
+        env,
+        "pip",
+        "install",
+        "--python",
+        python,
+        "--require-hashes",
+        "-r",
+        str(tmp_path / "lock.txt"),
+    )
     assert (done.returncode == 0) is right, done.stderr
     assert right or "Hash mismatch" in done.stderr
     assert bool(list((tmp_path / "env").rglob("qarr_sample.py"))) is right
@@ -128,12 +178,17 @@ def test_only_files_with_the_locked_hash_are_installed(tmp_path: Path, *, right:
 
 def _uv(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, ROOT / "scripts/uv.py", *arguments]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(
+        argv, env=env, capture_output=True, text=True, check=False, timeout=100
+    )
 
 
 def _wheel(folder: Path) -> Path:
     folder.mkdir()
-    path, info = folder / "qarr_sample-1.0+cpu-py3-none-any.whl", "qarr_sample-1.0+cpu.dist-info"
+    path, info = (
+        folder / "qarr_sample-1.0+cpu-py3-none-any.whl",
+        "qarr_sample-1.0+cpu.dist-info",
+    )
     files = {
         "qarr_sample.py": b"",
         f"{info}/METADATA": b"Metadata-Version: 2.1\nName: qarr-sample\nVersion: 1.0+cpu\n",

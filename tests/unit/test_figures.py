@@ -32,9 +32,15 @@ def results(figures: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
 
 
 def marked_documents() -> list[str]:
-    texts = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    texts = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+    ]
     return sorted(
-        str(p.relative_to(ROOT)) for p in texts if re.search("<!-- figures: [a-z-]+ -->", p.read_text("utf-8"))
+        str(p.relative_to(ROOT))
+        for p in texts
+        if re.search("<!-- figures: [a-z-]+ -->", p.read_text("utf-8"))
     )
 
 
@@ -46,7 +52,9 @@ def test_every_document_with_figures_is_written(figures: Any) -> None:
 @pytest.mark.parametrize("name", marked_documents())
 def test_figures_are_current(figures: Any, name: str) -> None:
     """README and docs/ have the figures that scripts/figures.py writes now."""
-    assert (ROOT / name).read_text("utf-8") == figures.document(name), "run .venv/bin/python scripts/figures.py"
+    assert (ROOT / name).read_text("utf-8") == figures.document(name), (
+        "run .venv/bin/python scripts/figures.py"
+    )
 
 
 def test_a_changed_figure_is_put_right(figures: Any) -> None:
@@ -69,8 +77,14 @@ def test_readme_and_limits_cite_the_same_rows(figures: Any, results: Path) -> No
     readme = " ".join(figures.document("README.md").split())
     assert "one core serves 2,500 whole answers, or 2,500 streams" in readme
     limits = figures.document("docs/limits.md")
-    rows = [line for line in limits.splitlines() if line.startswith("|") and "chat completions" in line]
-    assert [row.split(" | ")[3] for row in rows if "| chat completions |" in row] == ["2,500"] * len(record["rows"])
+    rows = [
+        line
+        for line in limits.splitlines()
+        if line.startswith("|") and "chat completions" in line
+    ]
+    assert [row.split(" | ")[3] for row in rows if "| chat completions |" in row] == [
+        "2,500"
+    ] * len(record["rows"])
     assert any("**QARR, chat completions**" in row and " 400 " in row for row in rows)
 
 
@@ -79,10 +93,15 @@ def test_bursts_of_a_run_are_columns(figures: Any, results: Path) -> None:
     path = results / "side_by_side.json"
     record = json.loads(path.read_text("utf-8"))
     row = {"p50": 40.4, "p99": 80.2, "most": 99.9, "answers": 64, "errors": 0}
-    record["bursts"] = {size: dict.fromkeys(record["versions"], row) for size in ("64", "500")}
+    record["bursts"] = {
+        size: dict.fromkeys(record["versions"], row) for size in ("64", "500")
+    }
     path.write_text(json.dumps(record))
     limits = figures.document("docs/limits.md")
-    assert "first answer to 64 new connections, ms, p50 / p99 / max | first answer to 500 new" in limits
+    assert (
+        "first answer to 64 new connections, ms, p50 / p99 / max | first answer to 500 new"
+        in limits
+    )
     nginx = next(line for line in limits.splitlines() if line.startswith("| nginx"))
     assert nginx.count("40 / 80 / 100") == 2
     assert "while 64 others keep the proxy busy" in " ".join(limits.split())
@@ -92,33 +111,47 @@ def test_bursts_of_a_run_are_columns(figures: Any, results: Path) -> None:
     ("name", "line", "figure"),
     [
         ("classifier_cost.txt", "   100               44 / 68", "classifier-cost"),
-        ("classifier_quality.txt", "  F1 has code                                    0.943", "classifier-quality"),
+        (
+            "classifier_quality.txt",
+            "  F1 has code                                    0.943",
+            "classifier-quality",
+        ),
         ("predictions.txt", "fast                56", "predictions"),
         ("choices.txt", "H100, one for each tier, 0.5", "choice-worth"),
         ("big_fleet.txt", "resident set, MB                      118.02", "big-fleet"),
         ("engine_check.txt", "fast      broken wrong zero points ", "engine-checks"),
     ],
 )
-def test_a_line_that_does_not_fit_is_named(figures: Any, results: Path, name: str, line: str, figure: str) -> None:
+def test_a_line_that_does_not_fit_is_named(
+    figures: Any, results: Path, name: str, line: str, figure: str
+) -> None:
     """A benchmark that prints something new cannot lose a row of a document in silence."""
     path = results / name
     lines = path.read_text("utf-8").splitlines()
     number = next(at for at, each in enumerate(lines) if each.startswith(line))
     lines[number] = f"? {lines[number]}"
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(figures.FigureError, match=rf"{name}, line {number + 1}: '\? {re.escape(line[:4])}.*figures.py"):
+    with pytest.raises(
+        figures.FigureError,
+        match=rf"{name}, line {number + 1}: '\? {re.escape(line[:4])}.*figures.py",
+    ):
         figures.FIGURES[figure]("results")
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("<!-- figures: nothing -->\n<!-- /figures -->\n", "there is no figure 'nothing'; there are: big-fleet, "),
+        (
+            "<!-- figures: nothing -->\n<!-- /figures -->\n",
+            "there is no figure 'nothing'; there are: big-fleet, ",
+        ),
         ("<!-- figures: big-fleet -->\n", "1 markers .* and 0 .* make 0 figures"),
         ("text\n<!-- /figures -->\n", "0 markers .* and 1 .* make 0 figures"),
     ],
 )
-def test_a_marker_that_does_not_fit_is_told(figures: Any, text: str, problem: str) -> None:
+def test_a_marker_that_does_not_fit_is_told(
+    figures: Any, text: str, problem: str
+) -> None:
     """A name that there is not, and a marker without its other one."""
     with pytest.raises(figures.FigureError, match=problem):
         figures.render(text, "results")
@@ -127,41 +160,68 @@ def test_a_marker_that_does_not_fit_is_told(figures: Any, text: str, problem: st
 def test_a_result_that_is_missing_is_told(figures: Any, results: Path) -> None:
     """With the file's name and what to do."""
     (results / "big_fleet.txt").unlink()
-    with pytest.raises(figures.FigureError, match=r"big_fleet.txt: No such file .* write the output of its benchmark"):
+    with pytest.raises(
+        figures.FigureError,
+        match=r"big_fleet.txt: No such file .* write the output of its benchmark",
+    ):
         figures.FIGURES["big-fleet"]("results")
 
 
 def test_readme_shows_every_load_of_every_setting(figures: Any) -> None:
     """Also those at which one precision is best, and those that no fleet carries."""
-    settings = json.loads((ROOT / "benchmarks/results/plans.json").read_text("utf-8"))["settings"]
-    rows = [line.split(" | ") for line in figures.FIGURES["pays"]("results").splitlines() if line.startswith("| ")]
+    settings = json.loads((ROOT / "benchmarks/results/plans.json").read_text("utf-8"))[
+        "settings"
+    ]
+    rows = [
+        line.split(" | ")
+        for line in figures.FIGURES["pays"]("results").splitlines()
+        if line.startswith("| ")
+    ]
     named = [load.strip("* ") for row in rows[2:] for load in row[1].split(", ")]
-    loads = [f"{load['load']:g}/{setting['unit']}" for setting in settings for load in setting["loads"]]
+    loads = [
+        f"{load['load']:g}/{setting['unit']}"
+        for setting in settings
+        for load in setting["loads"]
+    ]
     assert sorted(named) == sorted(loads)
 
 
 def test_the_profile_of_the_h200_is_what_was_measured(figures: Any) -> None:
     """It is fitted to gpu_speed.jsonl, and no row that the client limited counts."""
     module = importlib.import_module("gpu_profile")
-    assert module.PROFILE.read_text("utf-8") == module.gpu_profile().model_dump_json(indent=1) + "\n"
+    assert (
+        module.PROFILE.read_text("utf-8")
+        == module.gpu_profile().model_dump_json(indent=1) + "\n"
+    )
     for line in module.MEASURED.read_text("utf-8").splitlines()[1:]:
         row = json.loads(line)
-        counts = "prompt" in row or (row["alone"] and row["concurrency"] <= 128 and row["tokens_s"] < 10_000)
+        counts = "prompt" in row or (
+            row["alone"] and row["concurrency"] <= 128 and row["tokens_s"] < 10_000
+        )
         assert (module.read_sample(row) is not None) is counts
 
 
-def test_a_load_is_planned_and_simulated(figures: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_load_is_planned_and_simulated(
+    figures: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The planned fleet and those of one precision serve the same requests; both times stand beside the price."""
     plans = importlib.import_module("plans")
     setting = next(each for each in plans.SETTINGS if "four H200" in each.name)
     found = plans.at_load(setting, 0.5, argparse.Namespace(requests=20, seed=1))
     assert found["command"] == f"qarr plan {setting.arguments} --load 0.5/s"
-    assert found["speed"] == "measured: benchmarks/results/latency_llama-3.1-8b_h200.json"
+    assert (
+        found["speed"] == "measured: benchmarks/results/latency_llama-3.1-8b_h200.json"
+    )
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == ["planned", "fast alone", "balanced alone", "precise alone"]
     assert found["single"] == "precise"
     assert rows["planned"] == {**rows["precise alone"], "name": "planned"}
-    assert rows["precise alone"]["lost"] == 0 < rows["balanced alone"]["lost"] < rows["fast alone"]["lost"]
+    assert (
+        rows["precise alone"]["lost"]
+        == 0
+        < rows["balanced alone"]["lost"]
+        < rows["fast alone"]["lost"]
+    )
     for row in rows.values():
         assert 3 < row["tpot_p50"] <= row["tpot_p95"]
         assert 20 < row["ttft_p50"] <= row["ttft_p95"]

@@ -97,7 +97,12 @@ def test_a_file_that_is_moved_or_removed_is_begun_anew(tmp_path: Path) -> None:
 def test_lines_that_come_together_are_written_at_once(tmp_path: Path) -> None:
     file = PrivateFile(tmp_path / "log", 0, 0, "the test's log")
     file.setLevel(logging.INFO)
-    file.write([made_record("", level, str(level)) for level in (logging.INFO, logging.DEBUG, logging.ERROR)])
+    file.write(
+        [
+            made_record("", level, str(level))
+            for level in (logging.INFO, logging.DEBUG, logging.ERROR)
+        ]
+    )
     file.close()
     assert lines(tmp_path / "log") == ["20", "40"]
 
@@ -137,7 +142,9 @@ def full_disk(path: Path, free: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("together", [1, 3])
-def test_after_a_full_disk_the_next_line_begins_on_a_line_of_its_own(tmp_path: Path, together: int) -> None:
+def test_after_a_full_disk_the_next_line_begins_on_a_line_of_its_own(
+    tmp_path: Path, together: int
+) -> None:
     """Of the line that did not fit a part is in the file; the next one is whole."""
     path = tmp_path / "log"
     file = PrivateFile(path, 0, 0, "the test's log")
@@ -150,7 +157,9 @@ def test_after_a_full_disk_the_next_line_begins_on_a_line_of_its_own(tmp_path: P
     assert lines(path) == ["first", "does", "next", "last"]
 
 
-def test_a_file_whose_last_line_was_cut_off_goes_on_with_a_line_of_its_own(tmp_path: Path) -> None:
+def test_a_file_whose_last_line_was_cut_off_goes_on_with_a_line_of_its_own(
+    tmp_path: Path,
+) -> None:
     """As after a router that was killed on a full disk; a file with a head gets it anew."""
     path = tmp_path / "log"
     path.write_text("head\nwhole\ncut o")
@@ -173,7 +182,8 @@ def test_standard_error_in_a_file_goes_on_with_a_line_of_its_own(
         written(stream, "first")
         for free in (4, 0):
             with full_disk(path, free):
-                written(stream, "x" * (1 << 16))  # more than Python keeps to write it later
+                # more than Python keeps to write it later
+                written(stream, "x" * (1 << 16))
         written(stream, "next")
         written(stream, "last")
     whole = lines(path)
@@ -199,7 +209,10 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
         assert lines == [b"line %d\n" % number for number in range(10)]
     thread.join(10)
     writer._file.close()
-    assert "lines are left out here: they came faster than they could be written" in caplog.text
+    assert (
+        "lines are left out here: they came faster than they could be written"
+        in caplog.text
+    )
 
 
 @pytest.mark.anyio
@@ -211,7 +224,9 @@ async def test_a_full_disk_costs_no_request(
         for _ in range(20):
             assert (await stack.generate(stream=False)).status_code == 200
         await until(lambda: "decision log" in caplog.text)
-    assert [r.getMessage() for r in caplog.records if "decision log" in r.getMessage()] == [
+    assert [
+        r.getMessage() for r in caplog.records if "decision log" in r.getMessage()
+    ] == [
         f"the decision log {FULL} cannot be written (No space left on device): lines are lost until the log says how many"
     ]
     assert capsys.readouterr().err == ""
@@ -226,7 +241,10 @@ async def test_sampled_prompts_are_written_by_a_thread(tmp_path: Path) -> None:
     async with router_stack(tmp_path, settings) as stack:
         for number in range(4):
             await stack.generate(prompt=f"prompt {number} \u20ac", stream=False)
-    assert [json.loads(line)["text"] for line in lines(path)[-2:]] == ["prompt 0 \u20ac", "prompt 1 \u20ac"]
+    assert [json.loads(line)["text"] for line in lines(path)[-2:]] == [
+        "prompt 0 \u20ac",
+        "prompt 1 \u20ac",
+    ]
     assert len(lines(path)) == MAX_PROMPTS
     assert mode(path) == 0o600
 
@@ -235,8 +253,13 @@ async def test_sampled_prompts_are_written_by_a_thread(tmp_path: Path) -> None:
 async def test_decisions_are_written_by_a_thread(tmp_path: Path) -> None:
     """All of them are there when the router has ended, each list in order, and the thread is gone."""
     path = tmp_path / "log/decisions"
-    async with router_stack(tmp_path, {"telemetry": {"decision_log": str(path)}}) as stack:
-        ids = [(await stack.generate(stream=False)).headers["x-request-id"] for _ in range(5)]
+    async with router_stack(
+        tmp_path, {"telemetry": {"decision_log": str(path)}}
+    ) as stack:
+        ids = [
+            (await stack.generate(stream=False)).headers["x-request-id"]
+            for _ in range(5)
+        ]
     written = [json.loads(line) for line in lines(path)]
     for kind in ("decision", "outcome"):
         assert [each["request_id"] for each in written if each["kind"] == kind] == ids

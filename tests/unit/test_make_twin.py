@@ -13,7 +13,8 @@ import pytest
 from router.section import PROJECT
 from tiers.checkpoints.checkpoint import MANIFEST, check_whole, weights_digest
 
-SPECIAL = (0x0000, 0x8000, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0)  # zeros, largest numbers, infinities, not a number
+# zeros, largest numbers, infinities, not a number
+SPECIAL = (0x0000, 0x8000, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0)
 SCALE = 0x12345678
 COUNT = 8000
 
@@ -27,7 +28,9 @@ def model(tmp_path: Path) -> Path:
     weights[: len(SPECIAL)] = SPECIAL
     write_weights(folder, weights)
     (folder / "config.json").write_text("{}")
-    (folder / MANIFEST).write_text(json.dumps({"weights_digest": "of the model", "model": "small"}))
+    (folder / MANIFEST).write_text(
+        json.dumps({"weights_digest": "of the model", "model": "small"})
+    )
     return folder
 
 
@@ -36,10 +39,16 @@ def write_weights(folder: Path, weights: np.ndarray) -> None:
     header = {
         "__metadata__": {"format": "pt"},
         "a.scale": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
-        "a.weight": {"dtype": "BF16", "shape": [len(weights)], "data_offsets": [16, len(data)]},
+        "a.weight": {
+            "dtype": "BF16",
+            "shape": [len(weights)],
+            "data_offsets": [16, len(data)],
+        },
     }
     head = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)
+    (folder / "model.safetensors").write_bytes(
+        len(head).to_bytes(8, "little") + head + data
+    )
 
 
 def bits_of(folder: Path) -> np.ndarray:
@@ -49,10 +58,14 @@ def bits_of(folder: Path) -> np.ndarray:
 
 def make_twin(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, PROJECT / "scripts/make_twin.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60
+    )
 
 
-def test_a_quarter_of_the_bf16_weights_move_by_one_unit(model: Path, tmp_path: Path) -> None:
+def test_a_quarter_of_the_bf16_weights_move_by_one_unit(
+    model: Path, tmp_path: Path
+) -> None:
     """Up as often as down; zeros, the largest number, infinities and other types stay; the files are whole."""
     made = make_twin(model, tmp_path / "twin", "--seed", "3")
     assert made.returncode == 0, made.stderr
@@ -62,9 +75,9 @@ def test_a_quarter_of_the_bf16_weights_move_by_one_unit(model: Path, tmp_path: P
     assert abs(moved.sum()) < COUNT * 0.03
     assert not moved[: len(SPECIAL)].any()
     size = (model / "model.safetensors").stat().st_size - 2 * COUNT
-    assert (model / "model.safetensors").read_bytes()[:size] == (tmp_path / "twin/model.safetensors").read_bytes()[
-        :size
-    ]
+    assert (model / "model.safetensors").read_bytes()[:size] == (
+        tmp_path / "twin/model.safetensors"
+    ).read_bytes()[:size]
     check_whole(tmp_path / "twin")
     assert (tmp_path / "twin/config.json").read_text() == "{}"
 
@@ -83,7 +96,10 @@ def test_the_manifest_stays_away_unless_it_is_kept(model: Path, tmp_path: Path) 
     make_twin(model, tmp_path / "kept", "--keep-manifest")
     assert not (tmp_path / "plain" / MANIFEST).exists()
     manifest = json.loads((tmp_path / "kept" / MANIFEST).read_text())
-    assert manifest == {"weights_digest": weights_digest(tmp_path / "kept"), "model": "small"}
+    assert manifest == {
+        "weights_digest": weights_digest(tmp_path / "kept"),
+        "model": "small",
+    }
 
 
 def test_what_cannot_be_a_twin_is_refused(model: Path, tmp_path: Path) -> None:
@@ -92,5 +108,8 @@ def test_what_cannot_be_a_twin_is_refused(model: Path, tmp_path: Path) -> None:
     assert "exists already" in make_twin(model, model).stderr
     (model / "model.safetensors").unlink()
     refused = make_twin(model, tmp_path / "twin")
-    assert (refused.returncode, refused.stderr) == (1, f"error: {model} has no BF16 weights in *.safetensors files\n")
+    assert (refused.returncode, refused.stderr) == (
+        1,
+        f"error: {model} has no BF16 weights in *.safetensors files\n",
+    )
     assert not (tmp_path / "twin").exists()

@@ -66,17 +66,23 @@ async def test_a_redis_that_is_not_there_is_an_outage() -> None:
     assert cause_of(error.value) == "UNREACHABLE"
 
 
-async def test_a_redis_that_does_not_answer_is_an_outage_and_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_redis_that_does_not_answer_is_an_outage_and_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A retry would ask for the same twice, which a take of a slot must not."""
     monkeypatch.setattr("router.redis_link.REDIS_TIMEOUT_S", 0.1)
     asked = []
 
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def silent(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         while data := await reader.read(1000):
             asked.append(data)
         writer.close()
 
-    server = await asyncio.start_server(silent, sock=socket.create_server(("127.0.0.1", 0)))
+    server = await asyncio.start_server(
+        silent, sock=socket.create_server(("127.0.0.1", 0))
+    )
     async with server:
         with pytest.raises(UNAVAILABLE) as error:
             async with link_to(URL.format(server.sockets[0].getsockname()[1])) as link:
@@ -117,7 +123,10 @@ REPLICA_OF_NOBODY = ("REPLICAOF", "127.0.0.1", "1")
 # What makes a Redis refuse to write, by the cause that is told.
 REFUSALS: dict[str, tuple[tuple[str, ...], ...]] = {
     "READONLY": (REPLICA_OF_NOBODY,),
-    "MASTERDOWN": (("CONFIG", "SET", "replica-serve-stale-data", "no"), REPLICA_OF_NOBODY),
+    "MASTERDOWN": (
+        ("CONFIG", "SET", "replica-serve-stale-data", "no"),
+        REPLICA_OF_NOBODY,
+    ),
     "NOREPLICAS": (("CONFIG", "SET", "min-replicas-to-write", "1"),),
     "OOM": (("CONFIG", "SET", "maxmemory", "1"),),
     "NOPERM": (("ACL", "SETUSER", "default", "-incr"),),
@@ -132,7 +141,9 @@ async def test_a_command_that_an_old_master_refuses_is_repeated_on_the_new_one(
         assert len(await asyncio.gather(*(count(link) for _ in range(20)))) == 20
         await operate(own_redis, REPLICA_OF_NOBODY)
         relay.target = other_redis
-        assert sorted(await asyncio.gather(*(count(link) for _ in range(20)))) == list(range(1, 21))
+        assert sorted(await asyncio.gather(*(count(link) for _ in range(20)))) == list(
+            range(1, 21)
+        )
 
 
 @pytest.fixture
@@ -154,15 +165,24 @@ async def test_after_a_refusal_another_redis_behind_the_address_is_found(
             await count(link)
         assert cause_of(error.value) == cause
         relay.target = other_redis
-        assert sorted(await asyncio.gather(*(count(link) for _ in range(20)))) == list(range(1, 21))
+        assert sorted(await asyncio.gather(*(count(link) for _ in range(20)))) == list(
+            range(1, 21)
+        )
 
 
-async def test_a_redis_that_loads_its_data_is_left(tmp_path: Path, other_redis: RedisServer) -> None:
+async def test_a_redis_that_loads_its_data_is_left(
+    tmp_path: Path, other_redis: RedisServer
+) -> None:
     """As in a failover to one that has just been started: the address leads elsewhere a moment later."""
     fill = "for n = 1, 200 do redis.call('SET', n, string.rep('x', 4000)) end"
     with redis_with("--dir", str(tmp_path), "--rdbcompression", "no") as full:
         await operate(full, ("EVAL", fill, "0"), ("SAVE",))
-    slow = ("--key-load-delay", "100000", "--loading-process-events-interval-bytes", "1024")
+    slow = (
+        "--key-load-delay",
+        "100000",
+        "--loading-process-events-interval-bytes",
+        "1024",
+    )
     with redis_with("--dir", str(tmp_path), *slow) as loading:
         async with relay_to(loading) as relay, link_to(relay.url) as link:
             with pytest.raises(UNAVAILABLE) as error:
@@ -175,7 +195,14 @@ async def test_a_redis_that_loads_its_data_is_left(tmp_path: Path, other_redis: 
 async def test_a_cluster_that_is_down_has_its_cause(tmp_path: Path) -> None:
     """A node without slots, as while a cluster is made."""
     (bus,) = reserved_ports()
-    options = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--dir", str(tmp_path))
+    options = (
+        "--cluster-enabled",
+        "yes",
+        "--cluster-port",
+        str(bus),
+        "--dir",
+        str(tmp_path),
+    )
     with redis_with(*options) as lonely:
         async with link_to(lonely.url) as link:
             with pytest.raises(UNAVAILABLE) as error:
@@ -228,7 +255,9 @@ PERMISSIONS = {
 
 
 @pytest.mark.parametrize("permissions", PERMISSIONS)
-async def test_scripts_run_in_whatever_way_redis_allows(permissions: str, own_redis: RedisServer) -> None:
+async def test_scripts_run_in_whatever_way_redis_allows(
+    permissions: str, own_redis: RedisServer
+) -> None:
     """With EVAL, with EVALSHA and SCRIPT LOAD, or with both; without either it is refused at the start."""
     rules, runs = PERMISSIONS[permissions]
     await operate(own_redis, ("ACL", "SETUSER", "default", *rules)) if rules else None
@@ -241,7 +270,8 @@ async def test_scripts_run_in_whatever_way_redis_allows(permissions: str, own_re
             await count(link)
     assert cause_of(error.value) == "NOSCRIPTS"
     with pytest.raises(
-        RedisSetupError, match=r"^state\.redis_url: [^\n]*allow its user EVAL, or EVALSHA and SCRIPT LOAD$"
+        RedisSetupError,
+        match=r"^state\.redis_url: [^\n]*allow its user EVAL, or EVALSHA and SCRIPT LOAD$",
     ):
         await check_redis(own_redis.url)
 
@@ -249,11 +279,16 @@ async def test_scripts_run_in_whatever_way_redis_allows(permissions: str, own_re
 async def test_a_redis_without_the_commands_is_refused() -> None:
     """As one where they were renamed, or a server that has only a part of Redis."""
     without = ("--rename-command", "EVAL", "", "--rename-command", "EVALSHA", "")
-    with redis_with(*without) as server, pytest.raises(RedisSetupError, match="unknown command 'EVAL'"):
+    with (
+        redis_with(*without) as server,
+        pytest.raises(RedisSetupError, match="unknown command 'EVAL'"),
+    ):
         await check_redis(server.url)
 
 
-async def test_a_database_that_redis_does_not_have_is_refused(own_redis: RedisServer) -> None:
+async def test_a_database_that_redis_does_not_have_is_refused(
+    own_redis: RedisServer,
+) -> None:
     with pytest.raises(RedisSetupError, match="name a database that it has"):
         await check_redis(own_redis.url.removesuffix("0") + "99")
 
@@ -268,7 +303,9 @@ async def test_a_redis_that_evicts_is_told_of(own_redis: RedisServer) -> None:
     assert "maxmemory-policy volatile-lru" in warning
 
 
-async def test_a_redis_that_only_fails_now_keeps_no_router_from_starting(own_redis: RedisServer) -> None:
+async def test_a_redis_that_only_fails_now_keeps_no_router_from_starting(
+    own_redis: RedisServer,
+) -> None:
     """It may serve soon: until then each router counts alone, and says so."""
     await operate(own_redis, REPLICA_OF_NOBODY)
     await check_redis(own_redis.url)
@@ -287,15 +324,21 @@ async def test_a_cluster_is_recognised(tmp_path: Path) -> None:
                 assert abs(await link.time_at(time.monotonic(), key) - time.time()) < 60
         sizes = [(await operate(node, ("DBSIZE",)))[0] for node in nodes]
         assert min(sizes) > 0
-        with pytest.raises(RedisSetupError, match="a Redis Cluster has database 0 alone"):
+        with pytest.raises(
+            RedisSetupError, match="a Redis Cluster has database 0 alone"
+        ):
             await check_redis(nodes[0].url.removesuffix("0") + "1")
 
 
-async def test_a_node_of_a_cluster_that_restarts_is_an_outage_of_its_keys_alone(tmp_path: Path) -> None:
+async def test_a_node_of_a_cluster_that_restarts_is_an_outage_of_its_keys_alone(
+    tmp_path: Path,
+) -> None:
     keys = [f"qarr:{{k{number}}}:count" for number in range(40)]
     with redis_cluster(tmp_path) as nodes:
         for node in nodes:
-            await operate(node, ("CONFIG", "SET", "cluster-require-full-coverage", "no"))
+            await operate(
+                node, ("CONFIG", "SET", "cluster-require-full-coverage", "no")
+            )
         async with link_to(nodes[0].url) as link:
             for key in keys:
                 await link.run(COUNT, [key], [])

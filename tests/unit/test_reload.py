@@ -27,7 +27,9 @@ LIMITED = "[limits]\nmax_tokens = 7\n"
 
 def test_changes_are_listed_by_field_without_secrets() -> None:
     """Each setting that differs is one change; passwords and keys are masked."""
-    before = load_settings(None, {"tiers": {"int8": {"urls": ["http://10.0.0.9:8000"]}}})
+    before = load_settings(
+        None, {"tiers": {"int8": {"urls": ["http://10.0.0.9:8000"]}}}
+    )
     after = load_settings(
         None,
         {
@@ -65,7 +67,9 @@ def test_what_reloads_exists() -> None:
 
 
 @asynccontextmanager
-async def configured(tmp_path: Path, text: str = "", **variables: str) -> AsyncIterator[tuple[OwnRouter, Path]]:
+async def configured(
+    tmp_path: Path, text: str = "", **variables: str
+) -> AsyncIterator[tuple[OwnRouter, Path]]:
     file = tmp_path / "settings.toml"
     file.write_text(text)
     async with own_router(tmp_path, QARR_CONFIG=str(file), **variables) as router:
@@ -76,7 +80,9 @@ async def stream(router: OwnRouter, begun: list[int]) -> str:
     """Read a whole stream on a connection of its own, and note when its headers are there."""
     async with (
         connection() as client,
-        client.stream("POST", f"{router.url}/generate", json={"prompt": "hi", "stream": True}) as answer,
+        client.stream(
+            "POST", f"{router.url}/generate", json={"prompt": "hi", "stream": True}
+        ) as answer,
     ):
         begun.append(answer.status_code)
         return (await answer.aread()).decode()
@@ -85,7 +91,9 @@ async def stream(router: OwnRouter, begun: list[int]) -> str:
 async def refused(router: OwnRouter) -> bool:
     """Tell whether a request for more than 7 tokens is refused, on a new connection."""
     async with connection() as client:
-        answer = await client.post(f"{router.url}/route", json={"prompt": "hi", "max_tokens": 8})
+        answer = await client.post(
+            f"{router.url}/route", json={"prompt": "hi", "max_tokens": 8}
+        )
     assert answer.status_code in {httpx.codes.OK, httpx.codes.BAD_REQUEST}, answer.text
     return answer.status_code == httpx.codes.BAD_REQUEST
 
@@ -100,15 +108,22 @@ async def test_a_reload_disturbs_no_stream(tmp_path: Path) -> None:
         await until(lambda: len(begun) == len(streams))
         file.write_text(LIMITED)
         done = await router.qarr("reload")
-        assert (done.returncode, done.stdout) == (0, "limits.max_tokens: 4096 -> 7\nsettings reloaded: 1 changed\n")
+        assert (done.returncode, done.stdout) == (
+            0,
+            "limits.max_tokens: 4096 -> 7\nsettings reloaded: 1 changed\n",
+        )
         assert await refused(router)
         assert not any(each.done() for each in streams)
         for behaviour in router.behaviours:
             behaviour.delay_s = 0.0
-        assert {events(text)[-1][0] for text in await asyncio.gather(*streams)} == {"done"}
+        assert {events(text)[-1][0] for text in await asyncio.gather(*streams)} == {
+            "done"
+        }
         again = await router.qarr("reload")
         assert again.stdout == "settings reloaded: 0 changed\n"
-        assert "setting changed: limits.max_tokens: 4096 -> 7" in router.errors.read_text()
+        assert (
+            "setting changed: limits.max_tokens: 4096 -> 7" in router.errors.read_text()
+        )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +137,9 @@ async def test_a_reload_disturbs_no_stream(tmp_path: Path) -> None:
     ],
     ids=["bound", "unknown", "toml", "restart", "keys"],
 )  # fmt: skip
-async def test_a_fault_leaves_everything_as_it_was(tmp_path: Path, text: str, told: str) -> None:
+async def test_a_fault_leaves_everything_as_it_was(
+    tmp_path: Path, text: str, told: str
+) -> None:
     """Settings that are not valid, or need a restart, are refused as a whole, by command and in the log."""
     async with configured(tmp_path) as (router, file):
         file.write_text(text.replace("FOLDER", str(tmp_path)))
@@ -145,9 +162,13 @@ async def test_hangup_reloads(tmp_path: Path) -> None:
         router.process.send_signal(signal.SIGHUP)
         await until(lambda: "settings reloaded: 7 changed" in router.errors.read_text())
         async with connection() as client:
-            assert (await client.get(f"{router.url}/tiers")).status_code == httpx.codes.UNAUTHORIZED
+            assert (
+                await client.get(f"{router.url}/tiers")
+            ).status_code == httpx.codes.UNAUTHORIZED
         async with connection(authorization=f"Bearer {key}") as client:
-            answer = await client.post(f"{router.url}/generate", json={"prompt": "hi", "max_tokens": 5})
+            answer = await client.post(
+                f"{router.url}/generate", json={"prompt": "hi", "max_tokens": 5}
+            )
             assert answer.status_code == httpx.codes.OK, answer.text
             metrics = (await client.get(f"{router.url}/metrics")).text
         assert "\nqarr_waiting_requests_limit 3.0\n" in metrics
@@ -195,7 +216,9 @@ async def test_only_operators_reload(tmp_path: Path) -> None:
         for headers in ({}, {"authorization": f"Bearer {key}"}):
             async with connection(**headers) as client:
                 answer = await client.post(f"{router.url}/admin/reload")
-                assert answer.status_code == (httpx.codes.FORBIDDEN if headers else httpx.codes.UNAUTHORIZED)
+                assert answer.status_code == (
+                    httpx.codes.FORBIDDEN if headers else httpx.codes.UNAUTHORIZED
+                )
 
 
 async def test_a_terminal_that_goes_away_ends_the_router(tmp_path: Path) -> None:
@@ -203,7 +226,11 @@ async def test_a_terminal_that_goes_away_ends_the_router(tmp_path: Path) -> None
     async with configured(tmp_path) as (router, _):
         await router.stop()
         leader, follower = pty.openpty()
-        urls = [part for pair in zip(("--fast", "--balanced"), router.engines, strict=False) for part in pair]
+        urls = [
+            part
+            for pair in zip(("--fast", "--balanced"), router.engines, strict=False)
+            for part in pair
+        ]
         with router.errors.open("ab") as errors:
             router.process = subprocess.Popen(
                 ["setsid", "--ctty", "--wait", QARR, "serve", "--port", str(router.port), *urls],

@@ -19,9 +19,15 @@ from router.section import PROJECT
 from tests.waiting import within
 
 pytestmark = pytest.mark.anyio
-CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+CHAT = {
+    "model": "stub",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 5,
+}
 SCRIPT = "benchmarks/side_by_side.py"
-two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the benchmark needs two cores")
+two_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="the benchmark needs two cores"
+)
 
 
 @pytest.fixture
@@ -32,14 +38,23 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 async def run(*command: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=PROJECT, env=env
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=PROJECT,
+        env=env,
     )
-    output, errors = await within(process.communicate(), "the process to end", within_s=200)
+    output, errors = await within(
+        process.communicate(), "the process to end", within_s=200
+    )
     assert process.returncode is not None
     return process.returncode, output.decode(), errors.decode()
 
 
-GOOD = b"".join(b'data: {"text":" wave%c"}\n\n' % (97 + n) for n in range(3)) + b"data: [DONE]\n\n"
+GOOD = (
+    b"".join(b'data: {"text":" wave%c"}\n\n' % (97 + n) for n in range(3))
+    + b"data: [DONE]\n\n"
+)
 WRONG = {
     "not 200": b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nbusy",
     "too few tokens": b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD) - 24, GOOD[24:]),
@@ -59,7 +74,9 @@ async def _sample(benchmark: Any, answers: list[list[bytes]]) -> Any:
                 head = await reader.readuntil(b"\r\n\r\n")
             except (asyncio.IncompleteReadError, ConnectionError):
                 break
-            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+            await reader.readexactly(
+                int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            )
             for part in left.pop(0) if len(left) > 1 else left[0]:
                 writer.write(part)
                 await asyncio.sleep(0)
@@ -71,7 +88,9 @@ async def _sample(benchmark: Any, answers: list[list[bytes]]) -> Any:
     question = module.Question("/v1/chat/completions", CHAT, 3, b"data: [DONE]")
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        return await module.load(port, question, psutil.Process(), connections=2, seconds=0.5)
+        return await module.load(
+            port, question, psutil.Process(), connections=2, seconds=0.5
+        )
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -95,7 +114,9 @@ async def test_first_answers_of_new_connections_are_timed(benchmark: Any) -> Non
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+                await reader.readexactly(
+                    int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                )
                 writer.write(answers["good"])
         writer.close()
 
@@ -111,7 +132,9 @@ async def test_first_answers_of_new_connections_are_timed(benchmark: Any) -> Non
         assert sample.errors > 8
 
 
-def test_added_time_is_the_median_of_the_differences_in_each_pass(benchmark: Any) -> None:
+def test_added_time_is_the_median_of_the_differences_in_each_pass(
+    benchmark: Any,
+) -> None:
     """As in public gateway benchmarks: through the proxy less directly, percentile by percentile, pass by pass."""
     sample, summary = benchmark("token_load").Sample, benchmark("side_by_side").summary
 
@@ -128,11 +151,17 @@ def test_added_time_is_the_median_of_the_differences_in_each_pass(benchmark: Any
 def test_a_gateway_is_told_its_engines_in_headers(benchmark: Any) -> None:
     """Portkey takes them from the request, and a question with headers is one request of HTTP."""
     engines = ("http://127.0.0.1:1", "http://127.0.0.1:2")
-    question = benchmark("proxies").PROXIES["Portkey"].question(streamed=False, engines=engines)
+    question = (
+        benchmark("proxies")
+        .PROXIES["Portkey"]
+        .question(streamed=False, engines=engines)
+    )
     head, _, body = question.raw.decode().partition("\r\n\r\n")
     headers = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
     targets = json.loads(headers["x-portkey-config"])["targets"]
-    assert [target["custom_host"] for target in targets] == [f"{url}/v1" for url in engines]
+    assert [target["custom_host"] for target in targets] == [
+        f"{url}/v1" for url in engines
+    ]
     assert int(headers["content-length"]) == len(body)
     assert json.loads(body)["model"] == "stub"
 
@@ -144,11 +173,25 @@ async def test_a_short_run_without_peers(tmp_path: Path) -> None:
     for program in ("taskset", "git"):
         (tmp_path / program).symlink_to(shutil.which(program) or program)
     rows = ["direct", "nginx", "QARR /v1/chat/completions", "QARR /generate"]
-    argv = [sys.executable, SCRIPT, "--seconds", "0.2", "--passes", "1", "--only", ",".join(rows)]
+    argv = [
+        sys.executable,
+        SCRIPT,
+        "--seconds",
+        "0.2",
+        "--passes",
+        "1",
+        "--only",
+        ",".join(rows),
+    ]
     env = {**os.environ, "PATH": str(tmp_path)}
-    status, shown, progress = await run(*argv, "--json", str(tmp_path / "figures.json"), env=env)
+    status, shown, progress = await run(
+        *argv, "--json", str(tmp_path / "figures.json"), env=env
+    )
     assert status == 0, progress
-    assert "nginx                       skipped: nginx is not installed: apt-get install nginx-light" in shown
+    assert (
+        "nginx                       skipped: nginx is not installed: apt-get install nginx-light"
+        in shown
+    )
     assert "pass 1 of 1, paced, QARR /generate" in progress
     record = json.loads((tmp_path / "figures.json").read_text())
     assert record["reads"]["QARR /generate"] == "JSON, tokens, class, text as a prefix"
@@ -157,13 +200,16 @@ async def test_a_short_run_without_peers(tmp_path: Path) -> None:
     assert list(record["bursts"]) == ["64", "500"]
     for bursts in record["bursts"].values():
         assert list(bursts) == [name for name in rows if name != "nginx"]
-        for row in bursts.values():  # a slow machine refuses some of 500 requests: their wait would be too long
+        # a slow machine refuses some of 500 requests: their wait would be too long
+        for row in bursts.values():
             assert row["answers"] > 0, shown
             assert row["p50"] <= row["p99"] <= row["most"]
     found = record["rows"]
     assert list(found) == list(record["loads"])
-    assert [found[name]["QARR /generate"]["added_p99"] > 0 for name in list(found)[:3]] == [True] * 3
+    assert [
+        found[name]["QARR /generate"]["added_p99"] > 0 for name in list(found)[:3]
+    ] == [True] * 3
     for figures in found.values():
-        assert [(name, row["errors"], row["answers"] > 0) for name, row in figures.items()] == [
-            (name, 0, True) for name in rows if name != "nginx"
-        ], shown
+        assert [
+            (name, row["errors"], row["answers"] > 0) for name, row in figures.items()
+        ] == [(name, 0, True) for name in rows if name != "nginx"], shown

@@ -39,14 +39,38 @@ def test_that_passes():
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "with workers"])
-def test_a_test_whose_time_is_over_says_where_it_stood(tmp_path: Path, workers: tuple[str, ...]) -> None:
+def test_a_test_whose_time_is_over_says_where_it_stood(
+    tmp_path: Path, workers: tuple[str, ...]
+) -> None:
     """In the output of the run, with the line that each task waits at, also where pytest-xdist runs the test."""
     (tmp_path / "conftest.py").write_text("from tests.stacks import *\n")
     (tmp_path / "test_hanging.py").write_text(HANGING)
-    options = ["-c", "/dev/null", "--rootdir", tmp_path, "-p", "no:cacheprovider", "--timeout", "3"]
-    options += [part for name in ("langsmith_plugin", "schemathesis", "locust") for part in ("-p", f"no:{name}")]
+    options = [
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        tmp_path,
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "3",
+    ]
+    options += [
+        part
+        for name in ("langsmith_plugin", "schemathesis", "locust")
+        for part in ("-p", f"no:{name}")
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--timeout-method", "thread", *workers, tmp_path],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            "--timeout-method",
+            "thread",
+            *workers,
+            tmp_path,
+        ],
         cwd=PROJECT,
         capture_output=True,
         text=True,

@@ -24,19 +24,32 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 @pytest.mark.anyio
 async def test_a_wait_that_is_over_says_what_was_waited_for_and_seen() -> None:
     seen = [3]
-    with pytest.raises(AssertionError, match=r"waited 0\.05 s for four; seen last: \[\]"):
-        await until(lambda: [number for number in seen if number == 4], "four", within_s=0.05)
-    with pytest.raises(AssertionError, match=r"for .*lambda: seen == \[4\].*; seen last: False"):
+    with pytest.raises(
+        AssertionError, match=r"waited 0\.05 s for four; seen last: \[\]"
+    ):
+        await until(
+            lambda: [number for number in seen if number == 4], "four", within_s=0.05
+        )
+    with pytest.raises(
+        AssertionError, match=r"for .*lambda: seen == \[4\].*; seen last: False"
+    ):
         await until(lambda: seen == [4], within_s=0.05)
 
     async def never() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(AssertionError, match="for never; seen last: 'nothing: the first look did not end'"):
+    with pytest.raises(
+        AssertionError,
+        match="for never; seen last: 'nothing: the first look did not end'",
+    ):
         await until(never, within_s=0.05)
     with pytest.raises(AssertionError, match=r"waited 0\.05 s for the end"):
         await within(never(), "the end", within_s=0.05)
-    assert await until(lambda: seen) == await until_still(lambda: seen, "an end", still_s=0.001) == [3]
+    assert (
+        await until(lambda: seen)
+        == await until_still(lambda: seen, "an end", still_s=0.001)
+        == [3]
+    )
 
 
 @pytest.mark.anyio
@@ -61,12 +74,18 @@ def test_waits_without_an_event_loop_have_the_same_bounds() -> None:
 def test_no_test_waits_without_a_bound() -> None:
     """Neither in a loop that polls, nor for a process, a thread, an event or an answer."""
     command = ["git", "ls-files", "tests/*.py"]
-    files = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    files = subprocess.run(
+        command, cwd=PROJECT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
     found = []
     for name in files:
-        if not name.startswith("tests/fakes/"):  # processes of their own, which tests end
+        # processes of their own, which tests end
+        if not name.startswith("tests/fakes/"):
             tree = ast.parse((PROJECT / name).read_text("utf-8"))
-            found += [f"{name}:{node.lineno}: {ast.unparse(node)[:80]}" for node in unbounded(tree, is_bounded=False)]
+            found += [
+                f"{name}:{node.lineno}: {ast.unparse(node)[:80]}"
+                for node in unbounded(tree, is_bounded=False)
+            ]
     assert found == []
 
 
@@ -84,7 +103,11 @@ def unbounded(node: ast.AST, *, is_bounded: bool) -> Iterator[ast.stmt | ast.exp
 
 
 def is_bound(node: ast.With | ast.AsyncWith | ast.Call) -> bool:
-    texts = [ast.unparse(node)] if isinstance(node, ast.Call) else [ast.unparse(item) for item in node.items]
+    texts = (
+        [ast.unparse(node)]
+        if isinstance(node, ast.Call)
+        else [ast.unparse(item) for item in node.items]
+    )
     return any(text.startswith(BOUNDS) for text in texts)
 
 
@@ -92,7 +115,8 @@ def polls(node: ast.AST) -> bool:
     """Tell whether a loop sleeps until something has happened; one that never ends by itself ends with its task."""
     if not isinstance(node, ast.While):
         return False
-    text = ast.unparse(node).replace("sleep(0)", "")  # it lets others go on, and waits for nothing
+    # it lets others go on, and waits for nothing
+    text = ast.unparse(node).replace("sleep(0)", "")
     leaves = any(isinstance(part, ast.Break | ast.Return) for part in ast.walk(node))
     ends_by_itself = leaves or not isinstance(node.test, ast.Constant)
     return "sleep(" in text and ends_by_itself and "monotonic()" not in text
@@ -101,11 +125,18 @@ def polls(node: ast.AST) -> bool:
 def waits(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    name, options = ast.unparse(node.func), {option.arg: ast.unparse(option.value) for option in node.keywords}
+    name, options = (
+        ast.unparse(node.func),
+        {option.arg: ast.unparse(option.value) for option in node.keywords},
+    )
     if options.get("timeout") == "None":
         return True
-    starts_process = name in PROCESSES or (bool(node.args) and ast.unparse(node.args[0]) in PROCESSES)
+    starts_process = name in PROCESSES or (
+        bool(node.args) and ast.unparse(node.args[0]) in PROCESSES
+    )
     if starts_process:
         return "timeout" not in options
-    is_method = isinstance(node.func, ast.Attribute) and node.func.attr in WAITING_METHODS
+    is_method = (
+        isinstance(node.func, ast.Attribute) and node.func.attr in WAITING_METHODS
+    )
     return is_method and not node.args and not options and ast.unparse(node) != FOR_EVER

@@ -34,9 +34,17 @@ from tiers.replica import Replica
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 LIMIT = 4  # slots of each replica
-QUERY = Query(PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()), 20, 100)
+QUERY = Query(
+    PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()),
+    20,
+    100,
+)
 HI = EngineRequest(
-    document={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100, "temperature": 0.0},
+    document={
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 100,
+        "temperature": 0.0,
+    },
     request_id="r1",
     priority=0,
     wants_usage=True,
@@ -60,18 +68,25 @@ class UpstreamStack:
         return next(r for r in self.fleet.replicas if r.spec.name is tier)
 
     def decision(self, tier: TierName = TierName.FAST, **query: Any) -> Decision:
-        decision = decide(replace(QUERY, hint=tier, **query), self.fleet.snapshot(), self.policy.table)
+        decision = decide(
+            replace(QUERY, hint=tier, **query), self.fleet.snapshot(), self.policy.table
+        )
         assert decision.tier is tier
         return decision
 
-    async def stream(self, tier: TierName = TierName.FAST, **request: Any) -> EngineStream:
-        answer = await self.upstream.open(self.decision(tier), replace(HI, **request), elsewhere=False)
+    async def stream(
+        self, tier: TierName = TierName.FAST, **request: Any
+    ) -> EngineStream:
+        answer = await self.upstream.open(
+            self.decision(tier), replace(HI, **request), elsewhere=False
+        )
         assert isinstance(answer, EngineStream)
         return answer
 
     def held(self) -> int:
         return sum(
-            r.state.in_flight + r.state.slots + r.state.prompt_tokens + r.output_tokens for r in self.fleet.replicas
+            r.state.in_flight + r.state.slots + r.state.prompt_tokens + r.output_tokens
+            for r in self.fleet.replicas
         )
 
     def asked(self) -> list[int]:
@@ -80,12 +95,17 @@ class UpstreamStack:
 
 @asynccontextmanager
 async def upstream_stack(
-    overrides: dict[str, Any] | None = None, telemetry: Telemetry | None = None, **behaviours: Behaviour
+    overrides: dict[str, Any] | None = None,
+    telemetry: Telemetry | None = None,
+    **behaviours: Behaviour,
 ) -> AsyncIterator[UpstreamStack]:
     """Run an upstream in front of one fake engine a tier; ``overrides`` are settings of ``upstream``."""
     async with AsyncExitStack() as cleanup:
         engines = {name: behaviours.get(name, Behaviour()) for name in STANDARD_TIERS}
-        urls = [await cleanup.enter_async_context(_serving(FakeEngine(b).app)) for b in engines.values()]
+        urls = [
+            await cleanup.enter_async_context(_serving(FakeEngine(b).app))
+            for b in engines.values()
+        ]
         settings = turned({"upstream": overrides or {}})
         specs = tuple(
             TierSpec(n, 4096, 16, LIMIT, urls=(url,), precision=PRECISIONS[n])
@@ -93,9 +113,23 @@ async def upstream_stack(
         )
         fleet = Fleet(specs)
         for spec in specs:
-            fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", status=ReplicaStatus.READY))
-        policy, telemetry = PolicyStore(settings.policy, fleet, "made-8B"), telemetry or Telemetry(None)
-        upstream = Upstream(fleet, EngineTransport(), settings.upstream, telemetry, policy)
+            fleet.add(
+                Replica(
+                    f"{spec.name}-0",
+                    spec,
+                    spec.urls[0],
+                    "",
+                    "fake",
+                    status=ReplicaStatus.READY,
+                )
+            )
+        policy, telemetry = (
+            PolicyStore(settings.policy, fleet, "made-8B"),
+            telemetry or Telemetry(None),
+        )
+        upstream = Upstream(
+            fleet, EngineTransport(), settings.upstream, telemetry, policy
+        )
         cleanup.push_async_callback(upstream.aclose)
         yield UpstreamStack(upstream, fleet, policy, settings, telemetry, engines)
 
@@ -103,10 +137,16 @@ async def upstream_stack(
 @asynccontextmanager
 async def _serving(app: ASGIApp) -> AsyncIterator[str]:
     """Serve an application by uvicorn's protocol alone: its server takes tenths of a second to start and to stop."""
-    config, state = uvicorn.Config(app, log_config=None, ws="none", lifespan="off"), ServerState()
+    config, state = (
+        uvicorn.Config(app, log_config=None, ws="none", lifespan="off"),
+        ServerState(),
+    )
     config.load()
     server = await asyncio.get_running_loop().create_server(
-        lambda: config.http_protocol_class(config=config, server_state=state, app_state={}), "127.0.0.1"
+        lambda: config.http_protocol_class(
+            config=config, server_state=state, app_state={}
+        ),
+        "127.0.0.1",
     )
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -126,13 +126,19 @@ def identity(path: Path) -> Identity:
     try:
         source = definition if definition.is_file() else path / "tokenizer.model"
         if not source.is_file():
-            raise CheckpointError(f"{path} has no tokenizer.json or tokenizer.model: not a model folder")
+            raise CheckpointError(
+                f"{path} has no tokenizer.json or tokenizer.model: not a model folder"
+            )
         canonical = source.read_bytes()
         if source is definition:
             canonical = json.dumps(json.loads(canonical), sort_keys=True).encode()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"the tokenizer in {path} cannot be read ({error}): not a model folder") from error
-    return Identity(_sha256(canonical), _sha256(json.dumps(chat_template(path)).encode()))
+        raise CheckpointError(
+            f"the tokenizer in {path} cannot be read ({error}): not a model folder"
+        ) from error
+    return Identity(
+        _sha256(canonical), _sha256(json.dumps(chat_template(path)).encode())
+    )
 
 
 def chat_template(path: Path) -> Any:
@@ -145,9 +151,15 @@ def chat_template(path: Path) -> Any:
     try:
         if template.is_file():
             return template.read_text("utf-8")
-        return json.loads(config.read_bytes()).get("chat_template") or "" if config.is_file() else ""
+        return (
+            json.loads(config.read_bytes()).get("chat_template") or ""
+            if config.is_file()
+            else ""
+        )
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"the tokenizer in {path} cannot be read ({error}): not a model folder") from error
+        raise CheckpointError(
+            f"the tokenizer in {path} cannot be read ({error}): not a model folder"
+        ) from error
 
 
 def check_alike(folders: Mapping[TierName, Path]) -> None:
@@ -188,15 +200,30 @@ def check_whole(folder: Path) -> None:
     """
     index = folder / "model.safetensors.index.json"
     try:
-        named = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else set()
+        named = (
+            set(json.loads(index.read_bytes())["weight_map"].values())
+            if index.is_file()
+            else set()
+        )
         names = sorted(named | {path.name for path in folder.glob("*.safetensors")})
         if not names:
             raise CheckpointError(f"{folder} has no weights")
         for name in names:
-            size, (length, tensors) = (folder / name).stat().st_size, _header(folder / name)
-            announced = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+            size, (length, tensors) = (
+                (folder / name).stat().st_size,
+                _header(folder / name),
+            )
+            announced = (
+                8
+                + length
+                + max(
+                    (entry["data_offsets"][1] for entry in tensors.values()), default=0
+                )
+            )
             if size != announced:
-                raise CheckpointError(f"{folder / name} has {size} bytes, its header says {announced}: incomplete")
+                raise CheckpointError(
+                    f"{folder / name} has {size} bytes, its header says {announced}: incomplete"
+                )
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -235,7 +262,11 @@ def quantized_bytes(folder: Path) -> int:
 def fingerprint(folder: Path) -> str:
     """Digest the names, sizes and first and last MiB of a model's files, which is quick for any size."""
     digest = hashlib.sha256()
-    names = sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".json", ".jinja", ".model", ".gguf"})
+    names = sorted(
+        p
+        for p in folder.iterdir()
+        if p.suffix in {".safetensors", ".json", ".jinja", ".model", ".gguf"}
+    )
     for path in names:
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
@@ -281,7 +312,14 @@ def making(target: Path) -> Iterator[Path]:
         ) from error
 
 
-def seal(folder: Path, tier: TierName, *, model: str, base_digest: str, made: Mapping[str, Any]) -> None:
+def seal(
+    folder: Path,
+    tier: TierName,
+    *,
+    model: str,
+    base_digest: str,
+    made: Mapping[str, Any],
+) -> None:
     """Write the manifest of a checkpoint whose files are complete.
 
     Args:
@@ -310,7 +348,9 @@ def seal(folder: Path, tier: TierName, *, model: str, base_digest: str, made: Ma
     _write_manifest(folder, manifest)
 
 
-def add_reference(checkpoint: Checkpoint, reference: ReferenceScores | None) -> Checkpoint:
+def add_reference(
+    checkpoint: Checkpoint, reference: ReferenceScores | None
+) -> Checkpoint:
     """Write the scores of a finished checkpoint into its manifest; return the checkpoint with them.
 
     Raises:
@@ -320,14 +360,18 @@ def add_reference(checkpoint: Checkpoint, reference: ReferenceScores | None) -> 
     try:
         _write_manifest(checkpoint.path, manifest)
     except OSError as error:
-        raise CheckpointError(f"{checkpoint.path / MANIFEST} cannot be written: {error.strerror}") from error
+        raise CheckpointError(
+            f"{checkpoint.path / MANIFEST} cannot be written: {error.strerror}"
+        ) from error
     return replace(checkpoint, manifest=manifest)
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace a checkpoint's manifest atomically. A reference of None, unlike none, says that it cannot be computed."""
     part = folder / f"{MANIFEST}.partial"
-    part.write_text(manifest.model_dump_json(indent=2, exclude_unset=True) + "\n", "utf-8")
+    part.write_text(
+        manifest.model_dump_json(indent=2, exclude_unset=True) + "\n", "utf-8"
+    )
     part.replace(folder / MANIFEST)
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 # Without it, vLLM holds a call to its envelope alone: the arguments of a required tool may then be a string, unless its
 # caller sets ``strict``, which SDKs do not.
 STRICT = ("--tool-strict-level", "parameter")
-HERMES = "hermes"  # writes a call as most models do: JSON between <tool_call> and </tool_call>
+# writes a call as most models do: JSON between <tool_call> and </tool_call>
+HERMES = "hermes"
 # A parser, and what only the templates of its family have; the first whose marks all occur counts.
 TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>",)),
@@ -71,7 +72,11 @@ def parser_args(folder: Path, given: tuple[str, ...]) -> tuple[str, ...]:
     template = str(chat_template(folder))
     found: list[str] = []
     if not _named("--tool-call-parser", given):
-        found += ["--enable-auto-tool-choice", "--tool-call-parser", _first(TOOLS, template) or HERMES]
+        found += [
+            "--enable-auto-tool-choice",
+            "--tool-call-parser",
+            _first(TOOLS, template) or HERMES,
+        ]
     if not _named(STRICT[0], given):
         found += STRICT
     reasoning = _first(REASONING, template)
@@ -80,8 +85,17 @@ def parser_args(folder: Path, given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _first(parsers: tuple[tuple[str, tuple[str, ...]], ...], template: str) -> str | None:
-    return next((parser for parser, marks in parsers if all(mark in template for mark in marks)), None)
+def _first(
+    parsers: tuple[tuple[str, tuple[str, ...]], ...], template: str
+) -> str | None:
+    return next(
+        (
+            parser
+            for parser, marks in parsers
+            if all(mark in template for mark in marks)
+        ),
+        None,
+    )
 
 
 def _named(option: str, given: tuple[str, ...]) -> bool:

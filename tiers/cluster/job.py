@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOCAL_CLUSTER = "auto"  # the address of the cluster that this machine belongs to
-KEY_VARIABLE = "VLLM_API_KEY"  # of the placement: the key of its engines, which no file holds
+# of the placement: the key of its engines, which no file holds
+KEY_VARIABLE = "VLLM_API_KEY"
 
 
 class PlacementState(StrEnum):
@@ -101,7 +102,10 @@ class Job:
             OSError: It cannot be read.
         """
         found = json.loads(path.read_text("utf-8"))
-        replicas = (WantedReplica(**{**each, "args": tuple(each["args"])}) for each in found.pop("replicas"))
+        replicas = (
+            WantedReplica(**{**each, "args": tuple(each["args"])})
+            for each in found.pop("replicas")
+        )
         return cls(replicas=tuple(replicas), **found)
 
 
@@ -125,7 +129,10 @@ class PlacedReplica:
     @property
     def line(self) -> str:
         """Return the state in words."""
-        where = {PlacementState.STARTING: f" on {self.node}", PlacementState.READY: f": {self.url} answers"}
+        where = {
+            PlacementState.STARTING: f" on {self.node}",
+            PlacementState.READY: f": {self.url} answers",
+        }
         return f"{self.id:16} {self.state}{where.get(self.state, '')}{f': {self.detail}' if self.detail else ''}"
 
 
@@ -139,7 +146,10 @@ def read_status(path: Path) -> tuple[PlacedReplica, ...]:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return ()
-    return tuple(PlacedReplica(**{**each, "state": PlacementState(each["state"])}) for each in found)
+    return tuple(
+        PlacedReplica(**{**each, "state": PlacementState(each["state"])})
+        for each in found
+    )
 
 
 def write_status(path: Path, replicas: Sequence[PlacedReplica]) -> None:
@@ -151,10 +161,16 @@ def write_status(path: Path, replicas: Sequence[PlacedReplica]) -> None:
     write_json(path, [asdict(each) for each in replicas])
 
 
-def engines_by_tier(tiers: Sequence[str], replicas: Sequence[PlacedReplica]) -> dict[str, list[str]]:
+def engines_by_tier(
+    tiers: Sequence[str], replicas: Sequence[PlacedReplica]
+) -> dict[str, list[str]]:
     """Return the addresses of the engines that answer, for the file that routers follow."""
     return {
-        tier: [each.url for each in replicas if each.tier == tier and each.state is PlacementState.READY]
+        tier: [
+            each.url
+            for each in replicas
+            if each.tier == tier and each.state is PlacementState.READY
+        ]
         for tier in tiers
     }
 

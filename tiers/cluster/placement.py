@@ -36,7 +36,8 @@ from tiers.cluster.resources import why_not_placed
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-LOOK_S = 10.0  # between two looks at why a replica is not placed: Ray starts a process for it, if it has a place
+# between two looks at why a replica is not placed: Ray starts a process for it, if it has a place
+LOOK_S = 10.0
 BEAT_S = 1.0
 SILENT_S = 3.0  # an actor that takes longer to answer gets no requests
 STOP_MARGIN_S = 5.0  # over the engine's own grace, for its actor to answer
@@ -44,7 +45,8 @@ FIRST_PAUSE_S = 1.0  # before an engine that ended is started again; doubled eac
 LONGEST_PAUSE_S = 60.0
 SOUND_S = 60.0  # an engine that ran so long begins with the first pause again
 CAUSE_CHARS = 200
-STARTED = {PlacementState.STARTING, PlacementState.READY, PlacementState.SILENT}  # on a node
+# on a node
+STARTED = {PlacementState.STARTING, PlacementState.READY, PlacementState.SILENT}
 LIFECYCLE = Path(__file__).parents[1] / "lifecycle"
 
 
@@ -82,18 +84,28 @@ class Placement:
 
     def __init__(self, job: Job, api_key: str) -> None:
         self._job, self._key = job, api_key
-        self._programs = tuple((LIFECYCLE / name).read_text("utf-8") for name in ("guard.py", "engine_main.py"))
-        self._known = {wanted.id: PlacedReplica(wanted.id, wanted.tier) for wanted in job.replicas}
-        ray.cloudpickle.register_pickle_by_value(tiers)  # nodes need not have this project
+        self._programs = tuple(
+            (LIFECYCLE / name).read_text("utf-8")
+            for name in ("guard.py", "engine_main.py")
+        )
+        self._known = {
+            wanted.id: PlacedReplica(wanted.id, wanted.tier) for wanted in job.replicas
+        }
+        # nodes need not have this project
+        ray.cloudpickle.register_pickle_by_value(tiers)
         self._actor_class = ray.remote(EngineActor)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the replicas running until ``stop`` is set; then end them."""
         self._write()
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._keep(wanted)) for wanted in self._job.replicas]
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._keep(wanted)) for wanted in self._job.replicas
+        ]
         stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:
-            done, _ = await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             for task in tasks:
                 task.cancel()
@@ -115,8 +127,14 @@ class Placement:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             except RayError as error:
-                where = f"on node {node} " if (node := self._known[wanted.id].node) else ""
-                self._show(wanted, PlacementState.LOST, detail=f"its actor {where}is gone: {_cause(error)}")
+                where = (
+                    f"on node {node} " if (node := self._known[wanted.id].node) else ""
+                )
+                self._show(
+                    wanted,
+                    PlacementState.LOST,
+                    detail=f"its actor {where}is gone: {_cause(error)}",
+                )
                 with contextlib.suppress(RayError):
                     ray.kill(actor)
             except asyncio.CancelledError:
@@ -130,7 +148,8 @@ class Placement:
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
             max_restarts=0,
-            scheduling_strategy="SPREAD",  # a lost node takes as few replicas as possible
+            # a lost node takes as few replicas as possible
+            scheduling_strategy="SPREAD",
         )
         return options.remote(wanted, self._job, self._programs, self._key)
 
@@ -166,42 +185,63 @@ class Placement:
         finally:
             placing.cancel()
 
-    async def _watch(self, wanted: WantedReplica, actor: Any, node: str, url: str) -> None:
+    async def _watch(
+        self, wanted: WantedReplica, actor: Any, node: str, url: str
+    ) -> None:
         """Give a replica requests while its actor answers; Ray tells of the end of a node only after some seconds."""
         while True:
             try:
                 await answer(actor.beat.remote(), SILENT_S)
                 self._show(wanted, PlacementState.READY, node=node, url=url)
             except (TimeoutError, RayActorError):
-                self._show(wanted, PlacementState.SILENT, node=node, url=url, detail=f"node {node} does not answer")
+                self._show(
+                    wanted,
+                    PlacementState.SILENT,
+                    node=node,
+                    url=url,
+                    detail=f"node {node} does not answer",
+                )
             await asyncio.sleep(BEAT_S)
 
     async def _end(self, actor: Any, *, started: bool) -> None:
         if started:
             with contextlib.suppress(TimeoutError, EngineEndedError, RayError):
-                await answer(actor.stop.remote(), self._job.stop_grace_s + STOP_MARGIN_S)
+                await answer(
+                    actor.stop.remote(), self._job.stop_grace_s + STOP_MARGIN_S
+                )
         with contextlib.suppress(RayError):
             ray.kill(actor)
 
     def _show(
-        self, wanted: WantedReplica, state: PlacementState, node: str = "", url: str = "", detail: str = ""
+        self,
+        wanted: WantedReplica,
+        state: PlacementState,
+        node: str = "",
+        url: str = "",
+        detail: str = "",
     ) -> None:
         before = self._known[wanted.id]
-        now = replace(before, state=state, node=node or before.node, url=url, detail=detail)
+        now = replace(
+            before, state=state, node=node or before.node, url=url, detail=detail
+        )
         if now != before:
             self._known[wanted.id] = now
             self._write()
 
     def _write(self) -> None:
         known = list(self._known.values())
-        write_json(Path(self._job.engines_file), engines_by_tier(self._job.tiers, known))
+        write_json(
+            Path(self._job.engines_file), engines_by_tier(self._job.tiers, known)
+        )
         write_status(Path(self._job.status_file), known)
 
 
 def _cause(error: RayError) -> str:
     """Return why an actor ended: the line of Ray's that tells it."""
     lines = str(error).splitlines()
-    return next((line.strip() for line in lines if "because" in line), lines[0])[:CAUSE_CHARS]
+    return next((line.strip() for line in lines if "because" in line), lines[0])[
+        :CAUSE_CHARS
+    ]
 
 
 async def _run(placement: Placement) -> None:

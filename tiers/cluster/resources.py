@@ -32,9 +32,18 @@ def why_not_placed(wanted: Mapping[str, float], nodes: Sequence[NodeResources]) 
     """Return what is missing, and what is free where; nothing is if only the start of a process takes long."""
     if any(node.has_free(wanted) for node in nodes):
         return "Ray is about to start its process"
-    needs = " and ".join(f"{name} {amount:g}" for name, amount in wanted.items()) or "no resources"
-    free = "; ".join(f"{node.address}: {_free(wanted, node)}" for node in nodes[:SHOWN_NODES])
-    more = f"; and {len(nodes) - SHOWN_NODES} more nodes" if len(nodes) > SHOWN_NODES else ""
+    needs = (
+        " and ".join(f"{name} {amount:g}" for name, amount in wanted.items())
+        or "no resources"
+    )
+    free = "; ".join(
+        f"{node.address}: {_free(wanted, node)}" for node in nodes[:SHOWN_NODES]
+    )
+    more = (
+        f"; and {len(nodes) - SHOWN_NODES} more nodes"
+        if len(nodes) > SHOWN_NODES
+        else ""
+    )
     waits = f"it needs {needs} on one node. Free are {free or 'none: there are no nodes'}{more}"
     if any(node.has(wanted) for node in nodes):
         return waits
@@ -42,4 +51,7 @@ def why_not_placed(wanted: Mapping[str, float], nodes: Sequence[NodeResources]) 
 
 
 def _free(wanted: Mapping[str, float], node: NodeResources) -> str:
-    return ", ".join(f"{name} {node.free.get(name, 0):g} of {node.total.get(name, 0):g}" for name in wanted)
+    return ", ".join(
+        f"{name} {node.free.get(name, 0):g} of {node.total.get(name, 0):g}"
+        for name in wanted
+    )

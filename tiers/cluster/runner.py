@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiers.cluster.job import KEY_VARIABLE, Job, PlacedReplica, PlacementState, engines_by_tier, read_status, write_json
+from tiers.cluster.job import (
+    KEY_VARIABLE,
+    Job,
+    PlacedReplica,
+    PlacementState,
+    engines_by_tier,
+    read_status,
+    write_json,
+)
 from tiers.errors import EngineError
 from tiers.lifecycle.command import inherited
 from tiers.lifecycle.process import EngineProcess
@@ -76,7 +84,9 @@ class RayEngines:
                     why = str(error)
                 if not self._settled:
                     raise EngineError(why)
-                self._say(f"{'ray':16} the placement ended, and starts again in {pause_s:g} s: {why}")
+                self._say(
+                    f"{'ray':16} the placement ended, and starts again in {pause_s:g} s: {why}"
+                )
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         finally:
@@ -140,11 +150,15 @@ class RayEngines:
             self._known[now.id] = now
             if now.state is PlacementState.FAILED and not self._settled:
                 raise EngineError(f"{now.id} did not start: {now.detail}")
-        self._settled = self._settled or (bool(found) and all(each.state is PlacementState.READY for each in found))
+        self._settled = self._settled or (
+            bool(found) and all(each.state is PlacementState.READY for each in found)
+        )
 
 
 def _reason(process: EngineProcess) -> str:
     """Return why the placement ended: its own last error, else the end of its log."""
     lines = process.last_log_lines(100).splitlines()
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    errors = [
+        line.removeprefix("error: ") for line in lines if line.startswith("error: ")
+    ]
     return errors[-1] if errors else str(process.died())

@@ -28,26 +28,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
-    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+        MPLinearLayerConfig,
+    )
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+        FP8ScaledMMLinearLayerConfig,
+    )
 
 VLLM_INT4_KERNEL = "CPUWNA16LinearKernel"
 VLLM_FP8_KERNEL = "ChannelWiseTorchFP8ScaledMMLinearKernel"
-DISABLED_KERNELS = "VLLM_DISABLED_KERNELS"  # vLLM's variable: names of its kernels that it must not take
+# vLLM's variable: names of its kernels that it must not take
+DISABLED_KERNELS = "VLLM_DISABLED_KERNELS"
 
 MIDDLE_CODE = 8  # the 4-bit code that ATen's kernel takes for zero
 CODES_IN_INT16 = 4
-BF16_128 = 0x4300  # 128 in BF16. A 4-bit code in the lowest bits of its mantissa makes it 128 + code.
+# 128 in BF16. A 4-bit code in the lowest bits of its mantissa makes it 128 + code.
+BF16_128 = 0x4300
 ROWS_ALIGNED = 16  # ATen's kernel takes output widths that are a multiple of this
 GROUP_SIZES = (32, 64, 128, 256)
-MOST_ROWS = 48  # up to so many rows ATen's int4 kernel is faster than dequantizing: benchmarks/results/kernels.txt
+# up to so many rows ATen's int4 kernel is faster than dequantizing: benchmarks/results/kernels.txt
+MOST_ROWS = 48
 
 E4M3_LARGEST = 448.0
 E4M3_SMALLEST_NORMAL = 2.0**-6  # smaller e4m3 numbers have the spacing of this one
 FLOAT32_EXPONENT = 0x7F800000  # the bits of the exponent
-SHIFT = 1.5 * 2**20  # times a number's power of two: added, it leaves 3 of float32's 23 bits of mantissa, as e4m3 has
+# times a number's power of two: added, it leaves 3 of float32's 23 bits of mantissa, as e4m3 has
+SHIFT = 1.5 * 2**20
 FEW_VALUES = 2048  # up to so many, fewer calls cost less than faster ones
-PRIMITIVES = 32  # a layer keeps so many of oneDNN's, one for each number of rows, as vLLM's BF16 layers do
+# a layer keeps so many of oneDNN's, one for each number of rows, as vLLM's BF16 layers do
+PRIMITIVES = 32
 
 log = logging.getLogger("vllm.qarr_kernels")
 
@@ -69,10 +78,16 @@ class KernelChoice:
     @property
     def replaced(self) -> set[str]:
         """Return the names of vLLM's kernels in whose place the plugin's are taken."""
-        return {VLLM_FP8_KERNEL, VLLM_INT4_KERNEL} if self.takes_int4 else {VLLM_FP8_KERNEL}
+        return (
+            {VLLM_FP8_KERNEL, VLLM_INT4_KERNEL}
+            if self.takes_int4
+            else {VLLM_FP8_KERNEL}
+        )
 
 
-def choose_kernels(*, has_amx: bool, has_amx_fp8: bool, has_vllm_int4: bool, has_onednn_bf16: bool) -> KernelChoice:
+def choose_kernels(
+    *, has_amx: bool, has_amx_fp8: bool, has_vllm_int4: bool, has_onednn_bf16: bool
+) -> KernelChoice:
     """Choose the kernels for a processor and a build of vLLM.
 
     ``tiers/kernels.py`` says beforehand what this chooses.
@@ -93,11 +108,15 @@ def choose_kernels(*, has_amx: bool, has_amx_fp8: bool, has_vllm_int4: bool, has
         fp8 = "vLLM's kernel (this CPU has AMX for FP8), or QARR's for layers that it does not take"
     else:
         fp8 = "QARR's kernel (vLLM has only torch._scaled_mm)"
-    explanation = f"4-bit layers by {int4}; FP8 layers with a scale for each channel by {fp8}"
+    explanation = (
+        f"4-bit layers by {int4}; FP8 layers with a scale for each channel by {fp8}"
+    )
     if not has_onednn_bf16:
         explanation += "; BF16 layers in float32 (oneDNN has no BF16 on this CPU)"
     return KernelChoice(
-        takes_int4=not (has_amx and has_vllm_int4), takes_bf16=not has_onednn_bf16, explanation=explanation
+        takes_int4=not (has_amx and has_vllm_int4),
+        takes_bf16=not has_onednn_bf16,
+        explanation=explanation,
     )
 
 
@@ -197,7 +216,9 @@ def compute_bf16_in_float32() -> None:
             return
         product = bf16_product(weight.data)
 
-        def linear(x: torch.Tensor, _weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        def linear(
+            x: torch.Tensor, _weight: torch.Tensor, bias: torch.Tensor | None
+        ) -> torch.Tensor:
             result = product(x)
             if bias is not None:
                 result += bias
@@ -205,7 +226,9 @@ def compute_bf16_in_float32() -> None:
 
         layer.cpu_linear = linear
         if remove_weight:
-            layer.weight = torch.nn.Parameter(weight.data.new_empty(0), requires_grad=False)
+            layer.weight = torch.nn.Parameter(
+                weight.data.new_empty(0), requires_grad=False
+            )
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
@@ -233,7 +256,9 @@ def int4_kernel() -> type:
     """Return the class of the 4-bit kernel: weights int4 in groups, activations BF16."""
     import torch
     from torch.nn import Parameter
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import (
+        CPUWNA16LinearKernel,
+    )
     from vllm.scalar_type import scalar_types
 
     aten = torch.ops.aten
@@ -292,22 +317,36 @@ def int4_kernel() -> type:
             words, scales, zeros = self._get_weight_params(layer)
             codes = unpack(words.data, dim=1)
             scale = scales.data.float()
-            zero_code = unpack(zeros.data, dim=0).float() if zeros is not None else torch.full_like(scale, MIDDLE_CODE)
+            zero_code = (
+                unpack(zeros.data, dim=0).float()
+                if zeros is not None
+                else torch.full_like(scale, MIDDLE_CODE)
+            )
             self._hold_for_many_rows(codes, scale, zero_code)
             self._hold_for_few_rows(layer, codes, scale, zero_code)
 
-        def _hold_for_many_rows(self, codes: torch.Tensor, scale: torch.Tensor, zero_code: torch.Tensor) -> None:
+        def _hold_for_many_rows(
+            self, codes: torch.Tensor, scale: torch.Tensor, zero_code: torch.Tensor
+        ) -> None:
             """Keep what ``dequantized`` reads."""
             self.quarters = pack_quarters(codes)
             self.scale = scale.to(torch.bfloat16).unsqueeze(-1)
             self.zero_number = (zero_code + 128).to(torch.bfloat16).unsqueeze(-1)
 
         def _hold_for_few_rows(
-            self, layer: torch.nn.Module, codes: torch.Tensor, scale: torch.Tensor, zero_code: torch.Tensor
+            self,
+            layer: torch.nn.Module,
+            codes: torch.Tensor,
+            scale: torch.Tensor,
+            zero_code: torch.Tensor,
         ) -> None:
             """Replace the layer's parameters by what ATen's kernel reads."""
             packed = aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-            offsets = torch.stack([scale, (MIDDLE_CODE - zero_code) * scale], dim=-1).transpose(0, 1).contiguous()
+            offsets = (
+                torch.stack([scale, (MIDDLE_CODE - zero_code) * scale], dim=-1)
+                .transpose(0, 1)
+                .contiguous()
+            )
             offsets = offsets.to(getattr(layer, self.w_s_name).dtype)
             setattr(layer, self.w_q_name, Parameter(packed, requires_grad=False))
             setattr(layer, self.w_s_name, Parameter(offsets, requires_grad=False))
@@ -321,11 +360,16 @@ def int4_kernel() -> type:
             for n in range(CODES_IN_INT16):
                 torch.bitwise_right_shift(self.quarters, 4 * n, out=bits[:, n])
             bits.bitwise_and_(15).bitwise_or_(BF16_128)
-            groups = bits.view(torch.bfloat16).view(*self.scale.shape[:2], self.config.group_size)
+            groups = bits.view(torch.bfloat16).view(
+                *self.scale.shape[:2], self.config.group_size
+            )
             return groups.sub_(self.zero_number).mul_(self.scale).view(outputs, -1)
 
         def apply_weights(
-            self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+            self,
+            layer: torch.nn.Module,
+            x: torch.Tensor,
+            bias: torch.Tensor | None = None,
         ) -> torch.Tensor:
             if not self.is_own:
                 return super().apply_weights(layer, x, bias)
@@ -333,16 +377,22 @@ def int4_kernel() -> type:
             if rows.shape[0] > MOST_ROWS:
                 return self._multiply_many_rows(x, bias)
             packed, offsets, _ = self._get_weight_params(layer)
-            product = aten._weight_int4pack_mm_for_cpu(rows, packed, self.config.group_size, offsets)
+            product = aten._weight_int4pack_mm_for_cpu(
+                rows, packed, self.config.group_size, offsets
+            )
             if bias is not None:
                 product += bias
             return product.view(*x.shape[:-1], product.shape[-1])
 
-        def _multiply_many_rows(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        def _multiply_many_rows(
+            self, x: torch.Tensor, bias: torch.Tensor | None
+        ) -> torch.Tensor:
             if has_onednn_bf16():
                 return torch.nn.functional.linear(x, self.dequantized(), bias)
             wide_bias = bias.float() if bias is not None else None
-            return torch.nn.functional.linear(x.float(), self.dequantized().float(), wide_bias).to(x.dtype)
+            return torch.nn.functional.linear(
+                x.float(), self.dequantized().float(), wide_bias
+            ).to(x.dtype)
 
     return AtenInt4LinearKernel
 
@@ -361,7 +411,9 @@ def e4m3_rounding() -> Callable[[torch.Tensor], torch.Tensor]:
             return values.to(torch.float8_e4m3fn).to(torch.bfloat16)
         exponents = values.view(torch.int32).bitwise_and(FLOAT32_EXPONENT)
         power = exponents.view(torch.float32).clamp_(min=E4M3_SMALLEST_NORMAL)
-        return values.add_(power, alpha=SHIFT).sub_(power, alpha=SHIFT).to(torch.bfloat16)
+        return (
+            values.add_(power, alpha=SHIFT).sub_(power, alpha=SHIFT).to(torch.bfloat16)
+        )
 
     return round_to_e4m3
 
@@ -369,7 +421,9 @@ def e4m3_rounding() -> Callable[[torch.Tensor], torch.Tensor]:
 def fp8_kernel() -> type:
     """Return the class of the FP8 kernel: weights e4m3 by channel, activations e4m3 by token, rounded as they come."""
     import torch
-    from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
+        ChannelWiseTorchFP8ScaledMMLinearKernel,
+    )
 
     smallest_scale = 1.0 / (E4M3_LARGEST * 512.0)  # as vLLM's QuantFP8
     round_to_e4m3 = e4m3_rounding()
@@ -378,7 +432,11 @@ def fp8_kernel() -> type:
         activation = c.activation_quant_key.scale
         weight = c.weight_quant_key.scale
         is_by_token = activation.group_shape.is_per_token() and not activation.static
-        return is_by_token and weight.group_shape.is_per_channel() and c.input_dtype == torch.bfloat16
+        return (
+            is_by_token
+            and weight.group_shape.is_per_channel()
+            and c.input_dtype == torch.bfloat16
+        )
 
     class EmulatedFP8LinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
         """The W8A8 product, with both factors in BF16, which holds every e4m3 number exactly.
@@ -398,15 +456,25 @@ def fp8_kernel() -> type:
             self.product = bf16_product(weight.data.t().to(torch.bfloat16))
             self.weight_scale = scale.data.float().flatten()
             # An empty copy: an empty view would keep all of the weight's memory.
-            layer.weight = torch.nn.Parameter(weight.data[:0].clone(), requires_grad=False)
+            layer.weight = torch.nn.Parameter(
+                weight.data[:0].clone(), requires_grad=False
+            )
 
         def apply_weights(
-            self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+            self,
+            layer: torch.nn.Module,
+            x: torch.Tensor,
+            bias: torch.Tensor | None = None,
         ) -> torch.Tensor:
             if not self.is_own:
                 return super().apply_weights(layer, x, bias)
             values = x.to(torch.float32)
-            scale = values.abs().amax(dim=-1, keepdim=True).div_(E4M3_LARGEST).clamp_(min=smallest_scale)
+            scale = (
+                values.abs()
+                .amax(dim=-1, keepdim=True)
+                .div_(E4M3_LARGEST)
+                .clamp_(min=smallest_scale)
+            )
             activations = round_to_e4m3(values.mul_(scale.reciprocal()))
             product = self.product(activations).to(torch.float32)
             product.mul_(scale).mul_(self.weight_scale)

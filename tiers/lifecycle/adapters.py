@@ -55,15 +55,23 @@ class AdapterLoader:
         self._control = control
         self._lock = asyncio.Lock()
 
-    async def load(self, adapter: Adapter, tiers: Collection[TierName]) -> list[AdapterResult]:
+    async def load(
+        self, adapter: Adapter, tiers: Collection[TierName]
+    ) -> list[AdapterResult]:
         """Load an adapter into all engines of several tiers.
 
         Raises:
             NotPossibleError: No engine took it.
         """
         async with self._lock:
-            asked = [engine for engine in self._control.engines if engine.replica.spec.name in tiers]
-            return _any_done(await asyncio.gather(*(self._load(engine, adapter) for engine in asked)))
+            asked = [
+                engine
+                for engine in self._control.engines
+                if engine.replica.spec.name in tiers
+            ]
+            return _any_done(
+                await asyncio.gather(*(self._load(engine, adapter) for engine in asked))
+            )
 
     async def unload(self, name: str) -> list[AdapterResult]:
         """Unload an adapter from all engines that have it.
@@ -72,8 +80,14 @@ class AdapterLoader:
             NotPossibleError: No engine has it, or none could unload it.
         """
         async with self._lock:
-            having = [e for e in self._control.engines if name in e.replica.spec.adapters or name in e.adapters]
-            return _any_done(await asyncio.gather(*(self._unload(engine, name) for engine in having)))
+            having = [
+                e
+                for e in self._control.engines
+                if name in e.replica.spec.adapters or name in e.adapters
+            ]
+            return _any_done(
+                await asyncio.gather(*(self._unload(engine, name) for engine in having))
+            )
 
     async def restore(self, engine: Engine, offered: Collection[str]) -> bool:
         """Load what an engine that was started again has lost; return whether it had lost anything.
@@ -81,10 +95,14 @@ class AdapterLoader:
         Raises:
             ProbeError: It does not answer, or refuses.
         """
-        lost = [adapter for name, adapter in engine.adapters.items() if name not in offered]
+        lost = [
+            adapter for name, adapter in engine.adapters.items() if name not in offered
+        ]
         for adapter in lost:
             await self._control.probe(engine).load_adapter(adapter)
-            log.info("%s has loaded the adapter %s again", engine.replica.id, adapter.name)
+            log.info(
+                "%s has loaded the adapter %s again", engine.replica.id, adapter.name
+            )
         return bool(lost)
 
     async def _load(self, engine: Engine, adapter: Adapter) -> AdapterResult:
@@ -97,7 +115,9 @@ class AdapterLoader:
             why = f"already has a model {adapter.name}: unload it first, or choose another name"
             return AdapterResult(replica.id, done=False, detail=why)
         if replica.state.status not in ALIVE:
-            return AdapterResult(replica.id, done=False, detail=f"is {replica.state.status.value}")
+            return AdapterResult(
+                replica.id, done=False, detail=f"is {replica.state.status.value}"
+            )
         try:
             await self._control.probe(engine).load_adapter(adapter)
             engine.adapters[adapter.name] = adapter
@@ -112,7 +132,9 @@ class AdapterLoader:
         known = engine.adapters.pop(name, None)
         if replica.state.status not in ALIVE:
             return AdapterResult(
-                replica.id, done=known is not None, detail=f"is {replica.state.status.value}, forgotten"
+                replica.id,
+                done=known is not None,
+                detail=f"is {replica.state.status.value}, forgotten",
             )
         try:
             await self._control.probe(engine).unload_adapter(name)
@@ -131,4 +153,7 @@ def _any_done(results: list[AdapterResult]) -> list[AdapterResult]:
     """
     if any(result.done for result in results):
         return results
-    raise NotPossibleError("; ".join(f"{r.replica}: {r.detail}" for r in results) or "no replica offers this adapter")
+    raise NotPossibleError(
+        "; ".join(f"{r.replica}: {r.detail}" for r in results)
+        or "no replica offers this adapter"
+    )

@@ -32,7 +32,11 @@ def refusal(args: list[str]) -> str | None:
     sys.argv = ["vllm", *args]
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
+            runpy.run_module(
+                "vllm.entrypoints.openai.api_server",
+                run_name="__main__",
+                alter_sys=False,
+            )
     except _AcceptedError:
         return None
     except SystemExit:  # the parser's way out, after it has said why

@@ -22,7 +22,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint, weights_digest
-from tiers.checkpoints.reference import ScoredText, allowed_gap, allowed_loss_gap, gap, texts_digest
+from tiers.checkpoints.reference import (
+    ScoredText,
+    allowed_gap,
+    allowed_loss_gap,
+    gap,
+    texts_digest,
+)
 from tiers.errors import CanaryRefusedError, CheckpointError
 from tiers.shared_file import make_folder, real_path, replace_content
 from tiers.spec import TierName  # noqa: TC001  pydantic reads it
@@ -37,8 +43,10 @@ if TYPE_CHECKING:
     from tiers.speed import SpeedModel
 
 log = logging.getLogger(f"qarr.{__name__}")
-FIRST_VERSION = 1  # Files of this version hold greedy tokens, which cannot be compared with scores.
-ACCEPTED_FOR = timedelta(hours=1)  # Whatever engines compute is accepted for so long after ``qarr tiers record``.
+# Files of this version hold greedy tokens, which cannot be compared with scores.
+FIRST_VERSION = 1
+# Whatever engines compute is accepted for so long after ``qarr tiers record``.
+ACCEPTED_FOR = timedelta(hours=1)
 
 
 class Record(BaseModel):
@@ -87,18 +95,28 @@ class CanaryFile(BaseModel):
         """Return an engine's record of the present texts; None: there is none."""
         current = texts_digest()
         for record in self.records:
-            if (record.tier, record.identity, record.texts_digest) == (tier, identity, current):
+            if (record.tier, record.identity, record.texts_digest) == (
+                tier,
+                identity,
+                current,
+            ):
                 return record
         return None
 
     def with_record(self, record: Record) -> CanaryFile:
         """Return the file with a record in the place of an engine's former one."""
-        others = [r for r in self.records if (r.tier, r.identity) != (record.tier, record.identity)]
+        others = [
+            r
+            for r in self.records
+            if (r.tier, r.identity) != (record.tier, record.identity)
+        ]
         return self.model_copy(update={"records": (*others, record)})
 
     def without(self, tier: TierName, identity: str) -> CanaryFile:
         """Return the file without an engine's records."""
-        kept = tuple(r for r in self.records if (r.tier, r.identity) != (tier, identity))
+        kept = tuple(
+            r for r in self.records if (r.tier, r.identity) != (tier, identity)
+        )
         return self.model_copy(update={"records": kept})
 
 
@@ -116,7 +134,9 @@ class Canary:
     tolerance: float = 1.0
     max_slowdown: float = 0.0
 
-    async def check_scores(self, scores: EngineScores, spec: TierSpec, url: str) -> None:
+    async def check_scores(
+        self, scores: EngineScores, spec: TierSpec, url: str
+    ) -> None:
         """Compare an engine's scores with its reference, or record them if it has none.
 
         The scores of an engine given by URL belong to its URL, not to what it says about itself, because a wrong checkpoint
@@ -138,7 +158,10 @@ class Canary:
         file = read_canary(self.path)
         known = file.find(spec.name, identity)
         now = datetime.now(UTC)
-        if any(acceptance.holds_for(spec.name, known, now) for acceptance in file.acceptances):
+        if any(
+            acceptance.holds_for(spec.name, known, now)
+            for acceptance in file.acceptances
+        ):
             self._record(file, scores, spec, identity, is_accepted=True)
             return
         made = made_checkpoint(spec)
@@ -149,7 +172,9 @@ class Canary:
         else:
             self._record(file, scores, spec, identity, is_accepted=False)
 
-    def check_loss(self, scores: EngineScores, highest: EngineScores, spec: TierSpec, url: str) -> None:
+    def check_loss(
+        self, scores: EngineScores, highest: EngineScores, spec: TierSpec, url: str
+    ) -> None:
         """Compare an engine that has no reference of its own with one of the highest precision.
 
         Raises:
@@ -163,7 +188,10 @@ class Canary:
         known = file.find(spec.name, identity)
         now = datetime.now(UTC)
         is_accepted = known is not None and known.is_accepted
-        if is_accepted or any(acceptance.holds_for(spec.name, known, now) for acceptance in file.acceptances):
+        if is_accepted or any(
+            acceptance.holds_for(spec.name, known, now)
+            for acceptance in file.acceptances
+        ):
             return
         allowed = allowed_loss_gap(spec.precision) * self.tolerance
         difference = gap(highest.texts, scores.texts)
@@ -184,7 +212,9 @@ class Canary:
                 f"kernel of its decode steps or its KV cache computes wrongly: {_kernel_advice(spec)}"
             )
 
-    async def _check_made(self, scores: EngineScores, spec: TierSpec, made: Checkpoint) -> None:
+    async def _check_made(
+        self, scores: EngineScores, spec: TierSpec, made: Checkpoint
+    ) -> None:
         """Compare with what transformers computed when the checkpoint was made."""
         reference = made.manifest.reference
         assert reference is not None
@@ -193,7 +223,10 @@ class Canary:
         difference = gap(reference.texts, scores.texts)
         if difference <= allowed:
             return
-        if await asyncio.to_thread(weights_digest, made.path) == made.manifest.weights_digest:
+        if (
+            await asyncio.to_thread(weights_digest, made.path)
+            == made.manifest.weights_digest
+        ):
             cause = f"Its weight files are as they were made, so a kernel computes wrongly: {_kernel_advice(spec)}"
         else:
             cause = (
@@ -206,7 +239,9 @@ class Canary:
             f"({_by_text(reference.texts, scores.texts)}). {cause}"
         )
 
-    def _check_recorded(self, scores: EngineScores, spec: TierSpec, known: Record) -> None:
+    def _check_recorded(
+        self, scores: EngineScores, spec: TierSpec, known: Record
+    ) -> None:
         """Compare with its own first start."""
         allowed = allowed_gap(spec.precision) * self.tolerance
         difference = gap(known.texts, scores.texts)
@@ -219,7 +254,13 @@ class Canary:
             )
 
     def _record(
-        self, file: CanaryFile, scores: EngineScores, spec: TierSpec, identity: str, *, is_accepted: bool
+        self,
+        file: CanaryFile,
+        scores: EngineScores,
+        spec: TierSpec,
+        identity: str,
+        *,
+        is_accepted: bool,
     ) -> None:
         record = Record(
             tier=spec.name,
@@ -232,9 +273,15 @@ class Canary:
         try:
             write_canary(self.path, file.with_record(record))
         except CheckpointError as error:
-            log.warning("the scores of %s are not recorded, so later starts are not compared: %s", spec.name, error)
+            log.warning(
+                "the scores of %s are not recorded, so later starts are not compared: %s",
+                spec.name,
+                error,
+            )
 
-    def check_speed(self, measured: SpeedModel, profiled: SpeedModel | None, spec: TierSpec) -> None:
+    def check_speed(
+        self, measured: SpeedModel, profiled: SpeedModel | None, spec: TierSpec
+    ) -> None:
         """Compare an idle engine's speed with the latency profile's.
 
         Raises:
@@ -255,10 +302,15 @@ class Canary:
         """Delete an engine's record: it was wrong, or another engine may get the address."""
         try:
             file = read_canary(self.path)
-            if any((record.tier, record.identity) == (tier, identity) for record in file.records):
+            if any(
+                (record.tier, record.identity) == (tier, identity)
+                for record in file.records
+            ):
                 write_canary(self.path, file.without(tier, identity))
         except CheckpointError as error:
-            log.warning("the recorded scores of %s are not deleted: %s", identity, error)
+            log.warning(
+                "the recorded scores of %s are not deleted: %s", identity, error
+            )
 
     def accept(self, tier: TierName) -> int:
         """Accept what engines of a tier compute at their next starts, within an hour; return how many records go.
@@ -268,9 +320,13 @@ class Canary:
         """
         file = read_canary(self.path)
         kept = tuple(record for record in file.records if record.tier != tier)
-        others = tuple(acceptance for acceptance in file.acceptances if acceptance.tier != tier)
+        others = tuple(
+            acceptance for acceptance in file.acceptances if acceptance.tier != tier
+        )
         acceptance = Acceptance(tier=tier, at=datetime.now(UTC))
-        write_canary(self.path, CanaryFile(records=kept, acceptances=(*others, acceptance)))
+        write_canary(
+            self.path, CanaryFile(records=kept, acceptances=(*others, acceptance))
+        )
         return len(file.records) - len(kept)
 
 
@@ -279,12 +335,18 @@ def made_checkpoint(spec: TierSpec) -> Checkpoint | None:
     if spec.urls or spec.checkpoint is None:
         return None
     checkpoint = read_checkpoint(spec.name, spec.checkpoint)
-    if checkpoint is None or checkpoint.manifest.reference is None or not checkpoint.manifest.reference.is_current:
+    if (
+        checkpoint is None
+        or checkpoint.manifest.reference is None
+        or not checkpoint.manifest.reference.is_current
+    ):
         return None
     return checkpoint
 
 
-def _check_tokens(scores: EngineScores, reference: ReferenceScores, spec: TierSpec) -> None:
+def _check_tokens(
+    scores: EngineScores, reference: ReferenceScores, spec: TierSpec
+) -> None:
     """Check that the engine reads the fixed texts as the same tokens, but for a date in its chat template."""
     measured = {text.name: text.token_ids for text in scores.texts}
     for text in reference.texts:
@@ -303,7 +365,11 @@ def _check_tokens(scores: EngineScores, reference: ReferenceScores, spec: TierSp
 def _by_text(reference: Sequence[ScoredText], measured: Sequence[ScoredText]) -> str:
     """Return the gap of each text, for people."""
     by_name = {text.name: text for text in measured}
-    gaps = [f"{text.name} {gap([text], [by_name[text.name]]):.2f}" for text in reference if text.name in by_name]
+    gaps = [
+        f"{text.name} {gap([text], [by_name[text.name]]):.2f}"
+        for text in reference
+        if text.name in by_name
+    ]
     return ", ".join(gaps)
 
 
@@ -319,7 +385,11 @@ def _kernel_advice(spec: TierSpec) -> str:
 
 def _if_meant(spec: TierSpec) -> str:
     """Return how an engine is accepted as it is."""
-    then = "resume it" if spec.urls else f"start it again: qarr up, or qarr tiers restart {spec.name}"
+    then = (
+        "resume it"
+        if spec.urls
+        else f"start it again: qarr up, or qarr tiers restart {spec.name}"
+    )
     return f"If it is meant to be so: qarr tiers record {spec.name}, then {then}"
 
 
@@ -355,4 +425,6 @@ def write_canary(path: Path, file: CanaryFile) -> None:
         make_folder(real.parent, mode=0o777)
         replace_content(real, (file.model_dump_json(indent=2) + "\n").encode())
     except OSError as error:
-        raise CheckpointError(f"the recorded scores cannot be written to {path}: {error.strerror}") from error
+        raise CheckpointError(
+            f"the recorded scores cannot be written to {path}: {error.strerror}"
+        ) from error

@@ -21,7 +21,8 @@ LOAD_AT_RUN_TIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 # 2048, 1 GiB more at the peak, and no more speed.
 CPU_BATCH = 512
 NGRAM_LENGTH = 4  # tokens that must have occurred before
-OURS = "QARR_"  # settings and secrets: Redis URLs with passwords, keys of callers and of other engines
+# settings and secrets: Redis URLs with passwords, keys of callers and of other engines
+OURS = "QARR_"
 # Harmful in an engine: without bytecode caching its start takes twice the CPU time, and it has a virtual environment and a
 # trace exporter of its own. Tokens of the Hugging Face hub: engines read local files only.
 DROPPED = frozenset(
@@ -45,7 +46,9 @@ DROPPED = frozenset(
 # and an engine has a process of 0.7 GB less (measured on two cores; docs/decisions/0044-model-in-the-engines-process.md).
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Keys of the trace collector: only for engines that send spans to it.
-EXPORTER_KEYS = frozenset({"OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"})
+EXPORTER_KEYS = frozenset(
+    {"OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"}
+)
 
 
 def engine_argv(launch: EngineLaunch) -> list[str]:
@@ -63,7 +66,12 @@ def engine_options(launch: EngineLaunch) -> list[str]:
     tier = launch.tier
     placement = launch.placement
     argv = ["--model", str(tier.checkpoint), "--served-model-name", launch.served_model]
-    argv += ["--max-model-len", str(tier.max_model_len), "--max-num-seqs", str(tier.max_num_seqs)]
+    argv += [
+        "--max-model-len",
+        str(tier.max_model_len),
+        "--max-num-seqs",
+        str(tier.max_num_seqs),
+    ]
     if tier.tensor_parallel > 1:
         argv += ["--tensor-parallel-size", str(tier.tensor_parallel)]
     if tier.pipeline_parallel > 1:
@@ -71,7 +79,12 @@ def engine_options(launch: EngineLaunch) -> list[str]:
     if tier.draft is not None:
         argv += ["--speculative-config", json.dumps(_speculative(tier.draft))]
     argv += _lora(launch.adapters)
-    argv += ["--scheduling-policy", "priority", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    argv += [
+        "--scheduling-policy",
+        "priority",
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+    ]
     if not placement.gpus:
         # Compiled graphs gave wrong answers on CPU (vLLM 0.32); eager mode is correct and starts faster.
         argv += ["--enforce-eager"]
@@ -94,14 +107,25 @@ def _lora(adapters: Adapters) -> list[str]:
     argv += ["--max-loras", str(max(len(adapters.loaded), 1))]
     if adapters.loaded:
         argv.append("--lora-modules")
-        argv += [json.dumps({"name": adapter.name, "path": adapter.path}) for adapter in adapters.loaded]
+        argv += [
+            json.dumps({"name": adapter.name, "path": adapter.path})
+            for adapter in adapters.loaded
+        ]
     return argv
 
 
 def _speculative(draft: Draft) -> dict[str, object]:
     if draft.source == NGRAM:
-        return {"method": NGRAM, "num_speculative_tokens": draft.tokens, "prompt_lookup_max": NGRAM_LENGTH}
-    return {"method": "draft_model", "model": str(draft.checkpoint), "num_speculative_tokens": draft.tokens}
+        return {
+            "method": NGRAM,
+            "num_speculative_tokens": draft.tokens,
+            "prompt_lookup_max": NGRAM_LENGTH,
+        }
+    return {
+        "method": "draft_model",
+        "model": str(draft.checkpoint),
+        "num_speculative_tokens": draft.tokens,
+    }
 
 
 def without_ours(parent: Mapping[str, str]) -> dict[str, str]:
@@ -109,7 +133,9 @@ def without_ours(parent: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in parent.items() if not name.startswith(OURS)}
 
 
-def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[str, str]:
+def engine_environment(
+    launch: EngineLaunch, parent: Mapping[str, str]
+) -> dict[str, str]:
     """Return an engine's environment: what it inherits, and what vLLM needs."""
     return inherited(parent, traced=launch.otlp is not None) | engine_variables(launch)
 
@@ -117,16 +143,22 @@ def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[
 def inherited(parent: Mapping[str, str], *, traced: bool) -> dict[str, str]:
     """Return what an engine inherits of an environment: not QARR's variables and secrets."""
     dropped = DROPPED if traced else DROPPED | EXPORTER_KEYS
-    if "://" in parent.get("VLLM_PORT", ""):  # Kubernetes sets it for a Service that is named vllm; vLLM ends with it
+    # Kubernetes sets it for a Service that is named vllm; vLLM ends with it
+    if "://" in parent.get("VLLM_PORT", ""):
         dropped |= {"VLLM_PORT"}
-    return {name: value for name, value in without_ours(parent).items() if name not in dropped}
+    return {
+        name: value
+        for name, value in without_ours(parent).items()
+        if name not in dropped
+    }
 
 
 def engine_variables(launch: EngineLaunch) -> dict[str, str]:
     """Return the variables that an engine gets besides those that it inherits."""
     placement = launch.placement
     env = {
-        "VLLM_API_KEY": launch.api_key,  # not on the command line, which every user can list
+        # not on the command line, which every user can list
+        "VLLM_API_KEY": launch.api_key,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
@@ -141,7 +173,9 @@ def engine_variables(launch: EngineLaunch) -> dict[str, str]:
         env |= {
             "OTEL_SERVICE_NAME": f"vllm-{launch.tier.name}",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": launch.otlp.protocol,
-            "OTEL_EXPORTER_OTLP_TRACES_INSECURE": str(launch.otlp.endpoint.startswith("http://")).lower(),
+            "OTEL_EXPORTER_OTLP_TRACES_INSECURE": str(
+                launch.otlp.endpoint.startswith("http://")
+            ).lower(),
         }
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
     if not placement.gpus:

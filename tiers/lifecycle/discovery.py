@@ -45,7 +45,9 @@ async def resolve(host: str, port: int) -> list[str]:
         OSError: The name server does not know the name, or does not answer.
     """
     try:
-        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )
     except socket.gaierror as error:
         if error.errno == socket.EAI_NODATA:
             return []
@@ -73,10 +75,15 @@ class DiscoveryOptions:
 
 async def reachable_family(addresses: Sequence[str], port: int) -> Family | None:
     """Return the family in which one of the addresses takes a connection first; None: none does."""
-    infos = [(family_of(address), socket.SOCK_STREAM, 0, "", (address, port)) for address in addresses]
+    infos = [
+        (family_of(address), socket.SOCK_STREAM, 0, "", (address, port))
+        for address in addresses
+    ]
     try:
         async with asyncio.timeout(CONNECT_S):
-            connection = await start_connection(infos, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
+            connection = await start_connection(
+                infos, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1
+            )
     except (OSError, TimeoutError):
         return None
     with connection:
@@ -96,17 +103,22 @@ class Discovery:
         self._roster = roster
         self._options = options
         self._file_content: bytes | None = None  # as last read
-        self._families: dict[TierName, Family] = {}  # of tiers whose name has addresses of both families
+        # of tiers whose name has addresses of both families
+        self._families: dict[TierName, Family] = {}
 
     def works(self) -> list[tuple[Callable[[], Coroutine[Any, Any, None]], str]]:
         """Return what runs until cancelled, with its names. Until the first look, tiers that may be named are awaited."""
         works: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = []
         if self._options.file is not None:
             self._roster.name(Source.FILE, dict.fromkeys(self._roster.tiers, ()))
-            works.append((partial(self._follow_file, self._options.file), f"reading {FILE}"))
+            works.append(
+                (partial(self._follow_file, self._options.file), f"reading {FILE}")
+            )
         for tier, url in self._options.names.items():
             self._roster.name(Source.DNS, {tier: ()}, tier)
-            works.append((partial(self._follow_name, tier, url), f"resolving tiers.{tier}.dns"))
+            works.append(
+                (partial(self._follow_name, tier, url), f"resolving tiers.{tier}.dns")
+            )
         return works
 
     async def _follow_file(self, path: Path) -> None:
@@ -114,7 +126,9 @@ class Discovery:
             try:
                 content = await asyncio.to_thread(read_file, path)
                 if content != self._file_content:
-                    self._roster.name(Source.FILE, parse_file(content, self._roster.tiers))
+                    self._roster.name(
+                        Source.FILE, parse_file(content, self._roster.tiers)
+                    )
                     self._file_content = content
                 self._well(FILE, f"{FILE} {path}")
             except DiscoveryError as error:
@@ -134,10 +148,16 @@ class Discovery:
                 self._roster.name(Source.DNS, {tier: engine_urls}, tier)
                 self._well(key, f"{key} {url}")
             except (OSError, UnicodeError) as error:
-                self._wrong(key, f"{key} {url}", DiscoveryError("it does not resolve", str(error)))
+                self._wrong(
+                    key,
+                    f"{key} {url}",
+                    DiscoveryError("it does not resolve", str(error)),
+                )
             await asyncio.sleep(self._options.interval_s)
 
-    async def _of_one_family(self, tier: TierName, url: str, addresses: list[str], port: int) -> list[str]:
+    async def _of_one_family(
+        self, tier: TierName, url: str, addresses: list[str], port: int
+    ) -> list[str]:
         """Return the IPv4 or the IPv6 addresses of a name: an engine that has one of each is one replica.
 
         Once an engine was reached, its family stays for as long as the name has addresses of it.
@@ -150,7 +170,10 @@ class Discovery:
                 self._families[tier] = reached
                 kind = "IPv6" if reached == socket.AF_INET6 else "IPv4"
                 log.info(
-                    "tiers.%s.dns %s has IPv4 and IPv6 addresses: its %s addresses are the engines", tier, url, kind
+                    "tiers.%s.dns %s has IPv4 and IPv6 addresses: its %s addresses are the engines",
+                    tier,
+                    url,
+                    kind,
                 )
         family = self._families.get(tier, socket.AF_INET)
         return [address for address in addresses if family_of(address) == family]
@@ -206,18 +229,26 @@ def parse_file(content: bytes, tiers: Sequence[TierName]) -> Members:
     except ValueError as error:  # UnicodeDecodeError is a ValueError too.
         raise DiscoveryError("it is not JSON", str(error)) from None
     if not isinstance(document, dict):
-        raise DiscoveryError('it is no object such as {"fast": ["http://10.0.0.5:8000"]}')
+        raise DiscoveryError(
+            'it is no object such as {"fast": ["http://10.0.0.5:8000"]}'
+        )
     tiers_by_name = {str(tier): tier for tier in tiers}
     members = {}
     for name, urls in document.items():
         if name not in tiers_by_name:
-            raise DiscoveryError("it names an unknown tier", f"{name[:100]!r}; allowed: {', '.join(tiers_by_name)}")
+            raise DiscoveryError(
+                "it names an unknown tier",
+                f"{name[:100]!r}; allowed: {', '.join(tiers_by_name)}",
+            )
         if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
             raise DiscoveryError(f"{name} is no list of addresses")
         for url in urls:
             fault = wrong_with(url)
             if fault:
-                raise DiscoveryError(f"{name} has an address that cannot be used", f"{shown(url)!r}: {fault}")
+                raise DiscoveryError(
+                    f"{name} has an address that cannot be used",
+                    f"{shown(url)!r}: {fault}",
+                )
         members[tiers_by_name[name]] = tuple(urls)
     _check_once(members)
     return members

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tiers.spec import Adapter, EngineLaunch
 
 
-THROTTLED_S = 60.0  # Throttling comes and goes: it is mentioned for this long after it was last seen.
+# Throttling comes and goes: it is mentioned for this long after it was last seen.
+THROTTLED_S = 60.0
 
 
 class Symptom(Enum):

@@ -54,7 +54,8 @@ def check_own(args: Sequence[str]) -> None:
         if arg.startswith("-") and name in OWN:
             instead = OWN[name]
             raise ValueError(
-                f"{name} is QARR's own: " + (f"set {instead} instead" if instead else "it cannot be changed")
+                f"{name} is QARR's own: "
+                + (f"set {instead} instead" if instead else "it cannot be changed")
             )
 
 
@@ -75,7 +76,11 @@ def check_engine_args(
     Raises:
         EngineError: It does not; the text has its own words.
     """
-    new = {tier: tuple(args) for tier, args in given.items() if args and not _mark(python, args, known).exists()}
+    new = {
+        tier: tuple(args)
+        for tier, args in given.items()
+        if args and not _mark(python, args, known).exists()
+    }
     if not new:
         return
     asking()
@@ -91,7 +96,8 @@ def check_engine_args(
         )
         refusals = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return  # an environment in which vLLM cannot be imported is told by its engines' start, and by qarr doctor
+        # an environment in which vLLM cannot be imported is told by its engines' start, and by qarr doctor
+        return
     for (tier, args), refusal in zip(new.items(), refusals, strict=True):
         if refusal is not None:
             raise EngineError(
@@ -105,6 +111,11 @@ def check_engine_args(
 
 def _mark(python: Path, args: Sequence[str], known: Path) -> Path:
     """Return the file that stands for accepted arguments of one installation of vLLM."""
-    versions = sorted(path.name for path in python.parent.parent.glob("lib/python*/site-packages/vllm*.dist-info"))
+    versions = sorted(
+        path.name
+        for path in python.parent.parent.glob(
+            "lib/python*/site-packages/vllm*.dist-info"
+        )
+    )
     key = json.dumps([str(python), versions, list(args)])
     return known / hashlib.sha256(key.encode()).hexdigest()[:24]

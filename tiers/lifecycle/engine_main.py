@@ -32,5 +32,8 @@ if __name__ == "__main__":
         from vllm.v1.engine import utils  # type: ignore[import-not-found]
 
         utils.get_mp_context = fork_context
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the parent's event loop reads it
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
+        # the parent's event loop reads it
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    runpy.run_module(
+        "vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False
+    )

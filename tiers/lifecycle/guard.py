@@ -52,7 +52,8 @@ def main() -> int:
     log_path = sys.argv[1]
     argv = sys.argv[2:]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor signals the engine itself
+    # the supervisor signals the engine itself
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with Path(log_path).open("ab", buffering=0) as log:
             engine = subprocess.Popen(
@@ -75,7 +76,11 @@ def main() -> int:
     poller.poll()
     status = engine.poll()
     _kill_descendants()
-    return status if status is not None and status >= 0 else 128 + abs(status or signal.SIGKILL)
+    return (
+        status
+        if status is not None and status >= 0
+        else 128 + abs(status or signal.SIGKILL)
+    )
 
 
 if __name__ == "__main__":

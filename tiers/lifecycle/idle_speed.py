@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 SAMPLES = 4  # measurements of each idle replica
-QUIET_S = 1.5  # without requests before a measurement: after a request another one is likely
+# without requests before a measurement: after a request another one is likely
+QUIET_S = 1.5
 PAUSE_S = 5.0  # after the first measurement; doubles after each further one
 
 
 class IdleSpeed:
     """Measures the replicas of one fleet, one after another."""
 
-    def __init__(self, fleet: Fleet, plan: WarmupPlan, probe: Callable[[Replica], EngineProbe]) -> None:
+    def __init__(
+        self, fleet: Fleet, plan: WarmupPlan, probe: Callable[[Replica], EngineProbe]
+    ) -> None:
         self._fleet = fleet
         self._plan = plan
         self._probe = probe
@@ -45,7 +48,11 @@ class IdleSpeed:
             await asyncio.sleep(POLL_S)
             if not self.quiet():
                 busy_at = time.monotonic()
-            ready = [replica for replica in self._fleet.replicas if replica.state.status is ReplicaStatus.READY]
+            ready = [
+                replica
+                for replica in self._fleet.replicas
+                if replica.state.status is ReplicaStatus.READY
+            ]
             self._forget_removed_replicas()
             for replica in ready:
                 self._take_profiled_speed(replica)
@@ -78,7 +85,11 @@ class IdleSpeed:
         async with lock:
             speed = await self.measure(replica)
         # A profile may have been loaded meanwhile.
-        if speed is None or replica.state.status is not ReplicaStatus.READY or self._profiled(replica):
+        if (
+            speed is None
+            or replica.state.status is not ReplicaStatus.READY
+            or self._profiled(replica)
+        ):
             return
         if replica.state.speed is not None:
             speed = replica.state.speed.fastest(speed)
@@ -118,7 +129,9 @@ class IdleSpeed:
         """Tell whether no replica (but the given one) starts or serves, and no checkpoint is being made."""
         if self._fleet.preparations.making:
             return False
-        return not any(_is_busy(replica) for replica in self._fleet.replicas if replica is not but)
+        return not any(
+            _is_busy(replica) for replica in self._fleet.replicas if replica is not but
+        )
 
     def _profiled(self, replica: Replica) -> bool:
         return replica.spec.name in self._fleet.speeds
@@ -136,8 +149,13 @@ class _Schedule:
     due_at: float = 0.0
 
     def after_sample(self, now: float) -> _Schedule:
-        return _Schedule(samples=self.samples + 1, due_at=now + PAUSE_S * 2**self.samples)
+        return _Schedule(
+            samples=self.samples + 1, due_at=now + PAUSE_S * 2**self.samples
+        )
 
 
 def _is_busy(replica: Replica) -> bool:
-    return replica.state.in_flight > 0 or replica.state.status in {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
+    return replica.state.in_flight > 0 or replica.state.status in {
+        ReplicaStatus.STARTING,
+        ReplicaStatus.WARMING,
+    }

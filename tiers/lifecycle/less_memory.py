@@ -15,15 +15,22 @@ GIB = 1 << 30
 ATTEMPTS = 4  # starts with less, one after another
 SHORTEST = 512  # tokens of context that are still of use
 BLOCK = 64  # tokens that contexts are multiples of
-FREE_SHARE = 0.5  # of the memory that vLLM found free: other engines may be starting too
+# of the memory that vLLM found free: other engines may be starting too
+FREE_SHARE = 0.5
 SMALLER = 0.85  # of the share of a GPU, after an allocation beside the KV cache failed
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 # vLLM 0.32's words, with room for other releases'. KV caches too small for one request:
-_TOO_LONG = re.compile(r"KV\s+cache is needed, which is larger than the available KV\s+cache\s+memory \(([\d.]+) GiB\)")
+_TOO_LONG = re.compile(
+    r"KV\s+cache is needed, which is larger than the available KV\s+cache\s+memory \(([\d.]+) GiB\)"
+)
 _ESTIMATED = re.compile(r"estimated maximum model length is (\d+)")
 # More asked for than is free, on a CPU and on a GPU:
-_CPU_FREE = re.compile(r"Available memory on node \d+\s+\(([\d.]+)/[\d.]+ GiB\) on kv cache")
-_GPU_FREE = re.compile(r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\) on startup is less than desired")
+_CPU_FREE = re.compile(
+    r"Available memory on node \d+\s+\(([\d.]+)/[\d.]+ GiB\) on kv cache"
+)
+_GPU_FREE = re.compile(
+    r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\) on startup is less than desired"
+)
 # An allocation failed, or the kernel ended the engine (signal 9):
 _EXHAUSTED = re.compile(
     r"OutOfMemoryError|CUDA out of memory|can't allocate memory|Cannot allocate memory|\bMemoryError\b"
@@ -43,7 +50,9 @@ class Smaller:
     why: str
 
 
-def with_less(launch: EngineLaunch, log: str, kv_bytes_per_token: Callable[[], int]) -> Smaller | None:
+def with_less(
+    launch: EngineLaunch, log: str, kv_bytes_per_token: Callable[[], int]
+) -> Smaller | None:
     """Return what to start after an engine ended before it was ever ready; None: it did not end for want of memory.
 
     None too if there is nothing left that could be less.
@@ -64,7 +73,9 @@ def with_less(launch: EngineLaunch, log: str, kv_bytes_per_token: Callable[[], i
     return _on_cpu(launch, log, kv_bytes_per_token)
 
 
-def _on_cpu(launch: EngineLaunch, log: str, kv_bytes_per_token: Callable[[], int]) -> Smaller | None:
+def _on_cpu(
+    launch: EngineLaunch, log: str, kv_bytes_per_token: Callable[[], int]
+) -> Smaller | None:
     """Halve the KV cache, or fit it to what was free; if it would not hold one request, shorten the context instead."""
     free = _CPU_FREE.search(log)
     if free is None and not _EXHAUSTED.search(log):
@@ -76,7 +87,8 @@ def _on_cpu(launch: EngineLaunch, log: str, kv_bytes_per_token: Callable[[], int
         free_gib = float(free[1])
         smaller_gib = min(FREE_SHARE * free_gib, smaller_gib)
         why = f"{free_gib:.1f} GiB were free"
-    smaller_gib = int(smaller_gib * 4) / 4  # The plan places KV caches in quarters of a GiB.
+    # The plan places KV caches in quarters of a GiB.
+    smaller_gib = int(smaller_gib * 4) / 4
     one_request_gib = launch.tier.max_model_len * kv_bytes_per_token() / GIB
     if smaller_gib < max(one_request_gib, 0.25):
         return _shorter(launch, launch.tier.max_model_len // 2, why)
@@ -105,7 +117,10 @@ def _on_gpu(launch: EngineLaunch, log: str) -> Smaller | None:
     if not 0 < smaller < fraction:
         return None
     placement = replace(launch.placement, gpu_memory_fraction=smaller)
-    return Smaller(replace(launch, placement=placement), f"{smaller:.1%} of the GPU instead of {fraction:.1%}: {why}")
+    return Smaller(
+        replace(launch, placement=placement),
+        f"{smaller:.1%} of the GPU instead of {fraction:.1%}: {why}",
+    )
 
 
 def _thousandths(share: float) -> float:
@@ -119,4 +134,7 @@ def _shorter(launch: EngineLaunch, longest: int, why: str) -> Smaller | None:
     if length < SHORTEST:
         return None
     tier = replace(launch.tier, max_model_len=length)
-    return Smaller(replace(launch, tier=tier), f"context {length} instead of {length_before} tokens: {why}")
+    return Smaller(
+        replace(launch, tier=tier),
+        f"context {length} instead of {length_before} tokens: {why}",
+    )

@@ -32,7 +32,9 @@ class EngineScores:
     token_ms: float
 
 
-async def score_engine(probe: EngineProbe, model: str, timeout_s: float) -> EngineScores:
+async def score_engine(
+    probe: EngineProbe, model: str, timeout_s: float
+) -> EngineScores:
     """Score the fixed texts and greedy continuations, one at a time: other requests in a batch change the rounding.
 
     Args:
@@ -48,18 +50,32 @@ async def score_engine(probe: EngineProbe, model: str, timeout_s: float) -> Engi
     for fixed in fixed_texts():
         token_ids = await _token_ids(probe, model, fixed)
         logprobs = await probe.prompt_logprobs(model, token_ids, timeout_s)
-        scored.append(ScoredText(name=fixed.name, token_ids=tuple(token_ids), logprobs=logprobs))
+        scored.append(
+            ScoredText(name=fixed.name, token_ids=tuple(token_ids), logprobs=logprobs)
+        )
     decoded = []
     prefilled = []
     decode_s = 0.0
     for fixed, text in zip(fixed_texts(), scored, strict=True):
-        prompt = text.token_ids if fixed.messages else text.token_ids[: len(text.token_ids) // 2]
+        prompt = (
+            text.token_ids
+            if fixed.messages
+            else text.token_ids[: len(text.token_ids) // 2]
+        )
         began = time.monotonic()
-        token_ids, logprobs = await probe.continuation(model, prompt, GENERATED_TOKENS, timeout_s)
+        token_ids, logprobs = await probe.continuation(
+            model, prompt, GENERATED_TOKENS, timeout_s
+        )
         decode_s += time.monotonic() - began
-        decoded.append(ScoredText(name=fixed.name, token_ids=(prompt[-1], *token_ids), logprobs=logprobs))
+        decoded.append(
+            ScoredText(
+                name=fixed.name, token_ids=(prompt[-1], *token_ids), logprobs=logprobs
+            )
+        )
         again = await probe.prompt_logprobs(model, (*prompt, *token_ids), timeout_s)
-        prefilled.append(decoded[-1].model_copy(update={"logprobs": again[-len(token_ids) :]}))
+        prefilled.append(
+            decoded[-1].model_copy(update={"logprobs": again[-len(token_ids) :]})
+        )
     tokens = sum(len(text.logprobs) for text in decoded)
     return EngineScores(
         texts=tuple(scored),

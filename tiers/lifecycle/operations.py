@@ -28,13 +28,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.2
 MAX_RECORDS = 100
-TOGETHER_S = 5.0  # Engines that started this close together would otherwise all be recycled at the same time.
-MIN_RETRY_S = 60.0  # A recycling that was not possible is tried again after this, or later.
-WEAR_REST_S = 3600.0  # A slow tier is not recycled again so soon: the cause may be another one.
+# Engines that started this close together would otherwise all be recycled at the same time.
+TOGETHER_S = 5.0
+# A recycling that was not possible is tried again after this, or later.
+MIN_RETRY_S = 60.0
+# A slow tier is not recycled again so soon: the cause may be another one.
+WEAR_REST_S = 3600.0
 
 Kind = Literal["drain", "resume", "restart", "recycle", "remove"]
 KINDS: tuple[Kind, ...] = ("drain", "resume", "restart", "recycle", "remove")
-BREAKS_OFF: set[tuple[Kind, Kind]] = {("resume", "drain"), ("remove", "drain"), ("remove", "remove")}
+BREAKS_OFF: set[tuple[Kind, Kind]] = {
+    ("resume", "drain"),
+    ("remove", "drain"),
+    ("remove", "remove"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,8 @@ class Operations:
         self._running: dict[str, Operation] = {}  # by replica
         self._made = 0
         self._recycled_slow_at: dict[TierName, float] = {}
-        self._due_at: dict[str, float] = {}  # by replica: when it is recycled on schedule
+        # by replica: when it is recycled on schedule
+        self._due_at: dict[str, float] = {}
 
     @property
     def records(self) -> tuple[Operation, ...]:
@@ -127,7 +135,11 @@ class Operations:
     @property
     def restartable(self) -> list[str]:
         """Return the ids of the replicas that were started here; others are restarted where they run."""
-        return [engine.replica.id for engine in self._control.engines if engine.launch is not None]
+        return [
+            engine.replica.id
+            for engine in self._control.engines
+            if engine.launch is not None
+        ]
 
     def record(self, operation_id: str) -> Operation:
         """Return one operation.
@@ -156,8 +168,12 @@ class Operations:
         """
         engine = self._control.engine(replica_id)
         running = self._running.get(replica_id)
-        if running is not None and ((kind, running.kind) not in BREAKS_OFF or engine.leaving):
-            raise NotPossibleError(f"{replica_id} is busy: {running.kind} ({running.detail}); wait for its end")
+        if running is not None and (
+            (kind, running.kind) not in BREAKS_OFF or engine.leaving
+        ):
+            raise NotPossibleError(
+                f"{replica_id} is busy: {running.kind} ({running.detail}); wait for its end"
+            )
         if kind == "remove":
             self.roster.release(engine)
         if running is not None:
@@ -173,13 +189,17 @@ class Operations:
         operation = Operation(str(self._made), kind, engine.replica.id, now=now)
         self._records.append(operation)
         self._running[operation.replica] = operation
-        operation.task = asyncio.create_task(self._run(operation, engine), name=f"{kind} {operation.replica}")
+        operation.task = asyncio.create_task(
+            self._run(operation, engine), name=f"{kind} {operation.replica}"
+        )
         return operation
 
     def withdraw(self, engine: Engine) -> None:
         """Begin to drain and remove an engine that nothing names any more, unless that is being done."""
         running = self._running.get(engine.replica.id)
-        if running is None or (running.kind != "remove" and ("remove", running.kind) in BREAKS_OFF):
+        if running is None or (
+            running.kind != "remove" and ("remove", running.kind) in BREAKS_OFF
+        ):
             if running is not None:
                 _break_off(running)
             self._started("remove", engine)
@@ -197,10 +217,17 @@ class Operations:
         began = time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)
-            own_engines = [engine for engine in self._control.engines if engine.launch is not None]
+            own_engines = [
+                engine for engine in self._control.engines if engine.launch is not None
+            ]
             for number, engine in enumerate(own_engines):
-                if not self._running and engine.replica.state.status is ReplicaStatus.READY:
-                    self._recycle_in_time(engine, began, (number + 1) / len(own_engines))
+                if (
+                    not self._running
+                    and engine.replica.state.status is ReplicaStatus.READY
+                ):
+                    self._recycle_in_time(
+                        engine, began, (number + 1) / len(own_engines)
+                    )
 
     def _recycle_in_time(self, engine: Engine, began: float, share: float) -> None:
         """Begin to recycle a ready engine that is slow or due.
@@ -230,11 +257,16 @@ class Operations:
             self._due_at[replica_id] = now + max(interval_s / 10, MIN_RETRY_S)
             return
         log.warning("%s is recycled: %s", replica_id, why)
-        self._due_at[replica_id] = now + interval_s  # If it is recycled in place, it keeps its id.
+        # If it is recycled in place, it keeps its id.
+        self._due_at[replica_id] = now + interval_s
 
     async def stop(self) -> None:
         """Cancel all operations."""
-        tasks = [operation.task for operation in self._running.values() if operation.task is not None]
+        tasks = [
+            operation.task
+            for operation in self._running.values()
+            if operation.task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -266,7 +298,10 @@ class Operations:
             operation.end("failed", "broken off")
             raise
         except Exception as error:
-            operation.end("failed", f"{type(error).__name__}: {error}; the router's log has the traceback")
+            operation.end(
+                "failed",
+                f"{type(error).__name__}: {error}; the router's log has the traceback",
+            )
             log.exception("%s of %s failed", operation.kind, operation.replica)
         finally:
             if self._running.get(operation.replica) is operation:
@@ -275,12 +310,15 @@ class Operations:
     async def _drain(self, operation: Operation, engine: Engine) -> None:
         """Send no more requests, and wait for the open ones. None is aborted."""
         self._control.hold(
-            engine, f"drained by an operator; 'qarr tiers resume {engine.replica.id}' gives it requests again"
+            engine,
+            f"drained by an operator; 'qarr tiers resume {engine.replica.id}' gives it requests again",
         )
         open_requests = await self._drained(operation, engine.replica)
         operation.detail = "drained"
         if open_requests:
-            operation.detail = f"{open_requests} requests are still open; it gets no new ones"
+            operation.detail = (
+                f"{open_requests} requests are still open; it gets no new ones"
+            )
 
     async def _remove(self, operation: Operation, engine: Engine) -> None:
         """Send no more requests, wait for the open ones, and forget the engine, which runs elsewhere."""
@@ -294,7 +332,9 @@ class Operations:
         await self._control.retire(engine)
         operation.detail = "removed"
         if open_requests:
-            operation.detail = f"removed; the engine has {open_requests} open requests to finish"
+            operation.detail = (
+                f"removed; the engine has {open_requests} open requests to finish"
+            )
         log.info("%s is removed: %s", engine.replica.id, engine.replica.url)
 
     async def _resume(self, operation: Operation, engine: Engine) -> None:
@@ -325,7 +365,9 @@ class Operations:
         """Replace an engine by a new one: beside it if there is memory for both, otherwise in place."""
         assert engine.launch is not None
         machine = await asyncio.to_thread(read_machine)
-        lacking = lacking_for_one_more(machine, engine.launch.tier, engine.launch.placement)
+        lacking = lacking_for_one_more(
+            machine, engine.launch.tier, engine.launch.placement
+        )
         if lacking:
             self._check_floor(engine)
             log.info("%s is recycled in place: %s", engine.replica.id, lacking)
@@ -342,7 +384,9 @@ class Operations:
             await self._control.retire(successor)
             raise
         if engine.held:
-            self._control.hold(successor, engine.held.replace(engine.replica.id, successor_id))
+            self._control.hold(
+                successor, engine.held.replace(engine.replica.id, successor_id)
+            )
         self._control.hold(engine, f"drains, {successor_id} has taken its place")
         broken_off = await self._drained(operation, engine.replica)
         await self._control.retire(engine)
@@ -358,7 +402,11 @@ class Operations:
 
     def _check_floor(self, engine: Engine) -> None:
         """Raise ``NotPossibleError`` unless another replica is ready while an engine is away."""
-        others = (replica for replica in self._control.fleet.replicas if replica is not engine.replica)
+        others = (
+            replica
+            for replica in self._control.fleet.replicas
+            if replica is not engine.replica
+        )
         if not any(replica.state.status is ReplicaStatus.READY for replica in others):
             raise NotPossibleError(
                 f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id}: "
@@ -383,10 +431,14 @@ async def _settled(engine: Engine) -> None:
         _check_watched(engine)
         await asyncio.sleep(POLL_S)
     if replica.state.status not in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
-        raise NotPossibleError(f"{replica.id} did not become ready: {replica.state.detail}")
+        raise NotPossibleError(
+            f"{replica.id} did not become ready: {replica.state.detail}"
+        )
 
 
 def _check_watched(engine: Engine) -> None:
     """Raise ``NotPossibleError`` if the task that watches an engine has ended, as when the engine is retired."""
     if engine.task is None or engine.task.done():
-        raise NotPossibleError(f"{engine.replica.id} is not watched any more: it was stopped")
+        raise NotPossibleError(
+            f"{engine.replica.id} is not watched any more: it was stopped"
+        )

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from tiers.spec import EngineLaunch
 
 log = logging.getLogger(f"qarr.{__name__}")
-EXIT_NOTICE_S = 2.0  # A process closes its connections before it exits: wait this long for the exit as the reason.
+# A process closes its connections before it exits: wait this long for the exit as the reason.
+EXIT_NOTICE_S = 2.0
 SETTLING = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
 
 
@@ -101,7 +102,9 @@ class OwnEngine:
                     self._launch = smaller_launch
                     continue
                 explained = self._changes.explain(self._replica, error)
-                engine.note = await self._wait_for_restart(explained, ready_s=engine.ended())
+                engine.note = await self._wait_for_restart(
+                    explained, ready_s=engine.ended()
+                )
 
     async def _run_process(self) -> None:
         """Run the engine's process until a restart is asked for.
@@ -144,7 +147,9 @@ class OwnEngine:
         check_port_free(launch.host, launch.port)
         environment = engine_environment(launch, os.environ)
         log_path = self._options.log_path(self._replica.id)
-        return await EngineProcess.start(engine_argv(launch), environment, log_path, launch.placement.cores)
+        return await EngineProcess.start(
+            engine_argv(launch), environment, log_path, launch.placement.cores
+        )
 
     async def _wait_for_earlier_engines(self) -> None:
         """Wait until earlier engines on the same GPUs have started: vLLM measures free memory while it starts."""
@@ -152,7 +157,8 @@ class OwnEngine:
         earlier = [
             engine.replica
             for engine in self._engines_before(self._engine)
-            if engine.launch is not None and not gpus.isdisjoint(engine.launch.placement.gpus)
+            if engine.launch is not None
+            and not gpus.isdisjoint(engine.launch.placement.gpus)
         ]
         while any(replica.state.status in SETTLING for replica in earlier):  # noqa: ASYNC110
             await asyncio.sleep(watching.POLL_S)
@@ -165,11 +171,15 @@ class OwnEngine:
         """
         engine = self._engine
         unreachable_s = self._options.watchdog.unreachable_s
-        await self._wait_until_alive(self._options.start_timeout_s, "not healthy within")
+        await self._wait_until_alive(
+            self._options.start_timeout_s, "not healthy within"
+        )
         while True:
             await self._readiness.warm(engine, self._probe)
             await self._watcher.watch(engine, self._probe)
-            await self._wait_until_alive(unreachable_s, "no answer to health checks for")
+            await self._wait_until_alive(
+                unreachable_s, "no answer to health checks for"
+            )
 
     async def _wait_until_alive(self, limit_s: float, missing: str) -> None:
         deadline = time.monotonic() + limit_s

@@ -43,14 +43,20 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls, argv: Sequence[str], env: Mapping[str, str], log_path: Path, cores: Sequence[int] = ()
+        cls,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        cores: Sequence[int] = (),
     ) -> EngineProcess:
         """Start an engine on the given CPU cores, with its output in ``log_path``. The previous log is kept.
 
         Raises:
             EngineDiedError: It could not be started.
         """
-        pinned = ["taskset", "-c", ",".join(map(str, cores)), *argv] if cores else list(argv)
+        pinned = (
+            ["taskset", "-c", ",".join(map(str, cores)), *argv] if cores else list(argv)
+        )
         try:
             _new_log(log_path)
             guard = await asyncio.create_subprocess_exec(
@@ -74,7 +80,10 @@ class EngineProcess:
         if not first_line.rstrip().isdigit():
             guard.stdin.close()
             await guard.wait()
-            why = first_line.decode(errors="replace").strip() or f"its guard exited with status {guard.returncode}"
+            why = (
+                first_line.decode(errors="replace").strip()
+                or f"its guard exited with status {guard.returncode}"
+            )
             raise EngineDiedError(f"could not be started: {' '.join(argv[:3])}: {why}")
         return cls(int(first_line), log_path, guard)
 
@@ -93,7 +102,9 @@ class EngineProcess:
 
     def died(self) -> EngineDiedError:
         """Return an error with the exit status, the cause where the log names one, and the log's last lines."""
-        return EngineDiedError(f"exited with status {self.exit_status}{end_of(self.log_path, status=self.exit_status)}")
+        return EngineDiedError(
+            f"exited with status {self.exit_status}{end_of(self.log_path, status=self.exit_status)}"
+        )
 
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM, wait up to ``grace_s`` seconds, then kill the engine and all its descendants."""
@@ -129,7 +140,10 @@ def selected_kernels(log: Path) -> tuple[str, ...]:
 
 
 def _last_lines(path: Path, count: int) -> str:
-    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as log:
+    with (
+        contextlib.suppress(OSError),
+        path.open(encoding="utf-8", errors="replace") as log,
+    ):
         return "".join(deque(log, maxlen=count)).rstrip()
     return ""
 

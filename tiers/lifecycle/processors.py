@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 POLL_S = 10.0
 
 
-async def watch_processors(engines: Callable[[], Sequence[Engine]], changes: StatusChanges) -> None:
+async def watch_processors(
+    engines: Callable[[], Sequence[Engine]], changes: StatusChanges
+) -> None:
     """Say of engines here when their GPU or CPU is slowed down from outside, until cancelled."""
     cpu_before = await asyncio.to_thread(read_cpu)
     read_at = time.monotonic()
@@ -33,13 +35,20 @@ async def watch_processors(engines: Callable[[], Sequence[Engine]], changes: Sta
         for engine in engines():
             if engine.launch is None:
                 continue
-            engine.note_throttled(_slowdown_of(engine.launch.placement.gpus, slow_gpus, slow_cpu), now)
+            engine.note_throttled(
+                _slowdown_of(engine.launch.placement.gpus, slow_gpus, slow_cpu), now
+            )
             # A symptom is told until it goes; its watcher then tells this again.
-            if engine.replica.state.status is ReplicaStatus.READY and engine.symptom is None:
+            if (
+                engine.replica.state.status is ReplicaStatus.READY
+                and engine.symptom is None
+            ):
                 changes.mark(engine, ReplicaStatus.READY, engine.remark)
 
 
-def _slowdown_of(gpus: Sequence[int], slow_gpus: Mapping[int, str], slow_cpu: str | None) -> str | None:
+def _slowdown_of(
+    gpus: Sequence[int], slow_gpus: Mapping[int, str], slow_cpu: str | None
+) -> str | None:
     """Return what slows an engine down, for people: the first of its GPUs that is slow, or the CPU if it has none."""
     if not gpus:
         return slow_cpu

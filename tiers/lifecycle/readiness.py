@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 SLOW_WARM_UP_S = 30.0  # Two cores that also make a checkpoint warm an engine in 15 s.
-MUCH_SLOWER = 5.0  # A token takes so many times tier precise's. Engines that warm side by side differ by up to three.
+# A token takes so many times tier precise's. Engines that warm side by side differ by up to three.
+MUCH_SLOWER = 5.0
 MIN_TOKEN_MS = 0.01
 
 
@@ -46,7 +47,11 @@ class Readiness:
     """
 
     def __init__(
-        self, options: SupervisorOptions, changes: StatusChanges, idle_speed: IdleSpeed, adapters: AdapterLoader
+        self,
+        options: SupervisorOptions,
+        changes: StatusChanges,
+        idle_speed: IdleSpeed,
+        adapters: AdapterLoader,
     ) -> None:
         self._options = options
         self._changes = changes
@@ -71,7 +76,8 @@ class Readiness:
         """
         replica = engine.replica
         self._changes.mark(engine, ReplicaStatus.WARMING, engine.note)
-        await probe.readings()  # An engine without gauges must not be ready until the first poll.
+        # An engine without gauges must not be ready until the first poll.
+        await probe.readings()
         await self._note_model(engine, probe)
         report = await self._warm_up_and_compare(engine, probe)
         check_answer(report.answer, self._options.warmup.question)
@@ -112,7 +118,9 @@ class Readiness:
                 f"{replica.spec.max_model_len}: set tiers.{replica.spec.name}.max_model_len"
             )
 
-    async def _warm_up_and_compare(self, engine: Engine, probe: EngineProbe) -> WarmupReport:
+    async def _warm_up_and_compare(
+        self, engine: Engine, probe: EngineProbe
+    ) -> WarmupReport:
         slow_warm_up = asyncio.create_task(self._announce_slow_warm_up(engine))
         try:
             report = await warm_up(probe, engine.replica.model, self._options.warmup)
@@ -130,7 +138,9 @@ class Readiness:
         detail = f"its warm-up takes longer than {SLOW_WARM_UP_S:g} s{kernels}"
         self._changes.mark(engine, ReplicaStatus.WARMING, detail)
 
-    async def _compare(self, engine: Engine, probe: EngineProbe, canary: Canary) -> None:
+    async def _compare(
+        self, engine: Engine, probe: EngineProbe, canary: Canary
+    ) -> None:
         """Compare an engine's scores with its reference, and its speed with the profile while nothing else computes."""
         replica = engine.replica
         if canary.tolerance:
@@ -141,7 +151,11 @@ class Readiness:
             self.compare_with_highest(engine)
             await canary.check_scores(engine.scores, replica.spec, replica.url)
         profiled = self._fleet.speeds.get(replica.spec.name)
-        if profiled is not None and canary.max_slowdown and self._idle_speed.quiet(but=replica):
+        if (
+            profiled is not None
+            and canary.max_slowdown
+            and self._idle_speed.quiet(but=replica)
+        ):
             speed = await self._idle_speed.measure(replica)
             if speed is not None and self._idle_speed.quiet(but=replica):
                 canary.check_speed(speed, profiled, replica.spec)
@@ -153,11 +167,15 @@ class Readiness:
             ProbeError: It does not answer, or it was started here and gives none.
         """
         try:
-            return await score_engine(probe, replica.model, self._options.warmup.timeout_s)
+            return await score_engine(
+                probe, replica.model, self._options.warmup.timeout_s
+            )
         except NoScoresError as error:
             if not replica.spec.urls:
                 raise
-            log.warning("%s serves without a check of what it computes: %s", replica.id, error)
+            log.warning(
+                "%s serves without a check of what it computes: %s", replica.id, error
+            )
             return None
 
     def compare_with_highest(self, engine: Engine) -> None:
@@ -168,7 +186,11 @@ class Readiness:
         """
         canary = self._options.canary
         replica = engine.replica
-        if canary is None or replica.spec.name == TierName.PRECISE or engine.scores is None:
+        if (
+            canary is None
+            or replica.spec.name == TierName.PRECISE
+            or engine.scores is None
+        ):
             return
         highest = self._precise_scores
         if highest is None or highest is engine.compared_with:

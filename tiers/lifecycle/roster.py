@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 RETRY_S = 1.0  # What could not be added or removed at once is tried again after this.
-Members = dict["TierName", tuple[str, ...]]  # addresses by tier; a tier without any is awaited
+# addresses by tier; a tier without any is awaited
+Members = dict["TierName", tuple[str, ...]]
 
 
 class Source(StrEnum):
@@ -57,12 +58,18 @@ class Wanted:
 def all_wanted(named: Mapping[Key, Members]) -> dict[str, Wanted]:
     """Return what the sources name together, by normalised address."""
     found: dict[str, Wanted] = {}
-    for (source, _), members in sorted(named.items(), key=lambda item: list(Source).index(item[0][0])):
+    for (source, _), members in sorted(
+        named.items(), key=lambda item: list(Source).index(item[0][0])
+    ):
         for tier, urls in members.items():
             for url in urls:
-                known = found.setdefault(normalised(url), Wanted(tier, url.rstrip("/"), ()))
+                known = found.setdefault(
+                    normalised(url), Wanted(tier, url.rstrip("/"), ())
+                )
                 if known.tier is tier and source not in known.sources:
-                    found[normalised(url)] = replace(known, sources=(*known.sources, source))
+                    found[normalised(url)] = replace(
+                        known, sources=(*known.sources, source)
+                    )
     return found
 
 
@@ -111,7 +118,9 @@ class Roster:
             specs: Of every tier, as its engines elsewhere have it.
         """
         self._specs = {spec.name: replace(spec, urls=(), named_by=()) for spec in specs}
-        self.name(Source.SETTINGS, {spec.name: spec.urls for spec in specs if spec.urls})
+        self.name(
+            Source.SETTINGS, {spec.name: spec.urls for spec in specs if spec.urls}
+        )
 
     def name(self, source: Source, members: Members, which: str = "") -> None:
         """Replace what a source names, and add and remove engines accordingly."""
@@ -127,7 +136,9 @@ class Roster:
         """
         known = all_wanted(self._named).get(normalised(url))
         if known is not None:
-            raise NotPossibleError(f"{url} is in tier {known.tier} already, named by {known.source}")
+            raise NotPossibleError(
+                f"{url} is in tier {known.tier} already, named by {known.source}"
+            )
         before = self._named.get((Source.COMMAND, ""), {})
         self._named[Source.COMMAND, ""] = {**before, tier: (*before.get(tier, ()), url)}
         try:
@@ -145,7 +156,9 @@ class Roster:
         if engine.replica.spec.name is tier:
             self._removals.keep(engine)
         if engine.replica.spec.name is not tier or engine.leaving:
-            raise NotPossibleError(f"{url} is still being removed as {engine.replica.id}: try again when it is gone")
+            raise NotPossibleError(
+                f"{url} is still being removed as {engine.replica.id}: try again when it is gone"
+            )
         engine.replica.source = Source.COMMAND
         return engine.replica
 
@@ -164,7 +177,11 @@ class Roster:
         wanted = all_wanted(self._named).get(address)
         sources = wanted.sources if wanted else ()
         if Source.FILE in sources or Source.DNS in sources:
-            where = "discovery.file" if Source.FILE in sources else f"tiers.{replica.spec.name}.dns"
+            where = (
+                "discovery.file"
+                if Source.FILE in sources
+                else f"tiers.{replica.spec.name}.dns"
+            )
             raise NotPossibleError(
                 f"{replica.id} is named by {where}: take it out there, and it is drained and removed"
             )
@@ -201,11 +218,17 @@ class Roster:
             self._refused.discard(address)
         except NotPossibleError as error:
             if address not in self._refused:
-                log.warning("%s is not added to tier %s: %s", wanted.url, wanted.tier, error)
+                log.warning(
+                    "%s is not added to tier %s: %s", wanted.url, wanted.tier, error
+                )
             self._refused.add(address)
 
     def _present(self) -> dict[str, Engine]:
-        return {normalised(engine.replica.url): engine for engine in self._control.engines if engine.launch is None}
+        return {
+            normalised(engine.replica.url): engine
+            for engine in self._control.engines
+            if engine.launch is None
+        }
 
     def _add(self, wanted: Wanted) -> Engine:
         spec = replace(self._specs[wanted.tier], urls=(wanted.url,))

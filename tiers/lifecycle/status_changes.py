@@ -34,7 +34,12 @@ class StatusChanges:
         self._faults = Faults()
 
     def mark(
-        self, engine: Engine, status: ReplicaStatus, detail: str | None = None, *, symptom: Symptom | None = None
+        self,
+        engine: Engine,
+        status: ReplicaStatus,
+        detail: str | None = None,
+        *,
+        symptom: Symptom | None = None,
     ) -> None:
         """Change the status of an engine's replica.
 
@@ -61,14 +66,18 @@ class StatusChanges:
             if has_more_capacity:
                 self.fleet.on_capacity()
         except Exception as error:  # noqa: BLE001  a fault of an observer must not end the engine
-            self._faults.log(error, f"observers were not told of a change of {replica.id}")
+            self._faults.log(
+                error, f"observers were not told of a change of {replica.id}"
+            )
 
     def explain(self, replica: Replica, error: Exception) -> TierError:
         """Return what ended an engine, or kept it from being ready, in words for people."""
         if isinstance(error, TierError):
             return error
         self._faults.log(error, f"{replica.id}: unexpected error")
-        return EngineError(f"{type(error).__name__}: {error}; the router's log has the traceback")
+        return EngineError(
+            f"{type(error).__name__}: {error}; the router's log has the traceback"
+        )
 
     def _log(self, replica: Replica, status: ReplicaStatus, detail: str | None) -> None:
         is_restart = status is ReplicaStatus.STARTING and detail is not None

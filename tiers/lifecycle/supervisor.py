@@ -78,17 +78,24 @@ class Supervisor:
     ) -> None:
         self.fleet = fleet
         self._options = options
-        self._client = httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False, transport=transport)
+        self._client = httpx.AsyncClient(
+            timeout=PROBE_TIMEOUT_S, trust_env=False, transport=transport
+        )
         self._engines: dict[str, Engine] = {}
-        self._replicas_made: Counter[str] = Counter()  # by tier, so that no id is used twice
+        # by tier, so that no id is used twice
+        self._replicas_made: Counter[str] = Counter()
         self._tasks: list[asyncio.Task[None]] = []
         self.changes = StatusChanges(fleet, on_change)
         self._idle_speed = IdleSpeed(fleet, options.warmup, self._probe)
         self.operations = Operations(self, options.operations)
-        self._readiness = Readiness(options, self.changes, self._idle_speed, self.operations.adapters)
+        self._readiness = Readiness(
+            options, self.changes, self._idle_speed, self.operations.adapters
+        )
         self._watcher = Watcher(options.watchdog, self.changes, self._readiness)
 
-    def start(self, launches: Sequence[EngineLaunch], external: Sequence[TierSpec] = ()) -> None:
+    def start(
+        self, launches: Sequence[EngineLaunch], external: Sequence[TierSpec] = ()
+    ) -> None:
         """Begin to start engines here, and to watch those that run elsewhere. Return at once.
 
         Args:
@@ -129,11 +136,22 @@ class Supervisor:
     async def stop(self) -> None:
         """Stop watching, and stop every engine that was started here."""
         await self.operations.stop()
-        tasks = [*self._tasks, *(engine.task for engine in self._engines.values() if engine.task is not None)]
+        tasks = [
+            *self._tasks,
+            *(
+                engine.task
+                for engine in self._engines.values()
+                if engine.task is not None
+            ),
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        processes = [engine.process for engine in self._engines.values() if engine.process is not None]
+        processes = [
+            engine.process
+            for engine in self._engines.values()
+            if engine.process is not None
+        ]
         stopping = (process.stop(self._options.stop_grace_s) for process in processes)
         for error in await asyncio.gather(*stopping, return_exceptions=True):
             if error is not None:
@@ -158,7 +176,9 @@ class Supervisor:
             UnknownReplicaError: No replica has this id.
         """
         if replica_id not in self._engines:
-            raise UnknownReplicaError(f"there is no replica {replica_id[:100]!r}: {', '.join(self._engines)}")
+            raise UnknownReplicaError(
+                f"there is no replica {replica_id[:100]!r}: {', '.join(self._engines)}"
+            )
         return self._engines[replica_id]
 
     def hold(self, engine: Engine, why: str) -> None:
@@ -174,7 +194,9 @@ class Supervisor:
         if status is ReplicaStatus.DRAINING:
             self.changes.mark(engine, ReplicaStatus.READY, engine.remark)
         elif status is ReplicaStatus.QUARANTINED:
-            self.changes.mark(engine, ReplicaStatus.WARMING, "checked again, as an operator asked")
+            self.changes.mark(
+                engine, ReplicaStatus.WARMING, "checked again, as an operator asked"
+            )
             engine.again.set()
 
     def start_beside(self, engine: Engine) -> Engine:
@@ -184,8 +206,14 @@ class Supervisor:
             PortInUseError: No port is free.
         """
         assert engine.launch is not None
-        launch = replace(engine.launch, port=self._free_port(engine.launch), api_key=secrets.token_urlsafe(24))
-        successor = self._add_own(launch, note=f"takes the place of {engine.replica.id}")
+        launch = replace(
+            engine.launch,
+            port=self._free_port(engine.launch),
+            api_key=secrets.token_urlsafe(24),
+        )
+        successor = self._add_own(
+            launch, note=f"takes the place of {engine.replica.id}"
+        )
         successor.adapters = dict(engine.adapters)
         return successor
 
@@ -211,7 +239,12 @@ class Supervisor:
             NotPossibleError: The fleet has no space for it.
         """
         replica = Replica(
-            id=self._next_id(spec), spec=spec, url=url, api_key=self._options.external_api_key, model="", source=source
+            id=self._next_id(spec),
+            spec=spec,
+            url=url,
+            api_key=self._options.external_api_key,
+            model="",
+            source=source,
         )
         engine = self._enter(replica, None)
         elsewhere = ElsewhereEngine(
@@ -228,7 +261,11 @@ class Supervisor:
         """Begin to start an engine here; ``note`` says why, for people."""
         spec = launch.tier
         replica = Replica(
-            id=self._next_id(spec), spec=spec, url=launch.url, api_key=launch.api_key, model=launch.served_model
+            id=self._next_id(spec),
+            spec=spec,
+            url=launch.url,
+            api_key=launch.api_key,
+            model=launch.served_model,
         )
         engine = self._enter(replica, launch, note)
         own = OwnEngine(
@@ -247,9 +284,13 @@ class Supervisor:
     def _next_id(self, spec: TierSpec) -> str:
         return f"{spec.name}-{self._replicas_made[spec.name]}"
 
-    def _enter(self, replica: Replica, launch: EngineLaunch | None, note: str | None = None) -> Engine:
+    def _enter(
+        self, replica: Replica, launch: EngineLaunch | None, note: str | None = None
+    ) -> Engine:
         """Add a replica to the fleet; its number counts once the fleet has taken it."""
-        engine = Engine(self.fleet.add(replica), launch, self._options.watchdog, note=note)
+        engine = Engine(
+            self.fleet.add(replica), launch, self._options.watchdog, note=note
+        )
         self._replicas_made[replica.spec.name] += 1
         self._engines[replica.id] = engine
         return engine
@@ -262,13 +303,19 @@ class Supervisor:
         return takewhile(lambda earlier: earlier is not engine, self._engines.values())
 
     def _free_port(self, launch: EngineLaunch) -> int:
-        used_ports = {engine.launch.port for engine in self._engines.values() if engine.launch is not None}
+        used_ports = {
+            engine.launch.port
+            for engine in self._engines.values()
+            if engine.launch is not None
+        }
         for port in range(min(used_ports), LAST_PORT):
             if port not in used_ports:
                 with contextlib.suppress(PortInUseError):
                     check_port_free(launch.host, port)
                     return port
-        raise PortInUseError(f"no port from {min(used_ports)} on is free on {launch.host}")
+        raise PortInUseError(
+            f"no port from {min(used_ports)} on is free on {launch.host}"
+        )
 
     async def _watch_processors(self) -> None:
         await watch_processors(lambda: self.engines, self.changes)

@@ -27,7 +27,9 @@ _SHORT_ANSWER = 6
 REPEATED_WORDS = 5
 MEASURED_TOKENS = _SHORT_ANSWER + 1  # that ``measure_speed`` has an engine generate
 # Digits, white space, scripts and accents, which tokenizers of one family split differently.
-_TOKENIZER_TEXT = "In 1984 x_1 += 3.50;\t\u00e9tude \u4f60\u597d \U0001f600\n\n  indented 12345"
+_TOKENIZER_TEXT = (
+    "In 1984 x_1 += 3.50;\t\u00e9tude \u4f60\u597d \U0001f600\n\n  indented 12345"
+)
 _WORD = re.compile(r"[^\W\d_]{2,}")
 
 
@@ -71,7 +73,11 @@ async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupRep
     Raises:
         ProbeError: The engine did not answer.
     """
-    chat = {"model": model, "messages": [{"role": "user", "content": plan.question}], "max_tokens": 16}
+    chat = {
+        "model": model,
+        "messages": [{"role": "user", "content": plan.question}],
+        "max_tokens": 16,
+    }
     takes_priority = await _short(probe, model, plan)
     await probe.generate(COMPLETIONS, _long(model), plan.timeout_s)
     answer = await probe.generate(CHAT, chat, plan.timeout_s)
@@ -127,7 +133,12 @@ async def measure_speed(probe: EngineProbe, model: str, plan: WarmupPlan) -> Spe
     Raises:
         ProbeError: The engine did not answer.
     """
-    body = {"model": model, "prompt": _SHORT, "max_tokens": _SHORT_ANSWER, "ignore_eos": True}
+    body = {
+        "model": model,
+        "prompt": _SHORT,
+        "max_tokens": _SHORT_ANSWER,
+        "ignore_eos": True,
+    }
     short = await probe.generate(COMPLETIONS, body, plan.timeout_s)
     long = await probe.generate(COMPLETIONS, _long(model), plan.timeout_s)
     span = max(long.prompt_tokens - short.prompt_tokens, 1)

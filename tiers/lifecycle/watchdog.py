@@ -21,9 +21,11 @@ FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 60.0
 STEADY_S = 180.0  # an engine that was ready this long starts at the first backoff again
 HANG_PROOF_S = 30.0  # time for an engine that seems to hang to answer
-CALM_SEQUENCES = 2  # up to this many requests, an engine's TTFT does not depend on its queue
+# up to this many requests, an engine's TTFT does not depend on its queue
+CALM_SEQUENCES = 2
 WINDOW_ANSWERS = 10  # first tokens per mean of an engine's own TTFT
-FIXED_TOKENS = 64  # added to a prompt's tokens, because the TTFT of an empty prompt is not 0
+# added to a prompt's tokens, because the TTFT of an empty prompt is not 0
+FIXED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,9 @@ class Wear:
         self._slow_itself_spell = _Spell()
         self.found_at = 0.0  # monotonic seconds
 
-    def note(self, now: float, off: float, counters: Counters, *, sequences: int) -> str | None:
+    def note(
+        self, now: float, off: float, counters: Counters, *, sequences: int
+    ) -> str | None:
         """Take in one reading; return why the engine is to be recycled, or None.
 
         Args:

@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.5
-MISSED_PROBES = 3  # consecutive health checks that must fail before a running process counts as unreachable
-MODEL_CHECK_S = 5.0  # Others may load adapters into an engine, or replace it by one with another model.
-FINDING_EXPIRES_S = 60.0  # An engine that was found to be too slow may have recovered after this.
+# consecutive health checks that must fail before a running process counts as unreachable
+MISSED_PROBES = 3
+# Others may load adapters into an engine, or replace it by one with another model.
+MODEL_CHECK_S = 5.0
+# An engine that was found to be too slow may have recovered after this.
+FINDING_EXPIRES_S = 60.0
 
 
 class Watcher:
@@ -40,7 +43,9 @@ class Watcher:
         readiness: Compares an engine with one of tier precise that became ready later.
     """
 
-    def __init__(self, options: WatchdogOptions, changes: StatusChanges, readiness: Readiness) -> None:
+    def __init__(
+        self, options: WatchdogOptions, changes: StatusChanges, readiness: Readiness
+    ) -> None:
         self._options = options
         self._changes = changes
         self._readiness = readiness
@@ -84,7 +89,9 @@ class Watcher:
         """Tell whether an engine serves another model than when it was warmed up; note its adapters if it does not."""
         model = await probe.model()
         if served_of(model) != engine.served:
-            log.info("%s serves another model now: it is checked again", engine.replica.id)
+            log.info(
+                "%s serves another model now: it is checked again", engine.replica.id
+            )
             return True
         self._readiness.note_adapters(engine.replica, model.adapters)
         return False
@@ -92,7 +99,12 @@ class Watcher:
     def _note_missed(self, engine: Engine, why: str) -> None:
         if engine.replica.state.status is ReplicaStatus.READY:
             detail = f"it does not answer health checks: {why}"
-            self._changes.mark(engine, ReplicaStatus.READY, detail, symptom=Symptom.MISSED_HEALTH_CHECKS)
+            self._changes.mark(
+                engine,
+                ReplicaStatus.READY,
+                detail,
+                symptom=Symptom.MISSED_HEALTH_CHECKS,
+            )
 
     def _note_answers_again(self, engine: Engine) -> None:
         if engine.symptom is Symptom.MISSED_HEALTH_CHECKS:
@@ -110,7 +122,9 @@ class Watcher:
         replica = engine.replica
         replica.note_gauges(gauges)
         self._readiness.compare_with_highest(engine)
-        tokens_before = 0.0 if counters_before is None else counters_before.output_tokens
+        tokens_before = (
+            0.0 if counters_before is None else counters_before.output_tokens
+        )
         if counters.output_tokens > tokens_before:
             replica.work.generated_at = time.monotonic()
         has_moved = counters_before is not None and counters != counters_before
@@ -120,7 +134,9 @@ class Watcher:
         await self._check_silence(engine, probe, now)
         self._check_speed(engine, counters, now)
 
-    async def _check_silence(self, engine: Engine, probe: EngineProbe, now: float) -> None:
+    async def _check_silence(
+        self, engine: Engine, probe: EngineProbe, now: float
+    ) -> None:
         """Ask an engine that has been silent for too long whether it hangs, and say so early.
 
         Raises:
@@ -130,14 +146,18 @@ class Watcher:
         limit_s = self._options.hang_s
         if replica.silence_s(now) > limit_s:
             if await hangs(probe, replica):
-                raise EngineHungError(f"hung: {replica.state.in_flight} requests, no token for {limit_s:g} s")
+                raise EngineHungError(
+                    f"hung: {replica.state.in_flight} requests, no token for {limit_s:g} s"
+                )
             replica.progressed(time.monotonic())
         if replica.state.status is not ReplicaStatus.READY:
             return
         is_silent = replica.silence_s(now) > limit_s / 4
         if is_silent and replica.state.detail is None:
             detail = f"requests are open, and no token has come for {limit_s / 4:g} s"
-            self._changes.mark(engine, ReplicaStatus.READY, detail, symptom=Symptom.SILENT)
+            self._changes.mark(
+                engine, ReplicaStatus.READY, detail, symptom=Symptom.SILENT
+            )
         elif not is_silent and engine.symptom is Symptom.SILENT:
             self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
 
@@ -148,7 +168,9 @@ class Watcher:
             EngineSlowError: It runs elsewhere, and another replica of its tier is ready.
         """
         replica = engine.replica
-        wear = engine.wear.note(now, off_by(replica, now), counters, sequences=_sequences_of(engine))
+        wear = engine.wear.note(
+            now, off_by(replica, now), counters, sequences=_sequences_of(engine)
+        )
         if wear is not None:
             others = self._ready_beside(replica)
             if not self._is_machine_slow(others, now):
@@ -163,23 +185,33 @@ class Watcher:
 
     def _is_machine_slow(self, others: Sequence[Replica], now: float) -> bool:
         """Tell whether other engines are slow as well: a new engine would be no faster."""
-        return any(2 * off_by(replica, now) > self._options.slow_factor > 0 for replica in others)
+        return any(
+            2 * off_by(replica, now) > self._options.slow_factor > 0
+            for replica in others
+        )
 
     def _ready_beside(self, replica: Replica) -> list[Replica]:
         fleet = self._changes.fleet
         return [
             candidate
             for candidate in fleet.replicas
-            if candidate is not replica and candidate.state.status is ReplicaStatus.READY
+            if candidate is not replica
+            and candidate.state.status is ReplicaStatus.READY
         ]
 
-    def _spare_if_others_serve(self, engine: Engine, wear: str, others: Sequence[Replica], now: float) -> None:
+    def _spare_if_others_serve(
+        self, engine: Engine, wear: str, others: Sequence[Replica], now: float
+    ) -> None:
         """Raise ``EngineSlowError`` if another replica of its tier can do a slow engine's work: slow is better than none."""
         replica = engine.replica
         if any(candidate.spec.name is replica.spec.name for candidate in others):
             raise EngineSlowError(f"too slow: {wear}")
         if now - engine.wear.found_at > FINDING_EXPIRES_S:
-            log.warning("%s serves on, as the last ready one of its tier, though it is too slow: %s", replica.id, wear)
+            log.warning(
+                "%s serves on, as the last ready one of its tier, though it is too slow: %s",
+                replica.id,
+                wear,
+            )
 
 
 def _sequences_of(engine: Engine) -> int:

@@ -44,7 +44,9 @@ class Hardware:
     kv_tokens: int
 
 
-def hardware(tier: TierName, model: Architecture, gpu: GpuKind, gpus: int = 1) -> Hardware:
+def hardware(
+    tier: TierName, model: Architecture, gpu: GpuKind, gpus: int = 1
+) -> Hardware:
     """Return what an engine of a tier runs on."""
     weights = model.weight_bytes(BYTES_PER_WEIGHT[PRECISIONS[tier]])
     free = gpus * (gpu.memory * (1 - GPU_RESERVE) - GPU_OVERHEAD_GIB * GIB) - weights
@@ -52,7 +54,10 @@ def hardware(tier: TierName, model: Architecture, gpu: GpuKind, gpus: int = 1) -
     return Hardware(Roofline(model, gpu, PRECISIONS[tier], gpus), kv_tokens)
 
 
-HARDWARE = {tier: hardware(tier, architecture(LLAMA_8B), parse_gpus("H100")[0]) for tier in PRECISIONS}
+HARDWARE = {
+    tier: hardware(tier, architecture(LLAMA_8B), parse_gpus("H100")[0])
+    for tier in PRECISIONS
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +95,9 @@ class Step:
 class Scheduler:
     """vLLM's scheduling of one engine; it knows no clock."""
 
-    def __init__(self, hardware: Hardware, max_num_seqs: int = 256, kv_tokens: int | None = None) -> None:
+    def __init__(
+        self, hardware: Hardware, max_num_seqs: int = 256, kv_tokens: int | None = None
+    ) -> None:
         self._hardware, self._max_num_seqs = hardware, max_num_seqs
         self.blocks = (hardware.kv_tokens if kv_tokens is None else kv_tokens) // BLOCK
         self.free = self.blocks
@@ -111,7 +118,12 @@ class Scheduler:
                 parts.append((job, tokens))
                 budget -= tokens
             at += 1
-        while self.waiting and len(self.running) < self._max_num_seqs and budget > 0 and preempted == self.preemptions:
+        while (
+            self.waiting
+            and len(self.running) < self._max_num_seqs
+            and budget > 0
+            and preempted == self.preemptions
+        ):
             job = self.waiting[0]
             tokens = min(job.prompt_tokens + job.produced, budget)
             if not self._holds(job, tokens):
@@ -121,9 +133,15 @@ class Scheduler:
             budget -= tokens
         if not parts:
             return None
-        sampled = sum(job.computed + tokens == job.prompt_tokens + job.produced for job, tokens in parts)
+        sampled = sum(
+            job.computed + tokens == job.prompt_tokens + job.produced
+            for job, tokens in parts
+        )
         context = sum(job.computed for job, _ in parts)
-        return Step(tuple(parts), self._hardware.speed.mixed_ms(CHUNK - budget, sampled, context) / 1000)
+        return Step(
+            tuple(parts),
+            self._hardware.speed.mixed_ms(CHUNK - budget, sampled, context) / 1000,
+        )
 
     def finish(self, step: Step) -> None:
         """Note what a step has computed; sequences that are complete leave."""
@@ -137,7 +155,11 @@ class Scheduler:
         """Free the blocks of complete answers, and of clients that have left."""
         left = [job for job in self.running if job.gone or job.produced >= job.tokens]
         if left:
-            self.running = [job for job in self.running if not job.gone and job.produced < job.tokens]
+            self.running = [
+                job
+                for job in self.running
+                if not job.gone and job.produced < job.tokens
+            ]
             for job in left:
                 self._free(job)
         while self.waiting and self.waiting[0].gone:
@@ -166,7 +188,11 @@ class Scheduler:
 
 
 def offline(
-    hardware: Hardware, prompt_tokens: int, tokens: int, requests: int = 4000, max_num_seqs: int = 1024
+    hardware: Hardware,
+    prompt_tokens: int,
+    tokens: int,
+    requests: int = 4000,
+    max_num_seqs: int = 1024,
 ) -> float:
     """Return the output tokens a second of an engine that is given all requests at once."""
     scheduler, took = Scheduler(hardware, max_num_seqs), 0.0

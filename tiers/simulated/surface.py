@@ -21,7 +21,9 @@ class Surface:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    async def _unless_disconnected(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    async def _unless_disconnected(
+        self, request: Request, work: Coroutine[Any, Any, Response]
+    ) -> Response:
         """Abort, as vLLM does, when the client goes away before the whole answer is there."""
         working = asyncio.create_task(work)
         while not working.done():
@@ -31,7 +33,13 @@ class Surface:
         return Response(status_code=499) if working.cancelled() else working.result()
 
     def _card(self, root: str, max_model_len: int) -> dict[str, Any]:
-        return {"id": self._model, "object": "model", "root": root, "parent": None, "max_model_len": max_model_len}
+        return {
+            "id": self._model,
+            "object": "model",
+            "root": root,
+            "parent": None,
+            "max_model_len": max_model_len,
+        }
 
     def _chunk(
         self,
@@ -48,17 +56,40 @@ class Surface:
         """Return a chunk, with members that vLLM writes even where they are null."""
         stopped = {"stop_reason": stop_reason}
         if chat:
-            first = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            choice = first if "role" in delta else {**first, **(stopped if reason else {}), "token_ids": ids}
+            first = {
+                "index": 0,
+                "delta": delta,
+                "logprobs": logprobs,
+                "finish_reason": reason,
+            }
+            choice = (
+                first
+                if "role" in delta
+                else {**first, **(stopped if reason else {}), "token_ids": ids}
+            )
         else:
-            first = {"index": 0, "text": delta["content"], "logprobs": None, "finish_reason": reason, **stopped}
+            first = {
+                "index": 0,
+                "text": delta["content"],
+                "logprobs": None,
+                "finish_reason": reason,
+                **stopped,
+            }
             choice = {**first, "prompt_token_ids": prompt, "token_ids": ids}
         return self._event({"choices": [choice], **more}, chat=chat)
 
     def _fields(self, fields: dict[str, Any], kind: str) -> dict[str, Any]:
-        return {"id": "x", "object": kind, "created": int(time.time()), "model": self._model, **fields}
+        return {
+            "id": "x",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model,
+            **fields,
+        }
 
     def _event(self, fields: dict[str, Any], *, chat: bool) -> bytes:
-        whole = self._fields(fields, "chat.completion.chunk" if chat else "text_completion")
+        whole = self._fields(
+            fields, "chat.completion.chunk" if chat else "text_completion"
+        )
         text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False)
         return b"data: " + text.encode("utf-8", "surrogatepass") + b"\n\n"

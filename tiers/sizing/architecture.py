@@ -15,7 +15,8 @@ from tiers.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-STATE_BYTES = 4  # recurrent states are kept in 32 bits by some models, and in the activations' format by others
+# recurrent states are kept in 32 bits by some models, and in the activations' format by others
+STATE_BYTES = 4
 CONV_BYTES = 2
 FULL = {"full_attention", "attention", "global"}
 SLIDING = {"sliding_attention", "chunked_attention", "local"}
@@ -34,11 +35,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {"full_attention_interval": 4, "linear_conv_kernel_dim": 4},
 }
-GATED_QUERY = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}  # their query projection makes a gate as well
+# their query projection makes a gate as well
+GATED_QUERY = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 QUERY_BIAS = {"qwen2", "qwen2_moe"}
 HEAD_NORMS = {"qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"}
 FOUR_NORMS = {"gemma2", "gemma3_text"}
-TIED = ("gemma", "cohere")  # embedding and output layer are one, unless the configuration says otherwise
+# embedding and output layer are one, unless the configuration says otherwise
+TIED = ("gemma", "cohere")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,10 @@ class Architecture:
     @property
     def active(self) -> int:
         """Return the parameters of linear layers that a token passes, without the output layer."""
-        return sum(layer.linear + layer.expert * min(self.experts_per_token, layer.experts) for layer in self.layers)
+        return sum(
+            layer.linear + layer.expert * min(self.experts_per_token, layer.experts)
+            for layer in self.layers
+        )
 
     def read(self, tokens: float) -> float:
         """Return the parameters of linear layers that a step reads, without the output layer.
@@ -126,7 +132,9 @@ class Architecture:
         for layer in self.layers:
             share = 0.0
             if layer.experts:
-                share = 1 - (1 - min(self.experts_per_token / layer.experts, 1.0)) ** tokens
+                share = (
+                    1 - (1 - min(self.experts_per_token / layer.experts, 1.0)) ** tokens
+                )
             read += layer.linear + layer.expert * layer.experts * share
         return read
 
@@ -147,7 +155,9 @@ class Architecture:
         """
         return sum(_share(layer, gpus) for layer in self.layers) * bytes_per_value
 
-    def sequence_bytes(self, tokens: int, bytes_per_value: int = 2, gpus: int = 1) -> int:
+    def sequence_bytes(
+        self, tokens: int, bytes_per_value: int = 2, gpus: int = 1
+    ) -> int:
         """Return the KV cache and recurrent state of one sequence, of which sliding windows hold the last tokens only.
 
         Args:
@@ -158,7 +168,9 @@ class Architecture:
         kept = 0
         for layer in self.layers:
             held = tokens if layer.window is None else min(tokens, layer.window)
-            kept += held * _share(layer, gpus) * bytes_per_value + -(-layer.state_bytes // gpus)
+            kept += held * _share(layer, gpus) * bytes_per_value + -(
+                -layer.state_bytes // gpus
+            )
         return kept
 
 
@@ -188,21 +200,32 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     )
     tied = inner.get("tie_word_embeddings")
     kinds, windows = _kinds(inner, count), inner.window
-    layers = tuple(_layer(inner, number, kind, windows) for number, kind in enumerate(kinds))
+    layers = tuple(
+        _layer(inner, number, kind, windows) for number, kind in enumerate(kinds)
+    )
     return Architecture(
         kind=inner.kind,
         layers=layers,
         embedding=vocabulary * hidden,
         head=vocabulary * hidden,
         tied=inner.kind.startswith(TIED) if tied is None else bool(tied),
-        vision=(_vision(_Config(vision), hidden) if isinstance(vision, dict) else 0) + hidden,  # and the last norm
-        experts_per_token=inner.optional("num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 0,
+        # and the last norm
+        vision=(_vision(_Config(vision), hidden) if isinstance(vision, dict) else 0)
+        + hidden,
+        experts_per_token=inner.optional(
+            "num_experts_per_tok", "num_experts_per_token", "top_k_experts"
+        )
+        or 0,
         attention_heads=inner.number("num_attention_heads"),
-        context=inner.number("max_position_embeddings", "max_sequence_length", "n_positions"),
+        context=inner.number(
+            "max_position_embeddings", "max_sequence_length", "n_positions"
+        ),
     )
 
 
-def kv_bytes_per_token(config: Mapping[str, Any], bytes_per_value: int = 2, gpus: int = 1) -> int:
+def kv_bytes_per_token(
+    config: Mapping[str, Any], bytes_per_value: int = 2, gpus: int = 1
+) -> int:
     """Return the KV cache of one token, in all layers; fewer fields are needed than for the whole architecture.
 
     Args:
@@ -216,14 +239,19 @@ def kv_bytes_per_token(config: Mapping[str, Any], bytes_per_value: int = 2, gpus
     inner = _text_config(config)
     kinds = _kinds(inner, inner.number("num_hidden_layers"))
     values, heads = _kv_cache(inner)
-    return sum(_of_one(values, heads, gpus) for kind in kinds if kind in FULL | SLIDING) * bytes_per_value
+    return (
+        sum(_of_one(values, heads, gpus) for kind in kinds if kind in FULL | SLIDING)
+        * bytes_per_value
+    )
 
 
 def _text_config(config: Mapping[str, Any]) -> _Config:
     """Return a configuration, or the text part of a multimodal model's."""
     text = config.get("text_config")
     if isinstance(text, dict):
-        return _Config({"tie_word_embeddings": config.get("tie_word_embeddings"), **text})
+        return _Config(
+            {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
+        )
     return _Config(config)
 
 
@@ -232,7 +260,10 @@ class _Config:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.kind = str(config.get("model_type", "unknown"))
-        self._config = {**DEFAULTS.get(self.kind, {}), **{k: v for k, v in config.items() if v is not None}}
+        self._config = {
+            **DEFAULTS.get(self.kind, {}),
+            **{k: v for k, v in config.items() if v is not None},
+        }
 
     def get(self, name: str) -> Any:
         return self._config.get(name)
@@ -251,12 +282,16 @@ class _Config:
         """Return the first of these fields that is a whole number above 0."""
         value = self.optional(*names)
         if not value:
-            raise PlanError(f"the model's config.json has no {' or '.join(names)}: its size cannot be planned")
+            raise PlanError(
+                f"the model's config.json has no {' or '.join(names)}: its size cannot be planned"
+            )
         return value
 
     @property
     def head_dim(self) -> int:
-        return self.optional("head_dim") or self.number("hidden_size") // self.number("num_attention_heads")
+        return self.optional("head_dim") or self.number("hidden_size") // self.number(
+            "num_attention_heads"
+        )
 
     @property
     def window(self) -> int | None:
@@ -268,12 +303,17 @@ class _Config:
 
 def _kinds(config: _Config, count: int) -> list[str]:
     """Return the kind of each layer, by its name in ``layer_types``."""
-    pattern, given = config.get("hybrid_override_pattern"), config.get("layer_types") or config.get("layers_block_type")
+    pattern, given = (
+        config.get("hybrid_override_pattern"),
+        config.get("layer_types") or config.get("layers_block_type"),
+    )
     if isinstance(pattern, str):
         return _lettered(pattern)
     if isinstance(given, list):
         if len(given) != count:
-            raise PlanError(f"layer_types has {len(given)} entries, num_hidden_layers is {count}")
+            raise PlanError(
+                f"layer_types has {len(given)} entries, num_hidden_layers is {count}"
+            )
         return [str(kind) for kind in given]
     return _hybrid(config, count) or _windowed(config, count)
 
@@ -282,7 +322,9 @@ def _lettered(pattern: str) -> list[str]:
     """Read Nemotron-H's layers: a letter each, MLPs being layers of their own."""
     names = {"M": "mamba", "*": "attention", "-": "mlp"}
     if unknown := sorted(set(pattern) - set(names)):
-        raise PlanError(f"hybrid_override_pattern has {', '.join(unknown)}; known are {', '.join(names)}")
+        raise PlanError(
+            f"hybrid_override_pattern has {', '.join(unknown)}; known are {', '.join(names)}"
+        )
     return [names[letter] for letter in pattern]
 
 
@@ -290,13 +332,24 @@ def _hybrid(config: _Config, count: int) -> list[str]:
     """Return the layers of models with attention in some layers only; none: it is in all."""
     every = config.optional("full_attention_interval")
     if every:  # Qwen3-Next
-        return ["linear_attention" if (number + 1) % every else "full_attention" for number in range(count)]
-    period, offset = config.optional("attn_layer_period"), config.optional("attn_layer_offset") or 0
+        return [
+            "linear_attention" if (number + 1) % every else "full_attention"
+            for number in range(count)
+        ]
+    period, offset = (
+        config.optional("attn_layer_period"),
+        config.optional("attn_layer_offset") or 0,
+    )
     if period:  # Jamba
-        return ["attention" if number % period == offset else "mamba" for number in range(count)]
+        return [
+            "attention" if number % period == offset else "mamba"
+            for number in range(count)
+        ]
     indices = config.get("attn_layer_indices")
     if isinstance(indices, list):  # Bamba
-        return ["attention" if number in indices else "mamba" for number in range(count)]
+        return [
+            "attention" if number in indices else "mamba" for number in range(count)
+        ]
     return []
 
 
@@ -305,9 +358,16 @@ def _windowed(config: _Config, count: int) -> list[str]:
         return ["full_attention"] * count
     every = config.optional("sliding_window_pattern", "_sliding_window_pattern")
     if every:
-        return ["sliding_attention" if (number + 1) % every else "full_attention" for number in range(count)]
-    first = config.optional("max_window_layers") or 0  # Qwen2: those below attend to everything
-    return ["full_attention" if number < first else "sliding_attention" for number in range(count)]
+        return [
+            "sliding_attention" if (number + 1) % every else "full_attention"
+            for number in range(count)
+        ]
+    # Qwen2: those below attend to everything
+    first = config.optional("max_window_layers") or 0
+    return [
+        "full_attention" if number < first else "sliding_attention"
+        for number in range(count)
+    ]
 
 
 def _layer(config: _Config, number: int, kind: str, window: int | None) -> Layer:
@@ -322,7 +382,9 @@ def _layer(config: _Config, number: int, kind: str, window: int | None) -> Layer
         own, other = _attention(config, hidden)
         values, heads = _kv_cache(config)
         seen = window if kind in SLIDING else None
-        return Layer(linear + own, expert, experts, other + norms + router, values, heads, seen)
+        return Layer(
+            linear + own, expert, experts, other + norms + router, values, heads, seen
+        )
     if kind == "mlp":
         return Layer(linear, expert, experts, hidden + router)
     recurrent = _recurrent(kind)
@@ -342,38 +404,74 @@ def _kv_cache(config: _Config) -> tuple[int, int]:
 def _kv_heads(config: _Config) -> int:
     if config.get("multi_query"):
         return 1
-    return config.optional("num_key_value_heads") or config.number("num_attention_heads")
+    return config.optional("num_key_value_heads") or config.number(
+        "num_attention_heads"
+    )
 
 
 def _attention(config: _Config, hidden: int) -> tuple[int, int]:
     """Return parameters of linear layers, and others."""
-    heads, latent = config.number("num_attention_heads"), config.optional("kv_lora_rank")
+    heads, latent = (
+        config.number("num_attention_heads"),
+        config.optional("kv_lora_rank"),
+    )
     if latent:
-        rope, nope = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
+        rope, nope = (
+            config.number("qk_rope_head_dim"),
+            config.number("qk_nope_head_dim"),
+        )
         value, low = config.number("v_head_dim"), config.optional("q_lora_rank")
-        query = hidden * low + low * heads * (nope + rope) if low else hidden * heads * (nope + rope)
-        own = query + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+        query = (
+            hidden * low + low * heads * (nope + rope)
+            if low
+            else hidden * heads * (nope + rope)
+        )
+        own = (
+            query
+            + hidden * (latent + rope)
+            + latent * heads * (nope + value)
+            + heads * value * hidden
+        )
         return own, latent + (low or 0)
     dim = config.head_dim
-    queries, keys = heads * dim * (2 if config.kind in GATED_QUERY else 1), _kv_heads(config) * dim
+    queries, keys = (
+        heads * dim * (2 if config.kind in GATED_QUERY else 1),
+        _kv_heads(config) * dim,
+    )
     other = 2 * dim if config.kind in HEAD_NORMS else 0
     if config.kind in QUERY_BIAS or config.get("attention_bias"):
         other += queries + 2 * keys + (0 if config.kind in QUERY_BIAS else hidden)
     return hidden * (queries + 2 * keys) + heads * dim * hidden, other
 
 
-def _feed_forward(config: _Config, number: int, hidden: int) -> tuple[int, int, int, int]:
+def _feed_forward(
+    config: _Config, number: int, hidden: int
+) -> tuple[int, int, int, int]:
     """Return parameters of linear layers, of one expert, the number of experts, and parameters of their router."""
-    matrices = 2 if config.get("mlp_hidden_act") == "relu2" else 3  # gate, up and down; Nemotron's have no gate
-    experts = config.optional("num_experts", "num_local_experts", "n_routed_experts") or 0
+    # gate, up and down; Nemotron's have no gate
+    matrices = 2 if config.get("mlp_hidden_act") == "relu2" else 3
+    experts = (
+        config.optional("num_experts", "num_local_experts", "n_routed_experts") or 0
+    )
     if not experts or not _has_experts(config, number):
-        return matrices * hidden * config.number("intermediate_size_mlp", "intermediate_size"), 0, 0, 0
+        return (
+            matrices
+            * hidden
+            * config.number("intermediate_size_mlp", "intermediate_size"),
+            0,
+            0,
+            0,
+        )
     width = config.number("moe_intermediate_size", "intermediate_size")
-    shared = config.optional("shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = config.optional(
+        "shared_expert_intermediate_size", "shared_intermediate_size"
+    )
     if shared is None:
         llama4 = width if config.get("intermediate_size_mlp") else 0
         shared = (config.optional("n_shared_experts") or 0) * width or llama4
-    router = hidden * experts + (experts if config.get("topk_method") == "noaux_tc" else 0)
+    router = hidden * experts + (
+        experts if config.get("topk_method") == "noaux_tc" else 0
+    )
     return matrices * hidden * shared, matrices * hidden * width, experts, router
 
 
@@ -385,7 +483,12 @@ def _has_experts(config: _Config, number: int) -> bool:
     if isinstance(dense, list) and number in dense:
         return False
     step = (
-        config.optional("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "expert_layer_period")
+        config.optional(
+            "decoder_sparse_step",
+            "interleave_moe_layer_step",
+            "moe_layer_freq",
+            "expert_layer_period",
+        )
         or 1
     )
     offset = config.optional("expert_layer_offset")
@@ -411,26 +514,40 @@ def _mamba(config: _Config, hidden: int) -> tuple[int, int]:
         inner = heads * config.number("mamba_d_head", "mamba_head_dim")
         grouped = 2 * (config.optional("mamba_n_groups", "n_groups") or 1) * state
         own = hidden * (2 * inner + grouped + heads) + inner * hidden
-        return own, (kernel - 1) * (inner + grouped) * CONV_BYTES + inner * state * STATE_BYTES
+        return own, (kernel - 1) * (
+            inner + grouped
+        ) * CONV_BYTES + inner * state * STATE_BYTES
     inner, rank = config.number("mamba_expand") * hidden, config.number("mamba_dt_rank")
-    own = hidden * 2 * inner + inner * (rank + 2 * state) + rank * inner + inner * hidden
+    own = (
+        hidden * 2 * inner + inner * (rank + 2 * state) + rank * inner + inner * hidden
+    )
     return own, (kernel - 1) * inner * CONV_BYTES + inner * state * STATE_BYTES
 
 
 def _delta_net(config: _Config, hidden: int) -> tuple[int, int]:
     """Return parameters, and bytes of a sequence's state, of a gated delta net (arXiv 2412.06464)."""
-    key_heads, value_heads = config.number("linear_num_key_heads"), config.number("linear_num_value_heads")
-    key_dim, value_dim = config.number("linear_key_head_dim"), config.number("linear_value_head_dim")
+    key_heads, value_heads = (
+        config.number("linear_num_key_heads"),
+        config.number("linear_num_value_heads"),
+    )
+    key_dim, value_dim = (
+        config.number("linear_key_head_dim"),
+        config.number("linear_value_head_dim"),
+    )
     keys, values = key_heads * key_dim, value_heads * value_dim
     own = hidden * (2 * keys + 2 * values + 2 * value_heads) + values * hidden
-    conv = (config.number("linear_conv_kernel_dim") - 1) * (2 * keys + values) * CONV_BYTES
+    conv = (
+        (config.number("linear_conv_kernel_dim") - 1) * (2 * keys + values) * CONV_BYTES
+    )
     return own, conv + value_heads * key_dim * value_dim * STATE_BYTES
 
 
 def _conv(config: _Config, hidden: int) -> tuple[int, int]:
     """Return parameters, and bytes of a sequence's state, of a short convolution (LFM2)."""
     width = config.optional("conv_dim") or hidden
-    return hidden * 3 * width + width * hidden, config.number("conv_L_cache") * width * CONV_BYTES
+    return hidden * 3 * width + width * hidden, config.number(
+        "conv_L_cache"
+    ) * width * CONV_BYTES
 
 
 def _vision(config: _Config, hidden: int) -> int:
@@ -439,7 +556,10 @@ def _vision(config: _Config, hidden: int) -> int:
     Encoders of another kind are left out: they have no ``patch_size`` or ``intermediate_size``.
     """
     width, inner = config.optional("hidden_size"), config.optional("intermediate_size")
-    count, patch = config.optional("num_hidden_layers", "depth"), config.optional("patch_size")
+    count, patch = (
+        config.optional("num_hidden_layers", "depth"),
+        config.optional("patch_size"),
+    )
     if not (width and inner and count and patch):
         return 0
     image = config.optional("image_size") or 0

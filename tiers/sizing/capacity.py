@@ -47,7 +47,8 @@ class Demand:
     output_tokens: int  # of an answer, in the mean; at least 1
     context: int  # tokens that the longest sequences have
     max_num_seqs: int = 256  # sequences that an engine decodes at once
-    ttft_ms: float | None = None  # longest time to the first token, waiting left out; None: any
+    # longest time to the first token, waiting left out; None: any
+    ttft_ms: float | None = None
     tpot_ms: float | None = None  # longest time between two tokens; None: any
 
 
@@ -58,8 +59,10 @@ class EnginePlan:
     tier: TierName
     precision: str
     weights_bytes: int
-    kv_bytes_per_token: int  # of all layers; sliding windows hold their last tokens only
-    kv_bytes_per_sequence: int  # of a sequence as long as the context, its recurrent state included
+    # of all layers; sliding windows hold their last tokens only
+    kv_bytes_per_token: int
+    # of a sequence as long as the context, its recurrent state included
+    kv_bytes_per_sequence: int
     gpus_per_replica: int  # tensor parallelism; 0: the processor
     max_sequences: int  # that the KV cache holds at once, each as long as the context
     batch: int  # sequences decoded at once; 0: a bound cannot be kept even by one
@@ -139,10 +142,17 @@ def engines_on_cpu(
         weights: In bytes, by tier; of those left out, as estimated.
         paces: Measured speeds, by tier.
     """
-    held = {tier: model.weight_bytes(BYTES_PER_WEIGHT[precision]) for tier, precision in PRECISIONS.items()}
+    held = {
+        tier: model.weight_bytes(BYTES_PER_WEIGHT[precision])
+        for tier, precision in PRECISIONS.items()
+    }
     held.update(weights)
     return [
-        _tier(Engine(tier, precision, held[tier], 0, kv_cache[tier], 2, paces.get(tier)), model, demand)
+        _tier(
+            Engine(tier, precision, held[tier], 0, kv_cache[tier], 2, paces.get(tier)),
+            model,
+            demand,
+        )
         for tier, precision in PRECISIONS.items()
     ]
 
@@ -178,8 +188,18 @@ class _Site:
 
     def _engine(self, tier: TierName, weights: int, gpus: int, kv_cache: int) -> Engine:
         decoded = self.demand.prompt_tokens + self.demand.output_tokens // 2
-        roofline = Roofline(self.model, self.gpu, PRECISIONS[tier], gpus, decoded, self.kv_bytes)
-        return Engine(tier, PRECISIONS[tier], weights, gpus, kv_cache, self.kv_bytes, self.paces.get(tier, roofline))
+        roofline = Roofline(
+            self.model, self.gpu, PRECISIONS[tier], gpus, decoded, self.kv_bytes
+        )
+        return Engine(
+            tier,
+            PRECISIONS[tier],
+            weights,
+            gpus,
+            kv_cache,
+            self.kv_bytes,
+            self.paces.get(tier, roofline),
+        )
 
     def _weights(self, tier: TierName) -> int:
         return self.model.weight_bytes(BYTES_PER_WEIGHT[PRECISIONS[tier]])
@@ -195,7 +215,11 @@ class _Site:
     def _numbers(self, available: int | None) -> list[int]:
         """Return the numbers of GPUs that an engine may have: powers of two that divide the attention heads."""
         most = min(available or MOST_GPUS, MOST_GPUS)
-        return [n for n in (1, 2, 4, 8, 16) if n <= most and self.model.attention_heads % n == 0]
+        return [
+            n
+            for n in (1, 2, 4, 8, 16)
+            if n <= most and self.model.attention_heads % n == 0
+        ]
 
 
 def between_ms(pace: Pace, demand: Demand, batch: int) -> float:
@@ -222,14 +246,19 @@ def _tier(engine: Engine, model: Architecture, demand: Demand) -> EnginePlan:
     pace = engine.pace
     if pace is None:
         return found
-    prefill, tokens = pace.prefill_ms_per_token * demand.prompt_tokens, demand.output_tokens
+    prefill, tokens = (
+        pace.prefill_ms_per_token * demand.prompt_tokens,
+        demand.output_tokens,
+    )
 
     def between(batch: int) -> float:
         return between_ms(pace, demand, batch)
 
     def keeps(batch: int) -> bool:
         slow = demand.tpot_ms is not None and between(batch) > demand.tpot_ms
-        return not slow and (demand.ttft_ms is None or prefill + pace.step_ms(batch) <= demand.ttft_ms)
+        return not slow and (
+            demand.ttft_ms is None or prefill + pace.step_ms(batch) <= demand.ttft_ms
+        )
 
     # More sequences fit if they are as long as the mean, not as the longest. Long answers stay longer: of those that are
     # computed, the mean is about as long as the mean answer at its end.
@@ -241,4 +270,11 @@ def _tier(engine: Engine, model: Architecture, demand: Demand) -> EnginePlan:
     step = between(batch)
     rate = batch / (tokens * step / 1000)
     ttft = prefill + pace.step_ms(batch)
-    return replace(found, batch=batch, ttft_ms=ttft, tpot_ms=step, requests_per_s=rate, tokens_per_s=rate * tokens)
+    return replace(
+        found,
+        batch=batch,
+        ttft_ms=ttft,
+        tpot_ms=step,
+        requests_per_s=rate,
+        tokens_per_s=rate * tokens,
+    )

@@ -37,10 +37,18 @@ def find_config(model: str) -> dict[str, Any]:
     if path.is_file():
         return _object(path.read_bytes(), str(path))
     if not _ID.fullmatch(model) or path.suffix == ".json":
-        raise PlanError(f"--model {model}: there is no such file or folder, and it is not an id such as owner/name")
-    cached = sorted((hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+        raise PlanError(
+            f"--model {model}: there is no such file or folder, and it is not an id such as owner/name"
+        )
+    cached = sorted(
+        (hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots").glob(
+            "*/config.json"
+        )
+    )
     if cached:
-        return _object(max(cached, key=lambda file: file.stat().st_mtime).read_bytes(), model)
+        return _object(
+            max(cached, key=lambda file: file.stat().st_mtime).read_bytes(), model
+        )
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
         raise PlanError(
             f"--model {model}: it is not in the hub's cache, and HF_HUB_OFFLINE is set; give its config.json"
@@ -53,7 +61,13 @@ def _download(model: str) -> bytes:
     token = os.environ.get("HF_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        answer = httpx.get(url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True, verify=client_context())
+        answer = httpx.get(
+            url,
+            headers=headers,
+            timeout=TIMEOUT_S,
+            follow_redirects=True,
+            verify=client_context(),
+        )
     except TrustError as error:
         raise PlanError(f"--model {model}: {url} cannot be asked: {error}") from error
     except httpx.HTTPError as error:
@@ -61,9 +75,13 @@ def _download(model: str) -> bytes:
             f"--model {model}: {url} cannot be reached ({error or type(error).__name__}); give the model's config.json"
         ) from error
     if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-        raise PlanError(f"--model {model}: the hub wants a token that may read it in HF_TOKEN; or give its config.json")
+        raise PlanError(
+            f"--model {model}: the hub wants a token that may read it in HF_TOKEN; or give its config.json"
+        )
     if answer.status_code != httpx.codes.OK:
-        raise PlanError(f"--model {model}: {url} answered {answer.status_code}; check the id, or give its config.json")
+        raise PlanError(
+            f"--model {model}: {url} answered {answer.status_code}; check the id, or give its config.json"
+        )
     return answer.content
 
 
@@ -71,7 +89,9 @@ def _object(content: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(content[:MAX_BYTES])
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"--model {where}: its config.json is not JSON: {error}") from error
+        raise PlanError(
+            f"--model {where}: its config.json is not JSON: {error}"
+        ) from error
     if not isinstance(found, dict):
         raise PlanError(f"--model {where}: its config.json must be a JSON object")
     return found

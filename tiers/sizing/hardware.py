@@ -78,7 +78,10 @@ class Prices(BaseModel):
         """Return the price of an hour; None: it is not known."""
         if gpu.price_per_hour is not None:
             return gpu.price_per_hour
-        return next((price for name, price in self.per_gpu_hour.items() if gpu.is_called(name)), None)
+        return next(
+            (price for name, price in self.per_gpu_hour.items() if gpu.is_called(name)),
+            None,
+        )
 
 
 @lru_cache(maxsize=1)

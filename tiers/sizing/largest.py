@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from tiers.sizing.capacity import Demand
 
-WITHIN = 1 - 1e-6  # of the largest load: engines that are busier by a rounding error would not carry it
+# of the largest load: engines that are busier by a rounding error would not carry it
+WITHIN = 1 - 1e-6
 ROUNDING = 1e-9  # of a share of answers
 DIGITS = 3  # of a load, for people
 _OPERATION_BISECTIONS = 6
@@ -51,7 +52,9 @@ def largest_alone(
     for tier in PRECISIONS:
         mine = [engine for engine in engines if engine.tier is tier]
         sizes = {engine.plan.gpus_per_replica for engine in mine}
-        peak = max((_rate_of_size(mine, size, available) for size in sizes), default=0.0)
+        peak = max(
+            (_rate_of_size(mine, size, available) for size in sizes), default=0.0
+        )
         rate = WITHIN * peak / max(load.course)
         fleet = alone(mine, load.scaled_to(rate), available).get(tier) if rate else None
         largest[tier] = LargestLoad(rate, fleet) if fleet is not None else None
@@ -59,7 +62,11 @@ def largest_alone(
 
 
 def largest_planned(
-    engines: Sequence[EngineType], load: Load, available: Mapping[str, int], demand: Demand, policy: Policy
+    engines: Sequence[EngineType],
+    load: Load,
+    available: Mapping[str, int],
+    demand: Demand,
+    policy: Policy,
 ) -> LargestLoad | None:
     """Return the largest load that any mix of precisions carries within the loss budget; None: none keeps the budget."""
 
@@ -67,17 +74,31 @@ def largest_planned(
         return _is_there(cheapest(engines, load.scaled_to(rate), available))
 
     def carries_in_operation(rate: float) -> bool:
-        return _is_there(cheapest_in_operation(engines, load.scaled_to(rate), available, demand, policy))
+        return _is_there(
+            cheapest_in_operation(
+                engines, load.scaled_to(rate), available, demand, policy
+            )
+        )
 
-    singles = [largest for largest in largest_alone(engines, load, available).values() if largest is not None]
-    within = [largest.requests_per_s for largest in singles if largest.fleet.lost <= load.budget + ROUNDING]
+    singles = [
+        largest
+        for largest in largest_alone(engines, load, available).values()
+        if largest is not None
+    ]
+    within = [
+        largest.requests_per_s
+        for largest in singles
+        if largest.fleet.lost <= load.budget + ROUNDING
+    ]
     single = max(within, default=0.0)
     highest = WITHIN * _most(engines, available) / max(load.course)
     rate = _largest(carries, single, highest, BISECTIONS)
     rate = _largest(carries_in_operation, single, rate, _OPERATION_BISECTIONS)
     if not rate:
         return None
-    fleet = cheapest_in_operation(engines, load.scaled_to(rate), available, demand, policy)
+    fleet = cheapest_in_operation(
+        engines, load.scaled_to(rate), available, demand, policy
+    )
     return LargestLoad(rate, fleet) if fleet is not None else None
 
 
@@ -112,7 +133,9 @@ def fewest_gpus(engines: Sequence[EngineType]) -> dict[str, int]:
     return fewest
 
 
-def _largest(carries: Callable[[float], bool], lowest: float, highest: float, bisections: int) -> float:
+def _largest(
+    carries: Callable[[float], bool], lowest: float, highest: float, bisections: int
+) -> float:
     """Return the largest load from one that is carried to ``highest`` that is carried too, by bisection."""
     if highest <= lowest or carries(highest):
         return max(lowest, highest)
@@ -134,7 +157,9 @@ def _is_there(fleet: Fleet | None) -> bool:
     return bool(fleet.counts[0][0].gpu) or fleet.price <= 1
 
 
-def _rate_of_size(engines: Sequence[EngineType], size: int, available: Mapping[str, int]) -> float:
+def _rate_of_size(
+    engines: Sequence[EngineType], size: int, available: Mapping[str, int]
+) -> float:
     """Return the requests a second of as many engines of a size as there are GPUs for."""
     rates: dict[str, float] = {}
     for engine in engines:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 GIB_IN_GB = (1 << 30) / 1e9
 MOST_GIVEN = 100_000  # GPUs of a kind
-_COUNTED = re.compile(r"\s*(?:(\d+)\s*[x*]\s*|(\d{1,3})\s+(?=[a-z]))?(\S.*?)\s*", re.IGNORECASE)
+_COUNTED = re.compile(
+    r"\s*(?:(\d+)\s*[x*]\s*|(\d{1,3})\s+(?=[a-z]))?(\S.*?)\s*", re.IGNORECASE
+)
 _COUNT_LAST = re.compile(r"(.*\S)\s*[x*]\s*(\d+)", re.IGNORECASE)
 _BEGINS_A_KIND = re.compile(r"\s*\d+\s*[x*]|\s*[a-z][^=:]*(:|$)", re.IGNORECASE)
 _NAME = re.compile(r"\w[\w .+/()-]{0,63}")
@@ -58,12 +60,22 @@ class _Field:
 
 _MEMORY = {"gb": 1.0, "gib": GIB_IN_GB, "tb": 1000.0}
 _BANDWIDTH = {"gb/s": 1.0, "gbps": 1.0, "tb/s": 1000.0, "tbps": 1000.0}
-_FLOPS = {"tf": 1.0, "tflops": 1.0, "tflop/s": 1.0, "tflops/s": 1.0, "pf": 1000.0, "pflops": 1000.0, "pflop/s": 1000.0}
+_FLOPS = {
+    "tf": 1.0,
+    "tflops": 1.0,
+    "tflop/s": 1.0,
+    "tflops/s": 1.0,
+    "pf": 1000.0,
+    "pflops": 1000.0,
+    "pflop/s": 1000.0,
+}
 _TOPS = {"tops": 1.0, "top/s": 1.0, "t": 1.0, "tf": 1.0, "pops": 1000.0}
 _HOUR = {"/h": 1.0, "/hour": 1.0}
 FIELDS: dict[str, _Field] = {
     "memory": _Field("memory_gb", _MEMORY, least=1, most=10_000, example="96GB"),
-    "bandwidth": _Field("bandwidth_gb_s", _BANDWIDTH, least=10, most=100_000, example="1792GB/s"),
+    "bandwidth": _Field(
+        "bandwidth_gb_s", _BANDWIDTH, least=10, most=100_000, example="1792GB/s"
+    ),
     "bf16": _Field("bf16_tflops", _FLOPS, least=1, most=100_000, example="500TF"),
     "fp8": _Field("fp8_tflops", _FLOPS, least=1, most=100_000, example="1000TF"),
     "int8": _Field("int8_tops", _TOPS, least=1, most=100_000, example="1000TOPS"),
@@ -133,7 +145,11 @@ def unknown_gpu(name: str) -> str:
     known = ", ".join(kind.name for kind in by_likeness)
     example = _FORM.replace("NAME", plain_for_text(name) or "NAME")
     counted_last = _COUNT_LAST.fullmatch(name)
-    hint = f"Write {counted_last[2]}x{counted_last[1]} for {counted_last[2]} of them.\n" if counted_last else ""
+    hint = (
+        f"Write {counted_last[2]}x{counted_last[1]} for {counted_last[2]} of them.\n"
+        if counted_last
+        else ""
+    )
     return (
         f"{name.strip() or 'an empty name'} is no GPU that is known here.\n{hint}"
         f"Known are, most similar first: {known}.\n"
@@ -185,8 +201,12 @@ def _field_of(written: str, where: str) -> tuple[str, float]:
         if unit in FIELDS[field].units:
             return field, _value(field, written, where)
     if written.strip().isdecimal():
-        raise PlanError(f"{where}: {written.strip()} has no unit; {_FIELDS_ALLOWED}. Write 2xH100 for two GPUs")
-    raise PlanError(f"{where}: {written.strip() or 'an empty figure'} cannot be read; {_FIELDS_ALLOWED}")
+        raise PlanError(
+            f"{where}: {written.strip()} has no unit; {_FIELDS_ALLOWED}. Write 2xH100 for two GPUs"
+        )
+    raise PlanError(
+        f"{where}: {written.strip() or 'an empty figure'} cannot be read; {_FIELDS_ALLOWED}"
+    )
 
 
 def _named_field(name: str, written: str, where: str) -> tuple[str, float]:
@@ -202,7 +222,9 @@ def _value(name: str, written: str, where: str) -> float:
     if match is not None:
         factor = field.units.get(match[2].lower(), None if match[2] else 1.0)
     if match is None or factor is None:
-        raise PlanError(f"{where}: {name} is {written.strip() or 'empty'}; a value like {field.example} is allowed")
+        raise PlanError(
+            f"{where}: {name} is {written.strip() or 'empty'}; a value like {field.example} is allowed"
+        )
     value = float(match[1]) * factor
     if not field.least <= value <= field.most:
         unit = next(iter(field.units)).upper()
@@ -215,19 +237,27 @@ def _value(name: str, written: str, where: str) -> float:
 
 def _kind(name: str, given: Mapping[str, float], where: str) -> GpuKind:
     """Return a known kind with the figures that are given, or one that is made of figures alone."""
-    figures: dict[str, Any] = {FIELDS[field].attribute: value for field, value in given.items()}
+    figures: dict[str, Any] = {
+        FIELDS[field].attribute: value for field, value in given.items()
+    }
     known = next((gpu for gpu in known_gpus() if gpu.is_called(name)), None)
     if known is not None:
         kind = known.model_copy(update=figures)
     elif not given or not plain_name(name):
         raise PlanError(f"{where}: {unknown_gpu(name)}")
     elif not _NAME.fullmatch(name):
-        raise PlanError(f"{where}: a GPU's name of up to 64 letters, digits, spaces and .+/()- is allowed")
+        raise PlanError(
+            f"{where}: a GPU's name of up to 64 letters, digits, spaces and .+/()- is allowed"
+        )
     else:
         missing = [field for field in REQUIRED if field not in given]
         if missing:
-            examples = ", ".join(f"{field} as {FIELDS[field].example}" for field in missing)
-            raise PlanError(f"{where}: {name} is not known here, and lacks {examples}.\n{_WHERE_TO_LOOK}")
+            examples = ", ".join(
+                f"{field} as {FIELDS[field].example}" for field in missing
+            )
+            raise PlanError(
+                f"{where}: {name} is not known here, and lacks {examples}.\n{_WHERE_TO_LOOK}"
+            )
         kind = GpuKind(name=name, **figures)
     if kind.fp8_tflops is not None and kind.fp8_tflops < kind.bf16_tflops:
         raise PlanError(
@@ -242,7 +272,9 @@ def _read_file(path: Path) -> list[tuple[GpuKind, int | None]]:
     try:
         tables = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise PlanError(f"--gpus {path}: the file cannot be read: {error.strerror}") from error
+        raise PlanError(
+            f"--gpus {path}: the file cannot be read: {error.strerror}"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"--gpus {path}: not TOML: {error}") from error
     if not tables:
@@ -252,7 +284,9 @@ def _read_file(path: Path) -> list[tuple[GpuKind, int | None]]:
 
 def _kind_of_table(name: str, table: object, path: Path) -> tuple[GpuKind, int | None]:
     if not isinstance(table, dict):
-        raise PlanError(f"{path}: {name}: a table for each kind of GPU is needed; {_file_form()}")
+        raise PlanError(
+            f"{path}: {name}: a table for each kind of GPU is needed; {_file_form()}"
+        )
     count: int | None = None
     given = dict[str, float]()
     for key, value in table.items():
@@ -260,12 +294,18 @@ def _kind_of_table(name: str, table: object, path: Path) -> tuple[GpuKind, int |
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if key == "count":
             if not isinstance(value, int) or isinstance(value, bool):
-                raise PlanError(f"{where}: count is {value!r}; a whole number is allowed")
+                raise PlanError(
+                    f"{where}: count is {value!r}; a whole number is allowed"
+                )
             count = _checked_count(value, where)
         elif key not in FIELDS:
-            raise PlanError(f"{where}: there is no field {key}; allowed are count, {', '.join(FIELDS)}")
+            raise PlanError(
+                f"{where}: there is no field {key}; allowed are count, {', '.join(FIELDS)}"
+            )
         elif not is_number and not isinstance(value, str):
-            raise PlanError(f'{where}: {key} is {value!r}; "{FIELDS[key].example}" is allowed')
+            raise PlanError(
+                f'{where}: {key} is {value!r}; "{FIELDS[key].example}" is allowed'
+            )
         else:
             given[key] = _value(key, str(value), where)
     return _kind(name, given, f"{path}: [{name}]"), count
@@ -275,15 +315,22 @@ def _file_form() -> str:
     return 'it has the form [NAME] count = 2, memory = "96GB", bandwidth = "1792GB/s", bf16 = "500TF", each on its own line'
 
 
-def _once(kinds: Iterable[tuple[GpuKind, int | None]], where: str) -> dict[GpuKind, int | None]:
+def _once(
+    kinds: Iterable[tuple[GpuKind, int | None]], where: str
+) -> dict[GpuKind, int | None]:
     counts = dict[GpuKind, int | None]()
     for kind, count in kinds:
         if any(other.is_called(kind.name) for other in counts):
-            raise PlanError(f"{where}: {kind.name} is named twice; write how many there are in all")
+            raise PlanError(
+                f"{where}: {kind.name} is named twice; write how many there are in all"
+            )
         counts[kind] = count
     return counts
 
 
 def _likeness(kind: GpuKind, name: str) -> float:
     names: Sequence[str] = (kind.name, *kind.also)
-    return max(SequenceMatcher(None, plain_name(name), plain_name(known)).ratio() for known in names)
+    return max(
+        SequenceMatcher(None, plain_name(name), plain_name(known)).ratio()
+        for known in names
+    )

@@ -55,9 +55,11 @@ class _Station:
     tokens: int
     between: Callable[[int], float]
     step: Callable[[int], float]
-    ends_per_s: Callable[[int], float]  # how many of all its sequences end in a second, on machines of its own
+    # how many of all its sequences end in a second, on machines of its own
+    ends_per_s: Callable[[int], float]
     cost: Callable[[int], float]  # engine time of one more request
-    finish_ms: Callable[[int], float]  # from its arrival, of a request that makes the sequences so many
+    # from its arrival, of a request that makes the sequences so many
+    finish_ms: Callable[[int], float]
     now: int = 0  # sequences
     busy: float = 0.0  # sequences * seconds
     admitted: float = 0
@@ -94,7 +96,9 @@ def in_operation(fleet: Fleet, load: Load, demand: Demand, policy: Policy) -> Fl
     sent = dict.fromkeys(fleet.sent, 0.0)
     for factor in load.course:
         if factor > 0:
-            chain = _Chain(fleet, load, [replace(station) for station in stations], policy)
+            chain = _Chain(
+                fleet, load, [replace(station) for station in stations], policy
+            )
             part, weight = _part(chain, load, demand, factor), factor / whole
             seen.ttft += weight * part.ttft
             seen.tpot += weight * part.tpot
@@ -107,7 +111,11 @@ def in_operation(fleet: Fleet, load: Load, demand: Demand, policy: Policy) -> Fl
 
 
 def cheapest_in_operation(
-    engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None], demand: Demand, policy: Policy
+    engines: Sequence[EngineType],
+    load: Load,
+    available: Mapping[str, int | None],
+    demand: Demand,
+    policy: Policy,
 ) -> Fleet | None:
     """Return the cheapest fleet that keeps the budget under the router's policy too; None: there is none."""
     budget, best = load.budget, None
@@ -118,8 +126,15 @@ def cheapest_in_operation(
             break
         budget *= load.budget / best.lost
     if best is None or best.lost > load.budget + 1e-9:
-        singles = [cheapest([e for e in engines if e.tier is tier], load, available) for tier in PRECISIONS]
-        best = min((each for each in singles if each), key=lambda each: (each.price, each.lost), default=None)
+        singles = [
+            cheapest([e for e in engines if e.tier is tier], load, available)
+            for tier in PRECISIONS
+        ]
+        best = min(
+            (each for each in singles if each),
+            key=lambda each: (each.price, each.lost),
+            default=None,
+        )
         best = best and in_operation(best, load, demand, policy)
     return best
 
@@ -127,10 +142,18 @@ def cheapest_in_operation(
 def _part(chain: _Chain, load: Load, demand: Demand, factor: float) -> _Seen:
     """Return what becomes of requests in a part of the day."""
     source, kinds = random.Random(1), list(load.by_kind)  # noqa: S311  a simulation
-    heavy, rate, stations = list(accumulate(load.by_kind.values())), load.mean * factor, chain.stations
+    heavy, rate, stations = (
+        list(accumulate(load.by_kind.values())),
+        load.mean * factor,
+        chain.stations,
+    )
     if len(stations) == 1:
         return _sums(chain, demand, 1.0, _steady(chain, stations[0], rate))
-    counted = ARRIVALS if len({station.engine.tier for station in stations}) > 1 else ARRIVALS // 4
+    counted = (
+        ARRIVALS
+        if len({station.engine.tier for station in stations}) > 1
+        else ARRIVALS // 4
+    )
     warm = min(TURNS * chain.fill(rate), counted)
     last, arrived, now, waited = warm + counted, 0, 0.0, 0.0
     while arrived < last:
@@ -148,7 +171,16 @@ def _part(chain: _Chain, load: Load, demand: Demand, factor: float) -> _Seen:
             chain.measured = arrived > warm
             chain.arrive(source.choices(kinds, cum_weights=heavy)[0])
         else:
-            chain.end(next((s for s, upto in zip(stations, accumulate(ends), strict=True) if nth < upto), None))
+            chain.end(
+                next(
+                    (
+                        s
+                        for s, upto in zip(stations, accumulate(ends), strict=True)
+                        if nth < upto
+                    ),
+                    None,
+                )
+            )
     return _sums(chain, demand, now, waited)
 
 
@@ -158,7 +190,8 @@ def _steady(chain: _Chain, station: _Station, rate: float) -> float:
     for n in range(1, station.slots + 1):
         station.now = n
         logs.append(logs[-1] + math.log(rate / chain.ends()[0]))
-    more = min(rate / chain.ends()[0], 0.99)  # of those that wait, each further one is so likely
+    # of those that wait, each further one is so likely
+    more = min(rate / chain.ends()[0], 0.99)
     peak = max(logs)
     weights = [math.exp(each - peak) for each in logs]
     full = weights[-1] / (1 - more)
@@ -166,7 +199,9 @@ def _steady(chain: _Chain, station: _Station, rate: float) -> float:
     for n, weight in enumerate([*weights[:-1], full]):
         station.now = n + (n < station.slots)
         station.busy += n * weight / whole
-        station.stepped += rate * weight / whole * station.step(station.each) * (1.5 if n else 1)
+        station.stepped += (
+            rate * weight / whole * station.step(station.each) * (1.5 if n else 1)
+        )
     station.admitted = rate
     return full / whole * more / (1 - more)
 
@@ -174,21 +209,29 @@ def _steady(chain: _Chain, station: _Station, rate: float) -> float:
 class _Chain:
     """The state: sequences of each station, and who waits."""
 
-    def __init__(self, fleet: Fleet, load: Load, stations: Sequence[_Station], policy: Policy) -> None:
+    def __init__(
+        self, fleet: Fleet, load: Load, stations: Sequence[_Station], policy: Policy
+    ) -> None:
         self.stations, self.queue, self.measured = stations, deque[Hashable](), False
         self.seen = _Seen()
         self._load = load
         self._policy = policy
         self._shared = not stations[0].engine.gpu
-        self._tiers = sorted({s.engine.tier for s in stations}, key=tuple(PRECISIONS).index)
+        self._tiers = sorted(
+            {s.engine.tier for s in stations}, key=tuple(PRECISIONS).index
+        )
         self._highest = [s for s in stations if s.engine.tier is self._tiers[-1]]
         self._highest_slots = sum(station.slots for station in self._highest)
         self._most_allowed = policy.allowed(fleet.loss_budget, 1.0)
-        self._allowed_when_taken = cache(lambda taken: policy.allowed(fleet.loss_budget, taken / self._highest_slots))
+        self._allowed_when_taken = cache(
+            lambda taken: policy.allowed(fleet.loss_budget, taken / self._highest_slots)
+        )
 
     def fill(self, rate: float) -> int:
         """Begin about as full as the fleet will be: the highest precision serves what it can. Return the sequences."""
-        for station in sorted(self.stations, key=lambda s: -self._tiers.index(s.engine.tier)):
+        for station in sorted(
+            self.stations, key=lambda s: -self._tiers.index(s.engine.tier)
+        ):
             while station.now < station.slots and sum(self.ends()) < rate:
                 station.now += station.count
             station.now = min(station.now, station.slots)
@@ -208,16 +251,25 @@ class _Chain:
         free = dict[TierName, _Station]()
         for station in self.stations:
             other = free.get(station.engine.tier)
-            if station.now < station.slots and (other is None or station.each < other.each):
+            if station.now < station.slots and (
+                other is None or station.each < other.each
+            ):
                 free[station.engine.tier] = station
         if not free:
             self.queue.append(kind)
             return
-        station = free[self._choose(kind, free, there)] if len(free) > 1 else next(iter(free.values()))
+        station = (
+            free[self._choose(kind, free, there)]
+            if len(free) > 1
+            else next(iter(free.values()))
+        )
         station.now += 1
         if self.measured:
             station.admitted += 1
-            station.stepped += station.step(station.each) * (1.5 if station.now > 1 else 1)  # it waits for half a step
+            # it waits for half a step
+            station.stepped += station.step(station.each) * (
+                1.5 if station.now > 1 else 1
+            )
             flow = kind, station.engine.tier
             self.seen.sent[flow] = self.seen.sent.get(flow, 0.0) + 1
 
@@ -228,25 +280,39 @@ class _Chain:
             if self.queue:
                 self.arrive(self.queue.popleft())
 
-    def _choose(self, kind: Hashable, free: dict[TierName, _Station], there: int) -> TierName:
+    def _choose(
+        self, kind: Hashable, free: dict[TierName, _Station], there: int
+    ) -> TierName:
         """Choose as ``router.policy.decide`` does."""
-        loss = {tier: self._load.loss[tier][kind] for tier in self._tiers if tier in free}
+        loss = {
+            tier: self._load.loss[tier][kind] for tier in self._tiers if tier in free
+        }
         fit = [tier for tier in loss if loss[tier] <= self._most_allowed]
         if not fit:
             return list(loss)[-1]
-        allowed = self._allowed_when_taken(sum(station.now for station in self._highest))
-        good = [tier for tier in fit if loss[tier] <= allowed] or [min(fit, key=lambda tier: loss[tier])]
+        allowed = self._allowed_when_taken(
+            sum(station.now for station in self._highest)
+        )
+        good = [tier for tier in fit if loss[tier] <= allowed] or [
+            min(fit, key=lambda tier: loss[tier])
+        ]
         if self._policy.latest_unnoticed_ms is not None:
             finish_ms = {tier: free[tier].finish_of_next_ms for tier in good}
             latest_ms = self._policy.latest_unnoticed_ms(min(finish_ms.values()))
             good = [tier for tier in good if finish_ms[tier] <= latest_ms]
-        return min(good, key=lambda tier: free[tier].cost(min(there, free[tier].engine.plan.batch)))
+        return min(
+            good,
+            key=lambda tier: free[tier].cost(min(there, free[tier].engine.plan.batch)),
+        )
 
 
 def _station(engine: EngineType, count: int, demand: Demand) -> _Station:
     pace = engine.plan.pace
     assert pace is not None
-    prefill, tokens = pace.prefill_ms_per_token * demand.prompt_tokens, demand.output_tokens
+    prefill, tokens = (
+        pace.prefill_ms_per_token * demand.prompt_tokens,
+        demand.output_tokens,
+    )
     step = cache(pace.step_ms)
     between = cache(lambda n: between_ms(pace, demand, n))
     return _Station(
@@ -255,7 +321,9 @@ def _station(engine: EngineType, count: int, demand: Demand) -> _Station:
         tokens=tokens,
         between=between,
         step=step,
-        ends_per_s=cache(lambda n: 1000 * n / (tokens * between(max(-(-n // count), 1)))),
+        ends_per_s=cache(
+            lambda n: 1000 * n / (tokens * between(max(-(-n // count), 1)))
+        ),
         cost=cache(lambda n: prefill + tokens * step(n) / n),
         finish_ms=cache(lambda n: _finish_ms(pace, demand, n)),
     )
@@ -264,9 +332,17 @@ def _station(engine: EngineType, count: int, demand: Demand) -> _Station:
 def _finish_ms(pace: Pace, demand: Demand, sequences: int) -> float:
     """Return when the router expects a request to have its whole answer, on an engine with so many sequences then."""
     if isinstance(pace, SpeedModel):
-        times = pace.times(demand.prompt_tokens, Busy(sequences - 1), demand.max_num_seqs, output_share=1.0)
+        times = pace.times(
+            demand.prompt_tokens,
+            Busy(sequences - 1),
+            demand.max_num_seqs,
+            output_share=1.0,
+        )
         return times.ttft_ms + (demand.output_tokens - 1) * times.tpot_ms
-    return pace.prefill_ms_per_token * demand.prompt_tokens + demand.output_tokens * pace.step_ms(sequences)
+    return (
+        pace.prefill_ms_per_token * demand.prompt_tokens
+        + demand.output_tokens * pace.step_ms(sequences)
+    )
 
 
 def _sums(chain: _Chain, demand: Demand, now: float, waited: float) -> _Seen:
@@ -282,7 +358,9 @@ def _sums(chain: _Chain, demand: Demand, now: float, waited: float) -> _Seen:
         ttft = prefill / (1 - busy) + station.stepped / station.admitted
         whole_ms = 1000 * station.busy / station.admitted
         seen.ttft += station.admitted / whole * ttft
-        seen.tpot += station.admitted / whole * (whole_ms - prefill) / demand.output_tokens
+        seen.tpot += (
+            station.admitted / whole * (whole_ms - prefill) / demand.output_tokens
+        )
     seen.ttft += 1000 * waited / whole
     seen.sent = {flow: share / whole for flow, share in seen.sent.items()}
     return seen

@@ -30,7 +30,11 @@ ALL_REDUCE_MS = 0.015
 ALL_REDUCES = 2  # a layer: after attention, and after the feed-forward part
 CHUNK = 8192  # prompt tokens a step, vLLM's default on a GPU
 # Of a weight in a linear layer. Published AWQ checkpoints have groups of 128: a scale of 16 bits and a zero point of 4.
-BYTES_PER_WEIGHT = {Precision.BF16: 2.0, Precision.FP8: 1.0, Precision.AWQ_INT4: (4 + (16 + 4) / 128) / 8}
+BYTES_PER_WEIGHT = {
+    Precision.BF16: 2.0,
+    Precision.FP8: 1.0,
+    Precision.AWQ_INT4: (4 + (16 + 4) / 128) / 8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,10 @@ class Roofline:
 
     def step_ms(self, sequences: int) -> float:
         """Return the time of one decode step of a batch, in milliseconds."""
-        kept = self.model.sequence_bytes(self.context, self.kv_bytes, self.gpus) * sequences
+        kept = (
+            self.model.sequence_bytes(self.context, self.kv_bytes, self.gpus)
+            * sequences
+        )
         return self._step_ms(sequences, sequences, kept)
 
     def prompt_ms(self, tokens: int, sequences: int, /) -> float:
@@ -67,8 +74,13 @@ class Roofline:
 
         Computing it overlaps with reading the weights, so it costs less than alone.
         """
-        kept = self.model.sequence_bytes(self.context, self.kv_bytes, self.gpus) * sequences
-        return self._step_ms(sequences + tokens, sequences + 1, kept) - self._step_ms(sequences, sequences, kept)
+        kept = (
+            self.model.sequence_bytes(self.context, self.kv_bytes, self.gpus)
+            * sequences
+        )
+        return self._step_ms(sequences + tokens, sequences + 1, kept) - self._step_ms(
+            sequences, sequences, kept
+        )
 
     def mixed_ms(self, tokens: int, sampled: int, kept: int) -> float:
         """Return the time of a step that computes prompts too, in milliseconds.
@@ -78,13 +90,20 @@ class Roofline:
             sampled: Sequences that get a token.
             kept: Tokens in the KV cache of the step's sequences.
         """
-        return self._step_ms(tokens, sampled, self.model.kv_bytes_per_token(self.kv_bytes) / self.gpus * kept)
+        return self._step_ms(
+            tokens,
+            sampled,
+            self.model.kv_bytes_per_token(self.kv_bytes) / self.gpus * kept,
+        )
 
     def _step_ms(self, tokens: int, sampled: int, kept_bytes: float) -> float:
         head = 2 * self.model.head * sampled / (self._bf16_flops * self.gpus)
         compute = 2 * self.model.active * tokens / (self._flops * self.gpus) + head
         linear = max(self._weights(tokens) / self._bandwidth, compute)
-        return 1000 * (linear + kept_bytes / (self._bandwidth / self.gpus)) + self._fixed_ms
+        return (
+            1000 * (linear + kept_bytes / (self._bandwidth / self.gpus))
+            + self._fixed_ms
+        )
 
     @property
     def _bandwidth(self) -> float:
@@ -111,8 +130,12 @@ class Roofline:
 
     @property
     def _machete(self) -> bool:
-        experts = any(layer.experts for layer in self.model.layers)  # vLLM computes those with Marlin
+        # vLLM computes those with Marlin
+        experts = any(layer.experts for layer in self.model.layers)
         return self.gpu.machete and self.precision is Precision.AWQ_INT4 and not experts
 
     def _weights(self, tokens: int) -> float:
-        return self.model.read(tokens) * BYTES_PER_WEIGHT[self.precision] + 2 * self.model.head
+        return (
+            self.model.read(tokens) * BYTES_PER_WEIGHT[self.precision]
+            + 2 * self.model.head
+        )

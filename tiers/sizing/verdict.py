@@ -40,7 +40,12 @@ def _answers(lost: float) -> str:
     return "none" if lost < 5e-5 else f"{lost * 100:.2g} answers of 100"  # noqa: PLR2004  less is not told
 
 
-def verdict_on(best: Fleet, singles: Mapping[TierName, Fleet | None], load: Load, currency: str | None) -> str:
+def verdict_on(
+    best: Fleet,
+    singles: Mapping[TierName, Fleet | None],
+    load: Load,
+    currency: str | None,
+) -> str:
     """Return the plan in a sentence, beside each precision alone; without a currency GPUs or machines are counted."""
     used = {engine.tier for engine, _ in best.counts}
     if len(used) == 1:
@@ -49,30 +54,41 @@ def verdict_on(best: Fleet, singles: Mapping[TierName, Fleet | None], load: Load
             f"{name} alone is best here: it costs {_costs(best, currency)} and loses {_answers(best.lost)}, within the "
             f"{_answers(load.budget)} allowed; further precisions would not pay."
         )
-    said = [f"{counted(best)} cost {_costs(best, currency)} and lose {_answers(best.lost)}"]
+    said = [
+        f"{counted(best)} cost {_costs(best, currency)} and lose {_answers(best.lost)}"
+    ]
     for tier, fleet in singles.items():
         name = NAMES[str(PRECISIONS[tier])]
         if fleet is None:
             said.append(f"{name} alone does not carry it on these GPUs")
         else:
-            same = "the same" if abs(fleet.price - best.price) < 0.005 else _costs(fleet, currency)  # noqa: PLR2004  a cent's half
+            same = (
+                "the same"
+                if abs(fleet.price - best.price) < 0.005  # noqa: PLR2004  a cent's half
+                else _costs(fleet, currency)
+            )
             over = ", over the budget" if fleet.lost > load.budget + 1e-9 else ""
-            said.append(f"{name} alone costs {same} and loses {_answers(fleet.lost)}{over}")
+            said.append(
+                f"{name} alone costs {same} and loses {_answers(fleet.lost)}{over}"
+            )
     return "; ".join(said) + "."
 
 
 def missing_for(
-    engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None], more: Fleet | None
+    engines: Sequence[EngineType],
+    load: Load,
+    available: Mapping[str, int | None],
+    more: Fleet | None,
 ) -> str:
     """Return what is missing; ``more``: the cheapest fleet of as many GPUs as it takes."""
     if more is None:
         least = min(load.lost_by(tier) for tier in {engine.tier for engine in engines})
         return f"Nothing keeps the budget of {_answers(load.budget)}: at least {_answers(least)} would be lost."
-    there = ", ".join(f"{count} x {gpu}" for gpu, count in available.items() if count is not None)
-    needed = ", ".join(f"{count} x {gpu}" for gpu, count in more.gpus.items())
-    return (
-        f"{load.peak:g} requests a second at the peak are too many for {there}: the cheapest that would do is {needed}."
+    there = ", ".join(
+        f"{count} x {gpu}" for gpu, count in available.items() if count is not None
     )
+    needed = ", ".join(f"{count} x {gpu}" for gpu, count in more.gpus.items())
+    return f"{load.peak:g} requests a second at the peak are too many for {there}: the cheapest that would do is {needed}."
 
 
 def tiers_of(fleet: Fleet) -> dict[str, dict[str, int]]:
@@ -83,7 +99,10 @@ def tiers_of(fleet: Fleet) -> dict[str, dict[str, int]]:
         found[tier] = {"replicas": fleet.replicas(tier)}
         if mine:
             batch = min(engine.plan.batch for engine in mine)
-            found[tier] |= {"tensor_parallel": max(mine[0].plan.gpus_per_replica, 1), "max_num_seqs": batch}
+            found[tier] |= {
+                "tensor_parallel": max(mine[0].plan.gpus_per_replica, 1),
+                "max_num_seqs": batch,
+            }
             found[tier]["max_in_flight"] = 2 * batch
     return found
 
@@ -109,9 +128,16 @@ def settings_for(fleet: Fleet, verdict: str, written: WrittenSettings) -> str:
     if written.model is not None:
         lines += ["[model]", f"name = {json.dumps(written.model, ensure_ascii=False)}"]
     if written.kv_cache_dtype is not None:
-        lines += ["[engine]", f'extra_args = ["--kv-cache-dtype", "{written.kv_cache_dtype}"]']
+        lines += [
+            "[engine]",
+            f'extra_args = ["--kv-cache-dtype", "{written.kv_cache_dtype}"]',
+        ]
     for tier, settings in tiers_of(fleet).items():
-        on = ", ".join(engine.gpu for engine, _ in fleet.counts if engine.tier == tier and engine.gpu)
+        on = ", ".join(
+            engine.gpu
+            for engine, _ in fleet.counts
+            if engine.tier == tier and engine.gpu
+        )
         lines += [f"[tiers.{tier}]" + (f"  # on {on}" if on else "")]
         lines += [f"{name} = {value}" for name, value in settings.items()]
         if written.context is not None and settings["replicas"]:
@@ -130,7 +156,17 @@ def kinds_table(best: Fleet) -> Table:
         for degree in Complexity:
             shares = kinds.get((name, degree), {})
             whole = sum(shares.values())
-            parts = {tier: share / whole for tier, share in shares.items() if whole and share / whole > LEAST_SHOWN}
-            cells.append(" ".join(parts if len(parts) == 1 else [f"{tier} {part:.0%}" for tier, part in parts.items()]))
+            parts = {
+                tier: share / whole
+                for tier, share in shares.items()
+                if whole and share / whole > LEAST_SHOWN
+            }
+            cells.append(
+                " ".join(
+                    parts
+                    if len(parts) == 1
+                    else [f"{tier} {part:.0%}" for tier, part in parts.items()]
+                )
+            )
         table.add_row(name, *cells)
     return table

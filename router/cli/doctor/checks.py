@@ -20,7 +20,13 @@ import httpx
 import psutil
 
 from router.auth.api_keys import KeysError, read_key_file
-from router.cli.client import authorization, engine_version, own_url, trusted, why_unauthorized
+from router.cli.client import (
+    authorization,
+    engine_version,
+    own_url,
+    trusted,
+    why_unauthorized,
+)
 from router.deployment.layout import engine_args, prepare_options, tier_spec
 from router.deployment.listening import ListenError, open_keys
 from router.section import PROJECT
@@ -65,7 +71,8 @@ class Health(StrEnum):
 class Finding:
     """What one check found."""
 
-    group: str  # ``settings``, ``machine``, ``files``, ``network`` or ``running``; ``CHECKS`` supplies it
+    # ``settings``, ``machine``, ``files``, ``network`` or ``running``; ``CHECKS`` supplies it
+    group: str
     check: str  # name of the check; empty: the one in ``CHECKS``
     health: Health
     found: str  # for a person
@@ -99,9 +106,20 @@ def local_tiers(context: CheckContext) -> list[TierName]:
 
 
 def served_tiers(context: CheckContext) -> Iterator[Finding]:
-    tiers, anywhere = context.settings.tiers, context.settings.discovery.file is not None
-    served = [n for n in tiers.names if anywhere or (t := tiers.of(n)).replicas_here or t.urls or t.dns]
-    yield judge_choice(served) if served else problem("no tier has engines", "set tiers.<name>.replicas or urls")
+    tiers, anywhere = (
+        context.settings.tiers,
+        context.settings.discovery.file is not None,
+    )
+    served = [
+        n
+        for n in tiers.names
+        if anywhere or (t := tiers.of(n)).replicas_here or t.urls or t.dns
+    ]
+    yield (
+        judge_choice(served)
+        if served
+        else problem("no tier has engines", "set tiers.<name>.replicas or urls")
+    )
 
 
 def judge_choice(tiers: Sequence[str]) -> Finding:
@@ -109,15 +127,21 @@ def judge_choice(tiers: Sequence[str]) -> Finding:
     return ok(", ".join(tiers) + alone * (len(tiers) == 1), "tiers")
 
 
-def local_checkpoints(context: CheckContext) -> tuple[list[TierSpec], dict[TierName, Checkpoint]]:
+def local_checkpoints(
+    context: CheckContext,
+) -> tuple[list[TierSpec], dict[TierName, Checkpoint]]:
     """Return the tiers that have engines here, with their checkpoints, and the checkpoints that were made here."""
     settings = context.settings
     try:
-        made = {checkpoint.tier: checkpoint for checkpoint in finished(prepare_options(settings))}
+        made = {
+            checkpoint.tier: checkpoint
+            for checkpoint in finished(prepare_options(settings))
+        }
     except CheckpointError:  # the calibration file cannot be read: without it no checkpoint can be told by its recipe
         made = {}
     specs = [
-        tier_spec(name, settings.tiers.of(name), made, engine_args(settings, name)) for name in local_tiers(context)
+        tier_spec(name, settings.tiers.of(name), made, engine_args(settings, name))
+        for name in local_tiers(context)
     ]
     return specs, made
 
@@ -126,14 +150,19 @@ def gpu(context: CheckContext) -> Iterator[Finding]:
     if shutil.which("nvidia-smi") is None:
         if local_tiers(context) and "avx2" not in cpu_flags():
             yield problem(
-                "vLLM's CPU build needs AVX2, which this CPU lacks", "run engines elsewhere: tiers.<name>.urls"
+                "vLLM's CPU build needs AVX2, which this CPU lacks",
+                "run engines elsewhere: tiers.<name>.urls",
             )
-        where = "engines run on the CPU" if local_tiers(context) else "no engine runs here"
+        where = (
+            "engines run on the CPU" if local_tiers(context) else "no engine runs here"
+        )
         yield ok(f"none (no nvidia-smi): {where}")
         return
     fields = "index,name,driver_version,compute_cap,memory.total,memory.free"
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
+    done = subprocess.run(
+        query, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S
+    )
     if done.returncode != 0:
         said = (done.stdout or done.stderr).strip().splitlines()
         then = "repair the driver, or remove it: engines are planned for the CPU"
@@ -147,12 +176,20 @@ def judge_gpu(parts: list[str]) -> Finding:
     """Judge a GPU: its index, name, driver, compute capability, MiB of memory, MiB free."""
     index, name, driver, compute, total, free = parts
     memory_free = f"{int(free) / 1024:.1f} of {int(total) / 1024:.1f} GiB free"
-    found = f"{index}: {name}, driver {driver}, compute capability {compute}, {memory_free}"
+    found = (
+        f"{index}: {name}, driver {driver}, compute capability {compute}, {memory_free}"
+    )
     capability = float(compute) if compute.replace(".", "").isdigit() else 0.0
     if capability < BF16_COMPUTE:
-        return warning(found, "BF16 needs compute capability 8.0: precise will not start, run it elsewhere")
+        return warning(
+            found,
+            "BF16 needs compute capability 8.0: precise will not start, run it elsewhere",
+        )
     if capability < FP8_COMPUTE:
-        return warning(found, "FP8 in hardware needs 8.9: balanced keeps FP8 weights, but computes in 16 bits")
+        return warning(
+            found,
+            "FP8 in hardware needs 8.9: balanced keeps FP8 weights, but computes in 16 bits",
+        )
     return ok(found)
 
 
@@ -164,17 +201,30 @@ def kernels(context: CheckContext) -> Iterator[Finding]:
     machine = read_machine()
     if machine.gpus:
         yield ok("vLLM chooses them by the GPU")
-    elif machine.instructions is not None:  # else no engine can run here, which the check of the GPU says
+    elif (
+        machine.instructions is not None
+    ):  # else no engine can run here, which the check of the GPU says
         specs, made = local_checkpoints(context)
-        yield ok("; ".join(_kernel_of(spec, made.get(spec.name), machine.instructions) for spec in specs))
+        yield ok(
+            "; ".join(
+                _kernel_of(spec, made.get(spec.name), machine.instructions)
+                for spec in specs
+            )
+        )
 
 
-def _kernel_of(spec: TierSpec, made: Checkpoint | None, instructions: InstructionSet) -> str:
+def _kernel_of(
+    spec: TierSpec, made: Checkpoint | None, instructions: InstructionSet
+) -> str:
     """Return a tier's name, and in words what will compute it."""
     if spec.checkpoint is None:
         return f"{spec.name}: {describe_kernel(PRECISIONS[spec.name], instructions)}"
     described = f"{spec.name}: {describe_kernel(spec.precision, instructions)}"
-    is_as_made = made is not None and made.path == spec.checkpoint and spec.precision == PRECISIONS[spec.name]
+    is_as_made = (
+        made is not None
+        and made.path == spec.checkpoint
+        and spec.precision == PRECISIONS[spec.name]
+    )
     if is_as_made or not choose_kernel(spec.precision, instructions).is_of_qarr:
         return described
     return f"{described}, or vLLM's for layers that it does not take"
@@ -183,7 +233,10 @@ def _kernel_of(spec: TierSpec, made: Checkpoint | None, instructions: Instructio
 def disk(context: CheckContext) -> Iterator[Finding]:
     seen: set[int] = set()
     model, engine = context.settings.model, context.settings.engine
-    for name, key, folder in (("checkpoints", "model.store", model.store), ("logs", "engine.log_dir", engine.log_dir)):
+    for name, key, folder in (
+        ("checkpoints", "model.store", model.store),
+        ("logs", "engine.log_dir", engine.log_dir),
+    ):
         there = next(p for p in (folder, *folder.parents) if p.exists())
         device = there.stat().st_dev
         if device in seen:
@@ -192,11 +245,20 @@ def disk(context: CheckContext) -> Iterator[Finding]:
         free = shutil.disk_usage(there).free
         found = f"{free / GIB:.1f} GiB free for {name} ({folder})"
         if not os.access(there, os.W_OK):
-            yield problem(f"{there} cannot be written to", f"let this user write to it, or set {key} to another folder")
+            yield problem(
+                f"{there} cannot be written to",
+                f"let this user write to it, or set {key} to another folder",
+            )
         elif free < LITTLE_DISK:
-            yield problem(found, "free some space: engines and checkpoints fail in odd ways on a full disk")
+            yield problem(
+                found,
+                "free some space: engines and checkpoints fail in odd ways on a full disk",
+            )
         elif free < SCANT_DISK:
-            yield warning(found, "enough for a small model; its three checkpoints take about 3.5 bytes a parameter")
+            yield warning(
+                found,
+                "enough for a small model; its three checkpoints take about 3.5 bytes a parameter",
+            )
         else:
             yield ok(found)
 
@@ -231,16 +293,24 @@ def engine_environment(context: CheckContext) -> Iterator[Finding]:
     python = context.settings.engine.python
     if not python.is_file():
         needed = bool(local_tiers(context))
-        yield problem(f"there is none at {python}", "run 'make engine-env'") if needed else ok("none, and none needed")
+        yield (
+            problem(f"there is none at {python}", "run 'make engine-env'")
+            if needed
+            else ok("none, and none needed")
+        )
         return
     argv = [str(python), "-c", VERSIONS, *VLLM]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S
+    )
     there = done.stdout.split()
     if done.returncode or not there:
         why = next(reversed(done.stderr.strip().splitlines()), "it has no vllm")
         yield problem(f"{python}: {why}", "run 'make engine-env' again")
         return
-    requirements = PROJECT / f"requirements/engine-{'cuda' if read_machine().gpus else 'cpu'}.txt"
+    requirements = (
+        PROJECT / f"requirements/engine-{'cuda' if read_machine().gpus else 'cpu'}.txt"
+    )
     pins = requirements.read_text("utf-8") if requirements.is_file() else ""
     pinned = re.search(rf"^{re.escape(there[0])}==(\S+)", pins, re.MULTILINE)
     if pinned is not None and pinned[1] != there[1]:
@@ -257,7 +327,9 @@ def checkpoints(context: CheckContext) -> Iterator[Finding]:
         return
     if missing := [spec.name for spec in specs if spec.checkpoint is None]:
         then = "'qarr model prepare' makes them, 'qarr up' as well (some minutes)"
-        yield warning(f"{', '.join(missing)} of {context.settings.model.name} not made yet", then)
+        yield warning(
+            f"{', '.join(missing)} of {context.settings.model.name} not made yet", then
+        )
     for spec in specs:
         if spec.checkpoint is not None:
             own = made.get(spec.name)
@@ -275,7 +347,10 @@ def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None) -> F
         check_whole(folder)
         ours = identity(folder)
         if made is None:
-            return ok(f"{folder.name}: {checkpoint_precision(folder)}, files complete, no manifest", check)
+            return ok(
+                f"{folder.name}: {checkpoint_precision(folder)}, files complete, no manifest",
+                check,
+            )
         changed = ""
         if ours.tokenizer_digest != made.manifest.tokenizer_digest:
             changed = "tokenizer"
@@ -284,8 +359,13 @@ def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None) -> F
     except (CheckpointError, OSError, ValueError) as error:
         return problem(str(error), again, check)
     if changed:
-        return problem(f"{folder} does not match its manifest: {changed} changed", again, check)
-    return ok(f"{made.manifest.method} {made.manifest.weights_digest[:16]}: files complete", check)
+        return problem(
+            f"{folder} does not match its manifest: {changed} changed", again, check
+        )
+    return ok(
+        f"{made.manifest.method} {made.manifest.weights_digest[:16]}: files complete",
+        check,
+    )
 
 
 def router_port(context: CheckContext) -> Iterator[Finding]:
@@ -296,7 +376,11 @@ def router_port(context: CheckContext) -> Iterator[Finding]:
             yield ok(f"{port} on {host} is free" if port else "any free one")
     except OSError as error:
         answer = _get(CheckContext(context.settings, "", ""), "/healthz")
-        if answer is not None and answer.is_success and answer.text == '{"status":"alive"}':
+        if (
+            answer is not None
+            and answer.is_success
+            and answer.text == '{"status":"alive"}'
+        ):
             yield ok(f"{port} on {host}: a router listens ({holder(port)})")
         else:
             found = f"{port} on {host}: {error.strerror}, held by {holder(port)}"
@@ -305,7 +389,9 @@ def router_port(context: CheckContext) -> Iterator[Finding]:
 
 def engine_ports(context: CheckContext) -> Iterator[Finding]:
     tiers, base = context.settings.tiers, context.settings.engine.base_port
-    ports = range(base, base + sum(tiers.of(name).replicas_here for name in tiers.names))
+    ports = range(
+        base, base + sum(tiers.of(name).replicas_here for name in tiers.names)
+    )
     taken = []
     for port in ports:
         try:
@@ -314,22 +400,37 @@ def engine_ports(context: CheckContext) -> Iterator[Finding]:
             taken.append(port)
     running = _running_ports(context) if taken else set()
     others = [port for port in taken if port not in running and _of_a_router(port)]
-    foreign = ", ".join(f"{port} by {holder(port)}" for port in taken if port not in {*running, *others})
+    foreign = ", ".join(
+        f"{port} by {holder(port)}" for port in taken if port not in {*running, *others}
+    )
     if foreign:
-        yield problem(f"held: {foreign}", "end what holds them, or set engine.base_port")
+        yield problem(
+            f"held: {foreign}", "end what holds them, or set engine.base_port"
+        )
     elif others:
         found = f"{', '.join(map(str, others))}: engines of another router of this machine have them"
-        yield warning(found, "name that router with --url; for a second one beside it set engine.base_port")
+        yield warning(
+            found,
+            "name that router with --url; for a second one beside it set engine.base_port",
+        )
     elif ports:
         shown = f"{ports[0]} to {ports[-1]}"
-        yield ok(f"{shown}: the running router's engines have them" if taken else f"{shown} are free")
+        yield ok(
+            f"{shown}: the running router's engines have them"
+            if taken
+            else f"{shown} are free"
+        )
 
 
 def _running_ports(context: CheckContext) -> set[int]:
     """Return the ports of the running router's engines, which another user's processes have for all that is seen here."""
     with contextlib.suppress(ValueError, KeyError, TypeError):  # not a router's answer
         if (fleet := _get(context, "/tiers")) is not None:
-            replicas = (replica for tier in fleet.json()["tiers"] for replica in tier["replicas"])
+            replicas = (
+                replica
+                for tier in fleet.json()["tiers"]
+                for replica in tier["replicas"]
+            )
             return {urlsplit(replica["url"] or "").port or 0 for replica in replicas}
     return set()
 
@@ -337,15 +438,32 @@ def _running_ports(context: CheckContext) -> set[int]:
 def holder(port: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):
         if process := _listener(port):
-            script = next((Path(part).name for part in process.cmdline()[1:2] if part.endswith(".py")), "")
+            script = next(
+                (
+                    Path(part).name
+                    for part in process.cmdline()[1:2]
+                    if part.endswith(".py")
+                ),
+                "",
+            )
             return f"{process.name()} {script}".rstrip() + f", pid {process.pid}"
-    return "a process that this user may not see" if os.geteuid() else "a process outside of this container"
+    return (
+        "a process that this user may not see"
+        if os.geteuid()
+        else "a process outside of this container"
+    )
 
 
 def _listener(port: int) -> psutil.Process | None:
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            return psutil.Process(connection.pid) if connection.pid is not None else None
+        if (
+            connection.status == psutil.CONN_LISTEN
+            and connection.laddr
+            and connection.laddr.port == port
+        ):
+            return (
+                psutil.Process(connection.pid) if connection.pid is not None else None
+            )
     return None
 
 
@@ -353,7 +471,11 @@ def _of_a_router(port: int) -> bool:
     """Tell whether an engine that a router has started listens on a port: its guard stands above it."""
     with contextlib.suppress(psutil.Error, OSError):
         if process := _listener(port):
-            return any(part.endswith(GUARD) for each in process.parents() for part in each.cmdline())
+            return any(
+                part.endswith(GUARD)
+                for each in process.parents()
+                for part in each.cmdline()
+            )
     return False
 
 
@@ -370,7 +492,9 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
     if alive.status_code != httpx.codes.OK:
         version = engine_version(lambda path: _get(context, path))
         what = (
-            f"no router: HTTP {alive.status_code}" if version is None else f"an engine (vLLM {version}), not a router"
+            f"no router: HTTP {alive.status_code}"
+            if version is None
+            else f"an engine (vLLM {version}), not a router"
         )
         yield problem(f"{url} is {what}", "give the router's address with --url")
         return
@@ -389,7 +513,11 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
         yield judge_choice(there)
     yield from judge_fleet(fleet.json())
     profiling = fleet.json()["profiling"]
-    yield ok("nothing: its engines are simulated", "measuring") if is_demo(fleet.json()) else judge_profiling(profiling)
+    yield (
+        ok("nothing: its engines are simulated", "measuring")
+        if is_demo(fleet.json())
+        else judge_profiling(profiling)
+    )
     for tier, why in profiling["pointless"].items():
         yield ok(why, f"tier {tier}")
 
@@ -401,17 +529,29 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
             yield _without_engine(tier, name)
         for replica in tier["replicas"]:
             state, detail = replica["state"], _first_line(replica["detail"])
-            found, logs = f"{replica['id']} is {state}{detail}", f"'qarr logs {replica['id']}"
+            found, logs = (
+                f"{replica['id']} is {state}{detail}",
+                f"'qarr logs {replica['id']}",
+            )
             if state == "ready" and replica["breaker"] != "closed":
                 found = f"{found}, but gets few requests or none after failures"
-                yield warning(found, f"{logs} --level warning' has its last lines", name)
+                yield warning(
+                    found, f"{logs} --level warning' has its last lines", name
+                )
             elif state == "ready":
-                yield ok(f"{found}, {replica['served']} served, {replica['failed']} failed", name)
+                yield ok(
+                    f"{found}, {replica['served']} served, {replica['failed']} failed",
+                    name,
+                )
             elif state in TRANSIENT:
-                yield warning(found, "wait, or 'qarr tiers resume' it, if it was drained", name)
+                yield warning(
+                    found, "wait, or 'qarr tiers resume' it, if it was drained", name
+                )
             elif state == "quarantined":
                 yield problem(
-                    found, f"repair it where it runs; 'qarr tiers resume {replica['id']}' checks it again", name
+                    found,
+                    f"repair it where it runs; 'qarr tiers resume {replica['id']}' checks it again",
+                    name,
                 )
             else:
                 then = f"{logs}', correct the cause, then 'qarr tiers restart {replica['id']}'"
@@ -429,28 +569,46 @@ def is_demo(fleet: dict[str, Any]) -> bool:
 
 def judge_profiling(profiling: dict[str, Any]) -> Finding:
     check, state, measured = "measuring", profiling["state"], profiling["measured"]
-    known = ", ".join(f"{name} of {' '.join(tiers)}" for name, tiers in measured.items() if tiers)
+    known = ", ".join(
+        f"{name} of {' '.join(tiers)}" for name, tiers in measured.items() if tiers
+    )
     found = f"measured: {known or 'nothing yet'}"
     detail = f" ({profiling['detail']})" if profiling["detail"] else ""
     if profiling["what"] is not None:
-        far = f", {profiling['done']} of {profiling['total']}" if profiling["total"] else ""
+        far = (
+            f", {profiling['done']} of {profiling['total']}"
+            if profiling["total"]
+            else ""
+        )
         return ok(f"{profiling['what']}{far}, {state}{detail}; {found}", check)
     if all(measured.values()):
         return ok(found, check)
     if state == "off":
-        by_hand = " and ".join(f"'qarr profile {name}'" for name, tiers in measured.items() if not tiers)
+        by_hand = " and ".join(
+            f"'qarr profile {name}'" for name, tiers in measured.items() if not tiers
+        )
         return warning(f"off{detail}; {found}", f"run {by_hand}", check)
     return ok(f"{state}{detail}; {found}", check)
 
 
 def _without_engine(tier: dict[str, Any], check: str) -> Finding:
     if tier.get("state") == "waiting":
-        return warning("none of its engines is known yet", "name them: discovery.file, or the tier's DNS name", check)
+        return warning(
+            "none of its engines is known yet",
+            "name them: discovery.file, or the tier's DNS name",
+            check,
+        )
     if not tier.get("preparing"):
         return ok("has no engine: left out", check)
     if tier["state"] == "preparing":
-        return warning(f"is being prepared: {Preparing(**tier['preparing']).text}", "wait", check)
-    return problem(f"has no checkpoint{_first_line(tier['detail'])}", "'qarr model prepare' makes it", check)
+        return warning(
+            f"is being prepared: {Preparing(**tier['preparing']).text}", "wait", check
+        )
+    return problem(
+        f"has no checkpoint{_first_line(tier['detail'])}",
+        "'qarr model prepare' makes it",
+        check,
+    )
 
 
 def _first_line(detail: str | None) -> str:
@@ -459,10 +617,15 @@ def _first_line(detail: str | None) -> str:
 
 
 def _get(context: CheckContext, path: str) -> httpx.Response | None:
-    url, headers = (context.url or own_url(context.settings)) + path, authorization(context.key)
+    url, headers = (
+        (context.url or own_url(context.settings)) + path,
+        authorization(context.key),
+    )
     verify = trusted(context.settings, context.url)
     try:
-        return httpx.get(url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=verify)
+        return httpx.get(
+            url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=verify
+        )
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
 

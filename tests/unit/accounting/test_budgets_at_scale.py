@@ -16,10 +16,18 @@ RESULTS = PROJECT / "benchmarks/results"
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
-def test_two_processes_keep_budgets_to_the_millionth(kind: str, redis_server: RedisServer) -> None:
+def test_two_processes_keep_budgets_to_the_millionth(
+    kind: str, redis_server: RedisServer
+) -> None:
     """No budget is ever exceeded, and the ledger is the sum of all charges."""
     redis = ["--redis", redis_server.url] if kind == "redis" else []
-    command = [sys.executable, str(PROJECT / "benchmarks/budgets.py"), "--requests", "4000", *redis]
+    command = [
+        sys.executable,
+        str(PROJECT / "benchmarks/budgets.py"),
+        "--requests",
+        "4000",
+        *redis,
+    ]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -38,5 +46,9 @@ def test_two_processes_keep_budgets_to_the_millionth(kind: str, redis_server: Re
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
 def test_the_committed_run_of_100_000_was_exact(kind: str) -> None:
     found = json.loads((RESULTS / f"budgets_{kind}.json").read_text("utf-8"))
-    assert (found["requests"], found["budgets_exceeded"], found["sums_differ"]) == (100_000, [], [])
+    assert (found["requests"], found["budgets_exceeded"], found["sums_differ"]) == (
+        100_000,
+        [],
+        [],
+    )
     assert found["charged_engine_us"] == found["ledger_engine_us"] > 0

@@ -42,16 +42,22 @@ def test_without_a_speed_the_fallback_counts() -> None:
     decision = decide(query(), fleet(), TABLE)
     assert decision.rate(FAST) is None
     assert (
-        PLAIN.cost(decision, (TierUsage(FAST, 20, 0, 3),)).engine_us == 20 * FALLBACK.prompt_us + 3 * FALLBACK.output_us
+        PLAIN.cost(decision, (TierUsage(FAST, 20, 0, 3),)).engine_us
+        == 20 * FALLBACK.prompt_us + 3 * FALLBACK.output_us
     )
 
 
 def test_replicas_are_weighed_by_price_or_gpus() -> None:
     """A second of a replica with a quarter of the GPUs is a quarter; prices go before GPUs; money follows the weight."""
-    specs = (TierSpec(FAST, 2048, 16, 32), TierSpec(PRECISE, 2048, 16, 32, tensor_parallel=4))
+    specs = (
+        TierSpec(FAST, 2048, 16, 32),
+        TierSpec(PRECISE, 2048, 16, 32, tensor_parallel=4),
+    )
     usage = TierUsage(FAST, 0, 0, 4)
     assert pricing_of(specs, {}, None).cost(DECISION, (usage,)) == Cost(5000, 0)
-    assert pricing_of(specs, {FAST: 0.5}, 7.2).cost(DECISION, (usage,)) == Cost(10_000, 20)
+    assert pricing_of(specs, {FAST: 0.5}, 7.2).cost(DECISION, (usage,)) == Cost(
+        10_000, 20
+    )
     absent = (*specs[:1], replace(specs[1], replicas=0))
     assert pricing_of(absent, {}, None).highest is FAST
 
@@ -62,8 +68,13 @@ def test_replicas_are_weighed_by_price_or_gpus() -> None:
     output=st.integers(0, 100),
     tier=st.sampled_from((FAST, PRECISE)),
 )
-def test_no_cost_exceeds_the_most(prompt: int, cached: int, output: int, tier: str) -> None:
+def test_no_cost_exceeds_the_most(
+    prompt: int, cached: int, output: int, tier: str
+) -> None:
     """Whatever of its tokens a request uses, on whichever of its tiers."""
     most = max(PLAIN.most(DECISION, tier) for tier in (FAST, PRECISE))
-    cost = PLAIN.cost(DECISION, (TierUsage(PRECISE if tier == PRECISE else FAST, prompt, cached, output),))
+    cost = PLAIN.cost(
+        DECISION,
+        (TierUsage(PRECISE if tier == PRECISE else FAST, prompt, cached, output),),
+    )
     assert cost.at_most(most) == cost

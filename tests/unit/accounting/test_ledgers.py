@@ -37,17 +37,26 @@ class Clock:
 
 
 def account(name: str, **budget: float) -> Account:
-    return Account(f"key:{name}-{secrets.token_hex(4)}", name, Budget(**budget).limits())
+    return Account(
+        f"key:{name}-{secrets.token_hex(4)}", name, Budget(**budget).limits()
+    )
 
 
-def hold(*accounts: Account, engine: int = 1, money: int = 0, at: Periods = DAY) -> Hold:
+def hold(
+    *accounts: Account, engine: int = 1, money: int = 0, at: Periods = DAY
+) -> Hold:
     return Hold(secrets.token_hex(8), accounts, at, Cost(engine, money))
 
 
 @asynccontextmanager
-async def ledger_of(kind: str, tmp_path: Path, redis: RedisServer, clock: Clock) -> AsyncIterator[BudgetLedger]:
+async def ledger_of(
+    kind: str, tmp_path: Path, redis: RedisServer, clock: Clock
+) -> AsyncIterator[BudgetLedger]:
     database = Database(tmp_path / "usage.sqlite")
-    made: dict[str, BudgetLedger] = {"memory": MemoryLedger(), "sqlite": SqliteLedger(database, clock)}
+    made: dict[str, BudgetLedger] = {
+        "memory": MemoryLedger(),
+        "sqlite": SqliteLedger(database, clock),
+    }
     ledger = RedisLedger(redis.url) if kind == "redis" else made[kind]
     yield ledger
     await ledger.aclose()
@@ -55,11 +64,19 @@ async def ledger_of(kind: str, tmp_path: Path, redis: RedisServer, clock: Clock)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_all_accounts_or_none(kind: str, tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_all_accounts_or_none(
+    kind: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
     """What breaks a bound of a team leaves nothing on the key either; the answer names the bound and what is used."""
-    own, team = account("own", engine_seconds_per_day=10), account("team", money_per_month=0.000005)
+    own, team = (
+        account("own", engine_seconds_per_day=10),
+        account("team", money_per_month=0.000005),
+    )
     async with ledger_of(kind, tmp_path, redis_server, Clock()) as ledger:
-        first, second = hold(own, team, engine=7, money=4), hold(own, team, engine=7, money=2)
+        first, second = (
+            hold(own, team, engine=7, money=4),
+            hold(own, team, engine=7, money=2),
+        )
         assert (await ledger.reserve(first)).denied is None
         taken = await ledger.reserve(second)
         assert taken.denied == (team, team.limits[0])
@@ -73,7 +90,9 @@ async def test_all_accounts_or_none(kind: str, tmp_path: Path, redis_server: Red
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_settlement_may_be_repeated(kind: str, tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_a_settlement_may_be_repeated(
+    kind: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
     """Only the first counts, so a router that does not know whether it arrived may send it again."""
     own = account("own", engine_seconds_per_day=10)
     async with ledger_of(kind, tmp_path, redis_server, Clock()) as ledger:
@@ -99,9 +118,14 @@ async def test_reservations_of_dead_routers_end(tmp_path: Path) -> None:
         assert (await ledger.reserve(hold(own, engine=6))).denied is None
 
 
-async def test_reservations_of_dead_routers_end_in_redis(redis_server: RedisServer) -> None:
+async def test_reservations_of_dead_routers_end_in_redis(
+    redis_server: RedisServer,
+) -> None:
     """The same in Redis, whose clock no test moves: the lease's end is set back instead."""
-    own, ledger = account("own", engine_seconds_per_day=10 / 1e6), RedisLedger(redis_server.url)
+    own, ledger = (
+        account("own", engine_seconds_per_day=10 / 1e6),
+        RedisLedger(redis_server.url),
+    )
     dead = hold(own, engine=10)
     await ledger.reserve(dead)
     assert (await ledger.reserve(hold(own))).denied == (own, own.limits[0])
@@ -114,7 +138,9 @@ async def test_reservations_of_dead_routers_end_in_redis(redis_server: RedisServ
     await ledger.aclose()
 
 
-async def test_a_late_take_reserves_nothing(tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_a_late_take_reserves_nothing(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
     """A request whose settlement overtook it on another connection does not hold a reservation for the rest of its lease."""
     own = account("own", engine_seconds_per_day=10)
     async with ledger_of("redis", tmp_path, redis_server, Clock()) as ledger:
@@ -135,18 +161,30 @@ async def test_charges_outlive_the_process(tmp_path: Path) -> None:
     assert (tmp_path / "usage.sqlite").stat().st_mode & 0o777 == 0o600
 
 
-Step = tuple[int, int, int, int]  # what to do, for whom, how much, which of the open ones
-STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 40), st.integers(0, 9)), max_size=40)
+# what to do, for whom, how much, which of the open ones
+Step = tuple[int, int, int, int]
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 2), st.integers(0, 2), st.integers(0, 40), st.integers(0, 9)
+    ),
+    max_size=40,
+)
 
 
 @settings(max_examples=60)
 @given(steps=STEPS)
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
 def test_every_ledger_does_as_the_one_in_memory(
-    kind: str, steps: list[Step], tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
+    kind: str,
+    steps: list[Step],
+    tmp_path_factory: pytest.TempPathFactory,
+    redis_server: RedisServer,
 ) -> None:
     """Whatever is taken and settled in whatever order, all ledgers answer alike, and no bound is ever broken."""
-    who = [account(f"a{n}", engine_seconds_per_day=50 / 1e6, money_per_month=70 / 1e6) for n in range(2)]
+    who = [
+        account(f"a{n}", engine_seconds_per_day=50 / 1e6, money_per_month=70 / 1e6)
+        for n in range(2)
+    ]
     choices = [who[:1], who[1:], who]
 
     async def both() -> None:
@@ -158,16 +196,23 @@ def test_every_ledger_does_as_the_one_in_memory(
                 accounts = choices[whose]
                 if what < 2:
                     asked = hold(*accounts, engine=amount, money=2 * amount)
-                    taken, told = [await each.reserve(asked) for each in (ledger, model)]
+                    taken, told = [
+                        await each.reserve(asked) for each in (ledger, model)
+                    ]
                     assert (taken.denied, taken.used) == (told.denied, told.used)
                     open_ += [asked] * (taken.denied is None)
                 elif open_:
                     ended = open_.pop(which % len(open_))
                     for each in (ledger, model):
-                        await each.settle(ended, ended.reserved.at_most(Cost(amount, amount)))
+                        await each.settle(
+                            ended, ended.reserved.at_most(Cost(amount, amount))
+                        )
                 used = await ledger.used([a.id for a in who], DAY)
                 assert used == await model.used([a.id for a in who], DAY)
-                assert all(there.engine_us <= 50 and there.money_u <= 70 for there in used.values())
+                assert all(
+                    there.engine_us <= 50 and there.money_u <= 70
+                    for there in used.values()
+                )
 
     asyncio.run(both())
 
@@ -175,6 +220,15 @@ def test_every_ledger_does_as_the_one_in_memory(
 def test_only_set_budgets_are_limits() -> None:
     """Amounts become millionths, and each has the name that the key file has for it."""
     limits = Budget(engine_seconds_per_day=1.5, money_per_month=0.1).limits()
-    assert limits == (Limit("day", "engine_us", 1_500_000), Limit("month", "money_u", 100_000))
-    assert [limit.name for limit in limits] == ["engine_seconds_per_day", "money_per_month"]
-    assert [limit.text("EUR") for limit in limits] == ["1.5 engine-seconds a day", "0.1 EUR a month"]
+    assert limits == (
+        Limit("day", "engine_us", 1_500_000),
+        Limit("month", "money_u", 100_000),
+    )
+    assert [limit.name for limit in limits] == [
+        "engine_seconds_per_day",
+        "money_per_month",
+    ]
+    assert [limit.text("EUR") for limit in limits] == [
+        "1.5 engine-seconds a day",
+        "0.1 EUR a month",
+    ]

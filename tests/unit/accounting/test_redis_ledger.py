@@ -31,10 +31,14 @@ pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def a_router(redis_url: str, folder: Path | None = None) -> AsyncIterator[Reservations]:
+async def a_router(
+    redis_url: str, folder: Path | None = None
+) -> AsyncIterator[Reservations]:
     """Run one router's reservations, with its file if there is a folder."""
     database = None if folder is None else Database(folder / "usage.sqlite")
-    reservations = Reservations(RedisLedger(redis_url, database), BudgetSettings(), Clock())
+    reservations = Reservations(
+        RedisLedger(redis_url, database), BudgetSettings(), Clock()
+    )
     try:
         yield reservations
     finally:
@@ -65,7 +69,9 @@ async def forget_all(redis: RedisServer) -> None:
         await operator.flushall()
 
 
-async def test_a_budget_that_was_used_up_stays_used_up_when_redis_restarts_empty(own_redis: RedisServer) -> None:
+async def test_a_budget_that_was_used_up_stays_used_up_when_redis_restarts_empty(
+    own_redis: RedisServer,
+) -> None:
     who = caller(engine_seconds_per_day=10e-6)
     async with a_router(own_redis.url) as router:
         await use(router, who, 10)
@@ -78,7 +84,9 @@ async def test_a_budget_that_was_used_up_stays_used_up_when_redis_restarts_empty
         assert await used(router, who) == 10
 
 
-async def test_a_used_up_budget_stays_used_up_when_redis_evicts_it(own_redis: RedisServer) -> None:
+async def test_a_used_up_budget_stays_used_up_when_redis_evicts_it(
+    own_redis: RedisServer,
+) -> None:
     """Whatever else is in Redis: what an account has spent may be gone, while all the rest is there."""
     who = caller(engine_seconds_per_day=10e-6, engine_seconds_per_month=20e-6)
     async with a_router(own_redis.url) as router, operator_of(own_redis) as operator:
@@ -103,7 +111,9 @@ async def test_an_older_copy_of_redis_is_caught_up(own_redis: RedisServer) -> No
         assert await used(router, who) == 18
 
 
-async def test_a_router_that_restarts_with_redis_knows_from_its_file(own_redis: RedisServer, tmp_path: Path) -> None:
+async def test_a_router_that_restarts_with_redis_knows_from_its_file(
+    own_redis: RedisServer, tmp_path: Path
+) -> None:
     """As when the machine restarts: both begin anew, and the file is what is left."""
     who = caller(engine_seconds_per_day=10e-6)
     async with a_router(own_redis.url, tmp_path) as router:
@@ -114,7 +124,9 @@ async def test_a_router_that_restarts_with_redis_knows_from_its_file(own_redis: 
         assert await used(router, who) == 10
 
 
-async def test_what_was_restored_is_not_restored_again(own_redis: RedisServer, tmp_path: Path) -> None:
+async def test_what_was_restored_is_not_restored_again(
+    own_redis: RedisServer, tmp_path: Path
+) -> None:
     """The file learns that the ledger is another one, though nothing more was spent."""
     who = caller(engine_seconds_per_day=10e-6)
     async with a_router(own_redis.url, tmp_path) as router:
@@ -126,29 +138,44 @@ async def test_what_was_restored_is_not_restored_again(own_redis: RedisServer, t
             assert router.restored == restored
 
 
-async def test_a_router_that_is_killed_has_written_what_it_saw(own_redis: RedisServer, tmp_path: Path) -> None:
+async def test_a_router_that_is_killed_has_written_what_it_saw(
+    own_redis: RedisServer, tmp_path: Path
+) -> None:
     """Without an orderly end: it writes each second."""
-    who, database = caller(engine_seconds_per_day=10e-6), Database(tmp_path / "usage.sqlite")
+    who, database = (
+        caller(engine_seconds_per_day=10e-6),
+        Database(tmp_path / "usage.sqlite"),
+    )
     async with a_router(own_redis.url, tmp_path) as router:
         await use(router, who, 10)
 
         async def is_written() -> bool:
-            rows = await database.change(lambda sql: sql.execute("SELECT engine_us FROM ledger_copy").fetchall())
+            rows = await database.change(
+                lambda sql: sql.execute("SELECT engine_us FROM ledger_copy").fetchall()
+            )
             return rows == [(10,), (10,)]
 
         await until(is_written)
     await database.aclose()
 
 
-async def test_each_router_restores_what_it_alone_has_seen(own_redis: RedisServer) -> None:
+async def test_each_router_restores_what_it_alone_has_seen(
+    own_redis: RedisServer,
+) -> None:
     """After the loss, an account counts in full as soon as the router that served it last has been heard."""
-    first_key, second_key = caller(engine_seconds_per_day=10e-6), caller(engine_seconds_per_day=10e-6)
+    first_key, second_key = (
+        caller(engine_seconds_per_day=10e-6),
+        caller(engine_seconds_per_day=10e-6),
+    )
     async with a_router(own_redis.url) as one, a_router(own_redis.url) as other:
         await use(one, first_key, 10)
         await use(other, second_key, 10)
         await until(lambda: _knows_the_ledger(one) and _knows_the_ledger(other))
         await forget_all(own_redis)
-        await until(lambda: one.restored >= 2 and other.restored >= 2, "both to notice the loss by themselves")
+        await until(
+            lambda: one.restored >= 2 and other.restored >= 2,
+            "both to notice the loss by themselves",
+        )
         await until(lambda: one._alone is None and other._alone is None)
         assert await enters(one, second_key, 1) is None
         assert await enters(other, first_key, 1) is None
@@ -159,9 +186,14 @@ def _knows_the_ledger(router: Reservations) -> bool:
     return bool(router.ledger._name)
 
 
-async def test_after_an_outage_that_lost_the_ledger_nothing_unknown_is_served_at_once(own_redis: RedisServer) -> None:
+async def test_after_an_outage_that_lost_the_ledger_nothing_unknown_is_served_at_once(
+    own_redis: RedisServer,
+) -> None:
     """Until every router has had time to say what it saw, a budget that this router never saw is not known."""
-    known, unknown = caller(engine_seconds_per_day=10e-6), caller(engine_seconds_per_day=10e-6)
+    known, unknown = (
+        caller(engine_seconds_per_day=10e-6),
+        caller(engine_seconds_per_day=10e-6),
+    )
     async with a_router(own_redis.url) as router:
         await use(router, known, 4)
         await until(lambda: _knows_the_ledger(router))
@@ -180,7 +212,9 @@ async def test_after_an_outage_that_lost_the_ledger_nothing_unknown_is_served_at
         assert await enters(router, known, 1) is None
 
 
-async def test_reservations_of_open_requests_are_held_again(own_redis: RedisServer) -> None:
+async def test_reservations_of_open_requests_are_held_again(
+    own_redis: RedisServer,
+) -> None:
     """A Redis that lost them would let others spend what open requests may still use."""
     who = caller(engine_seconds_per_day=10e-6)
     async with a_router(own_redis.url) as router:
@@ -203,7 +237,9 @@ async def test_reservations_of_open_requests_are_held_again(own_redis: RedisServ
             assert not await operator.hlen(_key("held", who.accounts[0].id))
 
 
-async def test_a_reservation_that_ends_while_it_is_renewed_does_not_come_back(own_redis: RedisServer) -> None:
+async def test_a_reservation_that_ends_while_it_is_renewed_does_not_come_back(
+    own_redis: RedisServer,
+) -> None:
     who = caller(engine_seconds_per_day=10e-6)
     async with a_router(own_redis.url) as router:
         reservation = await enters(router, who, 8)
@@ -213,13 +249,16 @@ async def test_a_reservation_that_ends_while_it_is_renewed_does_not_come_back(ow
         assert await used(router, who) == 1
 
 
-Step = tuple[int, int]  # the router that serves a request, and what it costs; a cost of 0: Redis loses all that it has
+# the router that serves a request, and what it costs; a cost of 0: Redis loses all that it has
+Step = tuple[int, int]
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=25)
 
 
 @settings(max_examples=40)
 @given(steps=STEPS)
-def test_nothing_is_lost_and_nothing_counts_twice(steps: list[Step], redis_server: RedisServer) -> None:
+def test_nothing_is_lost_and_nothing_counts_twice(
+    steps: list[Step], redis_server: RedisServer
+) -> None:
     """Of three routers, with losses at any moment after which each router looks once, in any order."""
     own = account("own", engine_seconds_per_day=1)
 
@@ -239,14 +278,18 @@ def test_nothing_is_lost_and_nothing_counts_twice(steps: list[Step], redis_serve
                     for turn in range(3):
                         await ledgers[(number + turn) % 3].used([own.id], DAY)
                     looks = [await ledger.used([own.id], DAY) for ledger in ledgers]
-                    assert [look[own.id, DAY.month] for look in looks] == [Cost(spent, 2 * spent)] * 3
+                    assert [look[own.id, DAY.month] for look in looks] == [
+                        Cost(spent, 2 * spent)
+                    ] * 3
         for ledger in ledgers:
             await ledger.aclose()
 
     asyncio.run(spend())
 
 
-async def test_settled_requests_leave_nothing(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settled_requests_leave_nothing(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mark that a settlement may be repeated by goes once nobody can, also while no request comes."""
     monkeypatch.setattr("router.accounting.settled_marks.MARK_S", 0.0)
     who = caller(engine_seconds_per_day=1)
@@ -257,11 +300,15 @@ async def test_settled_requests_leave_nothing(own_redis: RedisServer, monkeypatc
         async def is_small() -> bool:
             return not router._owed and int(await operator.dbsize()) <= 4
 
-        await until(is_small, "the ledger's name, a day and a month to be all that Redis has")
+        await until(
+            is_small, "the ledger's name, a day and a month to be all that Redis has"
+        )
         assert await used(router, who) == 200
 
 
-async def test_marks_stay_while_a_settlement_may_be_repeated(own_redis: RedisServer) -> None:
+async def test_marks_stay_while_a_settlement_may_be_repeated(
+    own_redis: RedisServer,
+) -> None:
     who = caller(engine_seconds_per_day=1)
     async with a_router(own_redis.url) as router, operator_of(own_redis) as operator:
         for _ in range(3):
@@ -275,26 +322,37 @@ async def _no_marks(operator: Any) -> bool:
     return not [name async for name in operator.scan_iter(_key("settled", "*"))]
 
 
-async def test_a_file_keeps_no_marks_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_keeps_no_marks_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.accounting.settled_marks.MARK_S", 0.0)
-    database, own = Database(tmp_path / "usage.sqlite"), account("own", engine_seconds_per_day=1)
+    database, own = (
+        Database(tmp_path / "usage.sqlite"),
+        account("own", engine_seconds_per_day=1),
+    )
     ledger = SqliteLedger(database, Clock())
     for _ in range(50):
         reserved = hold(own)
         await ledger.reserve(reserved)
         await ledger.settle(reserved, Cost(1, 0))
-    rows = await database.change(lambda sql: sql.execute("SELECT count(*) FROM settled").fetchone())
+    rows = await database.change(
+        lambda sql: sql.execute("SELECT count(*) FROM settled").fetchone()
+    )
     assert rows == (1,)
     await database.aclose()
 
 
-async def test_budgets_follow_a_failover(own_redis: RedisServer, redis_server: RedisServer) -> None:
+async def test_budgets_follow_a_failover(
+    own_redis: RedisServer, redis_server: RedisServer
+) -> None:
     """Behind one address another Redis serves, which knows nothing, while the old one refuses to write and stays up."""
     who = caller(engine_seconds_per_day=10e-6)
     async with relay_to(own_redis) as relay, a_router(relay.url) as router:
         await use(router, who, 6)
         async with operator_of(own_redis) as operator:
-            await operator.execute_command("REPLICAOF", "127.0.0.1", str(redis_server.port))
+            await operator.execute_command(
+                "REPLICAOF", "127.0.0.1", str(redis_server.port)
+            )
         relay.target = redis_server
         await until(lambda: redis_server.port in relay.opened)
         await until(lambda: router._alone is None)

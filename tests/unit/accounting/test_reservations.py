@@ -43,22 +43,37 @@ NOON = timegm((2026, 11, 30, 12, 0, 0))
 
 def caller(**budget: float) -> Caller:
     name = secrets.token_hex(4)
-    return Caller(name, name, accounts=(Account(f"key:{name}", "this key", Budget(**budget).limits()),))
+    return Caller(
+        name,
+        name,
+        accounts=(Account(f"key:{name}", "this key", Budget(**budget).limits()),),
+    )
 
 
 @asynccontextmanager
 async def reserving(
-    ledger: BudgetLedger, clock: Clock | None = None, *, priced: bool = True, serve_unknown: bool = False
+    ledger: BudgetLedger,
+    clock: Clock | None = None,
+    *,
+    priced: bool = True,
+    serve_unknown: bool = False,
 ) -> AsyncIterator[Reservations]:
-    given = {"replica_hour": 1 if priced else None, "while_unknown": "serve" if serve_unknown else "refuse"}
-    reservations = Reservations(ledger, BudgetSettings.model_validate(given), clock or Clock())
+    given = {
+        "replica_hour": 1 if priced else None,
+        "while_unknown": "serve" if serve_unknown else "refuse",
+    }
+    reservations = Reservations(
+        ledger, BudgetSettings.model_validate(given), clock or Clock()
+    )
     try:
         yield reservations
     finally:
         await reservations.aclose()
 
 
-async def enters(reservations: Reservations, who: Caller, engine: int) -> Reservation | None:
+async def enters(
+    reservations: Reservations, who: Caller, engine: int
+) -> Reservation | None:
     try:
         return await reservations.enter(who.accounts, Cost(engine, 0))
     except OverBudgetError:
@@ -67,13 +82,21 @@ async def enters(reservations: Reservations, who: Caller, engine: int) -> Reserv
 
 async def test_months_and_days_roll_over() -> None:
     """A day's budget begins anew at midnight UTC, a month's with the month; a request counts in the day it began in."""
-    clock, who = Clock(NOON), caller(engine_seconds_per_day=10e-6, engine_seconds_per_month=15e-6)
+    clock, who = (
+        Clock(NOON),
+        caller(engine_seconds_per_day=10e-6, engine_seconds_per_month=15e-6),
+    )
     async with reserving(MemoryLedger(), clock) as reservations:
         first = await enters(reservations, who, 10)
         assert first is not None
-        with pytest.raises(OverBudgetError, match=r"0\.00001 engine-seconds a day") as over:
+        with pytest.raises(
+            OverBudgetError, match=r"0\.00001 engine-seconds a day"
+        ) as over:
             await reservations.enter(who.accounts, Cost(1, 0))
-        assert (over.value.retry_after_s, str(over.value.renews)) == (12 * 3600, "2026-12-01 00:00:00+00:00")
+        assert (over.value.retry_after_s, str(over.value.renews)) == (
+            12 * 3600,
+            "2026-12-01 00:00:00+00:00",
+        )
         clock.now += 12 * 3600 + 1
         second = await enters(reservations, who, 10)
         assert second is not None
@@ -85,20 +108,34 @@ async def test_months_and_days_roll_over() -> None:
         with pytest.raises(OverBudgetError, match="a month") as over:
             await reservations.enter(who.accounts, Cost(1, 0))
         assert str(over.value.renews) == "2027-01-01 00:00:00+00:00"
-        one, other = [await reservations.ledger.used([who.accounts[0].id], periods(at)) for at in (NOON, NOON + 86_400)]
-        assert [used.engine_us for used in (*one.values(), *other.values())] == [8, 8, 10, 15]
+        one, other = [
+            await reservations.ledger.used([who.accounts[0].id], periods(at))
+            for at in (NOON, NOON + 86_400)
+        ]
+        assert [used.engine_us for used in (*one.values(), *other.values())] == [
+            8,
+            8,
+            10,
+            15,
+        ]
 
 
 @pytest.mark.parametrize(
     ("date", "day", "month"),
-    [((2026, 12, 31), "2027-01-01", "2027-01-01"), ((2028, 2, 28), "2028-02-29", "2028-03-01")],
+    [
+        ((2026, 12, 31), "2027-01-01", "2027-01-01"),
+        ((2028, 2, 28), "2028-02-29", "2028-03-01"),
+    ],
 )
 def test_when_budgets_renew(date: tuple[int, int, int], day: str, month: str) -> None:
     """At the end of UTC days and months, of years and of leap years' Februaries too."""
     at = timegm((*date, 23, 59, 59))
     assert f"{renews_at('day', at):%Y-%m-%d}" == day
     assert f"{renews_at('month', at):%Y-%m-%d}" == month
-    assert periods(at) == (f"{date[0]}-{date[1]:02}-{date[2]:02}", f"{date[0]}-{date[1]:02}")
+    assert periods(at) == (
+        f"{date[0]}-{date[1]:02}-{date[2]:02}",
+        f"{date[0]}-{date[1]:02}",
+    )
 
 
 async def test_a_charge_is_at_most_what_was_reserved() -> None:
@@ -141,11 +178,16 @@ async def test_a_client_that_leaves_leaves_no_reservation() -> None:
         assert grant is not None
 
 
-async def test_while_redis_is_away_one_router_counts_alone(own_redis: RedisServer) -> None:
+async def test_while_redis_is_away_one_router_counts_alone(
+    own_redis: RedisServer,
+) -> None:
     """It goes on from what it last knew, keeps to the budget, and pays what it owes when Redis is back."""
     who = caller(engine_seconds_per_day=10e-6)
     async with reserving(RedisLedger(own_redis.url)) as reservations:
-        before, open_ = await enters(reservations, who, 4), await enters(reservations, who, 2)
+        before, open_ = (
+            await enters(reservations, who, 4),
+            await enters(reservations, who, 2),
+        )
         assert before is not None
         assert open_ is not None
         await before.settle(Cost(3, 0))
@@ -173,14 +215,18 @@ async def test_a_file_that_cannot_be_written_stops_no_request(tmp_path: Path) ->
             await enters(reservations, who, 1)
         assert reservations.notes
         assert "File exists" in database.fault
-    async with reserving(SqliteLedger(database, clock), clock, serve_unknown=True) as reservations:
+    async with reserving(
+        SqliteLedger(database, clock), clock, serve_unknown=True
+    ) as reservations:
         grant = await enters(reservations, who, 8)
         assert grant is not None
         assert await enters(reservations, who, 8) is None
         await grant.settle(Cost(6, 0))
         folder.unlink()
     own = who.accounts[0].id
-    assert (await SqliteLedger(database, clock).used([own], DAY))[own, DAY.day] == Cost(6, 0)
+    assert (await SqliteLedger(database, clock).used([own], DAY))[own, DAY.day] == Cost(
+        6, 0
+    )
     assert (database.fault, reservations.notes) == (
         "",
         [f"the file {database.path}, which counts budgets, cannot be used"],
@@ -205,7 +251,10 @@ async def test_a_damaged_file_gives_no_budget_anew(tmp_path: Path) -> None:
             await enters(reservations, caller(engine_seconds_per_day=10e-6), 1)
         path.write_bytes(sound)
         await until(lambda: not reservations.notes)
-        assert await enters(reservations, caller(engine_seconds_per_day=10e-6), 1) is not None
+        assert (
+            await enters(reservations, caller(engine_seconds_per_day=10e-6), 1)
+            is not None
+        )
     await database.aclose()
 
 
@@ -241,19 +290,32 @@ async def test_a_killed_router_leaves_no_reservation_for_ever(
     kind: str, tmp_path: Path, redis_server: RedisServer
 ) -> None:
     """What it had settled stays charged; what it had reserved is free after the lease."""
-    name, where = f"key:{secrets.token_hex(4)}", redis_server.url if kind == "redis" else str(tmp_path / "usage.sqlite")
+    name, where = (
+        f"key:{secrets.token_hex(4)}",
+        redis_server.url if kind == "redis" else str(tmp_path / "usage.sqlite"),
+    )
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _DIES, where, name, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."}
+        sys.executable,
+        "-c",
+        _DIES,
+        where,
+        name,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": "."},
     )
     assert process.stdout is not None
-    assert await within(process.stdout.readline(), "a line of the process") == b"ready\n"
+    assert (
+        await within(process.stdout.readline(), "a line of the process") == b"ready\n"
+    )
     process.send_signal(signal.SIGKILL)
     await within(process.wait(), "the process to end")
     if kind == "redis":
         ledger: RedisLedger | SqliteLedger = RedisLedger(where)
         assert (await ledger.used([name], DAY))[name, DAY.day] == Cost(500_050, 0)
         redis = Redis.from_url(where)
-        ends = await redis.zrange(f"qarr:{{budgets}}:ends:{name}", 0, -1, withscores=True)
+        ends = await redis.zrange(
+            f"qarr:{{budgets}}:ends:{name}", 0, -1, withscores=True
+        )
         assert len(ends) == 50
         assert all(end <= time.time() + LEASE_S for _, end in ends)
         await redis.aclose()
@@ -269,10 +331,16 @@ async def test_a_killed_router_leaves_no_reservation_for_ever(
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
-async def test_a_look_counts_nothing_twice(kind: str, tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_a_look_counts_nothing_twice(
+    kind: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
     """While requests are reserved and settled, no look sees more than the budget."""
     where = redis_server.url if kind == "redis" else ""
-    ledger = RedisLedger(where) if where else SqliteLedger(Database(tmp_path / "usage.sqlite"))
+    ledger = (
+        RedisLedger(where)
+        if where
+        else SqliteLedger(Database(tmp_path / "usage.sqlite"))
+    )
     who, most = caller(engine_seconds_per_day=300e-6), 0
     account, today = who.accounts[0].id, periods(Clock().now)
     async with reserving(ledger, Clock()) as reservations:
@@ -283,7 +351,14 @@ async def test_a_look_counts_nothing_twice(kind: str, tmp_path: Path, redis_serv
 
         clients = asyncio.gather(*(client() for _ in range(5)))
         while not clients.done():
-            most = max(most, (await ledger.used([account], today))[account, today.day].engine_us)
+            most = max(
+                most,
+                (await ledger.used([account], today))[account, today.day].engine_us,
+            )
         await clients
-        assert 290 < (await ledger.used([account], today))[account, today.day].engine_us <= 300
+        assert (
+            290
+            < (await ledger.used([account], today))[account, today.day].engine_us
+            <= 300
+        )
     assert 0 < most <= 300

@@ -36,14 +36,23 @@ RIGHTS: dict[str, dict[str, Any]] = {
 
 async def usage(at: Shop, name: str, query: str = "") -> dict[str, Any]:
     stack = at.stacks[0]
-    answer = await stack.client.get(f"{stack.url}/usage{query}", headers={"authorization": f"Bearer {at.names[name]}"})
+    answer = await stack.client.get(
+        f"{stack.url}/usage{query}",
+        headers={"authorization": f"Bearer {at.names[name]}"},
+    )
     assert answer.status_code == 200, answer.text
     shown: dict[str, Any] = answer.json()
     return shown
 
 
 async def asked(at: Shop) -> None:
-    for name, tier in (("ann", "fast"), ("ann", "precise"), ("ann", "fast"), ("ben", "fast"), ("cal", "balanced")):
+    for name, tier in (
+        ("ann", "fast"),
+        ("ann", "precise"),
+        ("ann", "fast"),
+        ("ben", "fast"),
+        ("cal", "balanced"),
+    ):
         assert (await at.ask(name, tier=tier)).status_code == 200
 
     async def written() -> bool:
@@ -57,13 +66,17 @@ async def test_usage_is_the_sum_of_charges(tmp_path: Path) -> None:
     async with shop(tmp_path, RIGHTS) as at:
         await asked(at)
         shown = (await usage(at, "boss"))["usage"]
-        found = {(row["name"], row["team"], row["tier"]): row["requests"] for row in shown}
+        found = {
+            (row["name"], row["team"], row["tier"]): row["requests"] for row in shown
+        }
         assert found == {
             ("ann", "blue", "fast"): 2, ("ann", "blue", "precise"): 1, ("ben", "", "fast"): 1, ("cal", "", "balanced"): 1,
         }  # fmt: skip
         charged = await at.spent(at.account("ann"))
         own = [row for row in shown if row["name"] == "ann"]
-        assert round(sum(row["engine_seconds"] for row in own) * 1e6) == charged.engine_us
+        assert (
+            round(sum(row["engine_seconds"] for row in own) * 1e6) == charged.engine_us
+        )
         assert round(sum(row["money"] for row in own) * 1e6) == charged.money_u
         (highest,) = [row for row in own if row["tier"] == "precise"]
         assert highest["engine_seconds"] == highest["highest_engine_seconds"] > 0
@@ -77,15 +90,30 @@ async def test_a_key_sees_its_own_usage(tmp_path: Path) -> None:
         ann, cal, boss = [await usage(at, name) for name in ("ann", "cal", "boss")]
         assert (ann["scope"], boss["scope"]) == ("own", "all")
         assert {row["name"] for row in ann["usage"]} == {"ann"}
-        assert [each["budget"] for each in ann["budgets"]] == ["engine_seconds_per_day", "engine_seconds_per_month"]
-        assert [(each["key"] is None, each["team"]) for each in ann["budgets"]] == [(False, "blue"), (True, "blue")]
+        assert [each["budget"] for each in ann["budgets"]] == [
+            "engine_seconds_per_day",
+            "engine_seconds_per_month",
+        ]
+        assert [(each["key"] is None, each["team"]) for each in ann["budgets"]] == [
+            (False, "blue"),
+            (True, "blue"),
+        ]
         assert ann["budgets"][0]["used"] == ann["budgets"][1]["used"] > 0
         assert (cal["budgets"], len(cal["usage"])) == ([], 1)
         assert len(boss["budgets"]) == 3
         assert (await usage(at, "boss", "?from=2999-01-01"))["usage"] == []
         stack, headers = at.stacks[0], {"authorization": f"Bearer {at.names['boss']}"}
-        for day in ("yesterday", "", "2026-1-3", "20260103", "2026-W01-1", "2026-02-30"):
-            assert (await stack.client.get(f"{stack.url}/usage?to={day}", headers=headers)).status_code == 400, day
+        for day in (
+            "yesterday",
+            "",
+            "2026-1-3",
+            "20260103",
+            "2026-W01-1",
+            "2026-02-30",
+        ):
+            assert (
+                await stack.client.get(f"{stack.url}/usage?to={day}", headers=headers)
+            ).status_code == 400, day
 
 
 async def test_metrics_have_keys_and_teams(tmp_path: Path) -> None:
@@ -96,14 +124,22 @@ async def test_metrics_have_keys_and_teams(tmp_path: Path) -> None:
 
         async def told() -> bool:
             nonlocal text
-            text = (await stack.client.get(f"{stack.url}/metrics", headers=headers)).text
+            text = (
+                await stack.client.get(f"{stack.url}/metrics", headers=headers)
+            ).text
             used = 'qarr_budget_used_ratio{budget="engine_seconds_per_day",key="ann",team="blue"}'
-            return any(line.startswith(used) and float(line.split()[-1]) > 0 for line in text.splitlines())
+            return any(
+                line.startswith(used) and float(line.split()[-1]) > 0
+                for line in text.splitlines()
+            )
 
         text = ""
         await until(told)
         assert 'qarr_key_requests_total{key="ann",team="blue",tier="fast"} 2.0' in text
-        assert 'qarr_budget_used_ratio{budget="engine_seconds_per_month",key="",team="blue"}' in text
+        assert (
+            'qarr_budget_used_ratio{budget="engine_seconds_per_month",key="",team="blue"}'
+            in text
+        )
         for name in ("engine_seconds", "highest_engine_seconds", "money"):
             assert f'qarr_key_{name}_total{{key="ben",team=""}}' in text
         for kind in ("prompt", "cached", "output"):
@@ -115,13 +151,23 @@ def test_few_keys_have_labels(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     ids = [add_key(path, f"key {n}")[1].id for n in range(5)]
     labels = Labels(KeyStore(path), 3)
-    assert [labels.of(key)[0] for key in (*ids, "none")] == ["key 0", "key 1", "key 2", "other", "other", "other"]
+    assert [labels.of(key)[0] for key in (*ids, "none")] == [
+        "key 0",
+        "key 1",
+        "key 2",
+        "other",
+        "other",
+        "other",
+    ]
     assert Labels(KeyStore(path), 0).of(ids[0]) == ("other", "other")
 
 
 async def test_old_days_are_removed(tmp_path: Path) -> None:
     """Once a day, what is older than the days that are kept; the rest outlives the process."""
-    database, row = Database(tmp_path / "usage.sqlite"), Row("2026-01-01", "k", "", "fast")
+    database, row = (
+        Database(tmp_path / "usage.sqlite"),
+        Row("2026-01-01", "k", "", "fast"),
+    )
     log = UsageLog(database, None, now=lambda: 1_767_225_600.0 + 400 * 86_400)  # type: ignore[arg-type]
     for day in ("2025-12-31", "2026-01-01", "2026-01-01"):
         log._unwritten[row._replace(day=day)] = Use(1, 2, 3, 4, 5, 6, 7, 8)
@@ -149,7 +195,10 @@ async def test_usage_that_cannot_be_written_is_kept(tmp_path: Path) -> None:
 
 async def test_a_write_that_is_cancelled_and_then_fails_is_kept(tmp_path: Path) -> None:
     """The file is in use by another process when the router is told to stop, and stays so until the write gives up."""
-    database, row = Database(tmp_path / "usage.sqlite"), Row("2026-01-01", "k", "", "fast")
+    database, row = (
+        Database(tmp_path / "usage.sqlite"),
+        Row("2026-01-01", "k", "", "fast"),
+    )
     await database.change(partial(read_usage, "", ""))
     log = UsageLog(database, None, now=lambda: 1_767_225_600.0)  # type: ignore[arg-type]
     log._unwritten[row] = Use(1)
@@ -187,7 +236,11 @@ async def test_a_request_that_ends_while_the_router_shuts_down_counts(
             end(registry, request, None)
         await close_quotas(quotas)
 
-    monkeypatch.setattr(RequestRegistry, "end", lambda registry, request, _: late.append((registry, request)))
+    monkeypatch.setattr(
+        RequestRegistry,
+        "end",
+        lambda registry, request, _: late.append((registry, request)),
+    )
     monkeypatch.setattr(Quotas, "aclose", end_late_requests)
     async with shop(tmp_path, RIGHTS) as at:
         assert (await at.ask("cal", tier="fast")).status_code == 200
@@ -198,7 +251,9 @@ async def test_a_request_that_ends_while_the_router_shuts_down_counts(
     await database.aclose()
 
 
-async def test_the_command_shows_what_routers_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_command_shows_what_routers_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a table, JSON and CSV, while no router runs."""
     async with shop(tmp_path, RIGHTS) as at:
         await asked(at)
@@ -215,8 +270,19 @@ async def test_the_command_shows_what_routers_wrote(tmp_path: Path, monkeypatch:
         assert "cal" in table
         rows = list(csv.DictReader(io.StringIO(qarr("keys", "usage", "--csv").stdout)))
         assert [row["name"] for row in rows] == [row["name"] for row in shown["usage"]]
-        assert [float(row["highest_money"]) for row in rows] == [row["highest_money"] for row in shown["usage"]]
-        assert list(csv.DictReader(io.StringIO(qarr("keys", "usage", "--csv", "--to", "2020-01-01").stdout))) == []
+        assert [float(row["highest_money"]) for row in rows] == [
+            row["highest_money"] for row in shown["usage"]
+        ]
+        assert (
+            list(
+                csv.DictReader(
+                    io.StringIO(
+                        qarr("keys", "usage", "--csv", "--to", "2020-01-01").stdout
+                    )
+                )
+            )
+            == []
+        )
         assert qarr("keys", "usage", "--from", "today").exit_code != 0
 
     await asyncio.to_thread(check)

@@ -25,8 +25,16 @@ LIMIT = 10
 
 
 def scope_with(**headers: str) -> Scope:
-    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    scope: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": raw}
+    raw = [
+        (name.replace("_", "-").encode(), value.encode())
+        for name, value in headers.items()
+    ]
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/generate",
+        "headers": raw,
+    }
     scope[CONTEXT] = RequestContext("request", "trace", sent=dict(raw))
     return scope
 
@@ -43,7 +51,9 @@ def body_in(*parts: bytes | None) -> Receive:
     return receive
 
 
-@pytest.mark.parametrize("parts", [(b"",), (b"hello",), (b"a" * LIMIT,), (b"a" * 4, b"", b"b" * 6)])
+@pytest.mark.parametrize(
+    "parts", [(b"",), (b"hello",), (b"a" * LIMIT,), (b"a" * 4, b"", b"b" * 6)]
+)
 async def test_a_body_is_read_up_to_its_limit(parts: tuple[bytes, ...]) -> None:
     scope = scope_with()
     before = context_of(scope).arrived
@@ -51,7 +61,9 @@ async def test_a_body_is_read_up_to_its_limit(parts: tuple[bytes, ...]) -> None:
     assert context_of(scope).arrived > before, "the request is here once its body is"
 
 
-@pytest.mark.parametrize("parts", [(b"a" * (LIMIT + 1),), (b"a" * LIMIT, b"b"), (b"a" * 99, b"never read")])
+@pytest.mark.parametrize(
+    "parts", [(b"a" * (LIMIT + 1),), (b"a" * LIMIT, b"b"), (b"a" * 99, b"never read")]
+)
 async def test_a_larger_body_is_not_read_on(parts: tuple[bytes, ...]) -> None:
     with pytest.raises(BodyTooLargeError, match="larger than 10 bytes"):
         await read_body(scope_with(), body_in(*parts), LIMIT)
@@ -64,7 +76,10 @@ async def test_a_body_that_is_announced_as_larger_is_not_read_at_all() -> None:
 
 @pytest.mark.parametrize("announced", [str(LIMIT), "-1", "many", "\u0663"])
 async def test_other_announcements_do_not_count(announced: str) -> None:
-    assert await read_body(scope_with(content_length=announced), body_in(b"hi"), LIMIT) == b"hi"
+    assert (
+        await read_body(scope_with(content_length=announced), body_in(b"hi"), LIMIT)
+        == b"hi"
+    )
 
 
 async def test_a_client_that_leaves_in_its_body_is_gone() -> None:
@@ -85,7 +100,15 @@ async def test_work_is_for_a_client_that_is_there() -> None:
 async def test_messages_are_as_asgi_has_them() -> None:
     """A header's characters that HTTP cannot carry are replaced, not refused."""
     started = start_message({"x-a": "1", "x-b": "\u4e16"}, "text/plain", {"x-a": "2"})
-    assert started["headers"] == [(b"content-type", b"text/plain"), (b"x-a", b"2"), (b"x-b", b"?")]
+    assert started["headers"] == [
+        (b"content-type", b"text/plain"),
+        (b"x-a", b"2"),
+        (b"x-b", b"?"),
+    ]
     assert not started[HOLD]
     assert start_message({}, "text/plain", {}, hold=True)[HOLD]
-    assert body_message(b"a", more=True) == {"type": "http.response.body", "body": b"a", "more_body": True}
+    assert body_message(b"a", more=True) == {
+        "type": "http.response.body",
+        "body": b"a",
+        "more_body": True,
+    }

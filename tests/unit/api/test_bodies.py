@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from router.api.bodies import STANDARD_RULES, InvalidBodyError, Rules, parsed, render_fleet
+from router.api.bodies import (
+    STANDARD_RULES,
+    InvalidBodyError,
+    Rules,
+    parsed,
+    render_fleet,
+)
 from router.api.generate import GenerateBody, allowed_values
 from router.api.settings import LimitSettings
 from router.pipeline.request import RoutingOptions
@@ -23,12 +29,20 @@ CASES = [
     (b'{"prompt": ""}', 400, "prompt"),
     (json.dumps({"prompt": "a" * 16001}).encode(), 400, "prompt"),
     (json.dumps({"prompt": "a " * 5001}).encode(), 400, "prompt"),
-    (json.dumps({"prompt": "hi", "system_prompt": "a" * 16001}).encode(), 400, "system_prompt"),
+    (
+        json.dumps({"prompt": "hi", "system_prompt": "a" * 16001}).encode(),
+        400,
+        "system_prompt",
+    ),
     (b'{"prompt": 7}', 400, "prompt"),
     (b'{"prompt": null}', 400, "prompt"),
     (b'{"prompt": ["hi"]}', 400, "prompt"),
     (b"{}", 400, "prompt"),
-    (b'{"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}', 400, "prompt"),
+    (
+        b'{"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}',
+        400,
+        "prompt",
+    ),
     (b'{"messages": []}', 400, "messages"),
     (b'{"messages": "hi"}', 400, "messages"),
     (b'{"messages": [{"role": "user", "content": ""}]}', 400, "messages"),
@@ -36,15 +50,37 @@ CASES = [
     (b'{"messages": [{"role": "tool", "content": "hi"}]}', 400, "messages.0.role"),
     (b'{"messages": [{"role": "user", "content": ["hi"]}]}', 400, "messages.0.content"),
     (b'{"messages": [{"role": "user"}]}', 400, "messages.0.content"),
-    (b'{"messages": [{"role": "user", "content": "hi", "name": "x"}]}', 400, "messages.0.name"),
-    (json.dumps({"messages": [{"role": "user", "content": "a" * 16001}]}).encode(), 400, "messages.0.content"),
-    (json.dumps({"messages": [{"role": "user", "content": "a"}] * 1001}).encode(), 400, "messages"),
     (
-        json.dumps({"messages": [{"role": r, "content": "a"} for r in ("user", "system", "user")]}).encode(),
+        b'{"messages": [{"role": "user", "content": "hi", "name": "x"}]}',
+        400,
+        "messages.0.name",
+    ),
+    (
+        json.dumps({"messages": [{"role": "user", "content": "a" * 16001}]}).encode(),
+        400,
+        "messages.0.content",
+    ),
+    (
+        json.dumps({"messages": [{"role": "user", "content": "a"}] * 1001}).encode(),
         400,
         "messages",
     ),
-    (b'{"messages": [{"role": "user", "content": "hi"}], "system_prompt": "s"}', 400, "system_prompt"),
+    (
+        json.dumps(
+            {
+                "messages": [
+                    {"role": r, "content": "a"} for r in ("user", "system", "user")
+                ]
+            }
+        ).encode(),
+        400,
+        "messages",
+    ),
+    (
+        b'{"messages": [{"role": "user", "content": "hi"}], "system_prompt": "s"}',
+        400,
+        "system_prompt",
+    ),
     (b'{"prompt": "hi", "top_p": 0}', 400, "top_p"),
     (b'{"prompt": "hi", "top_p": 1.1}', 400, "top_p"),
     (b'{"prompt": "hi", "repetition_penalty": 0}', 400, "repetition_penalty"),
@@ -87,7 +123,14 @@ CASES = [
     (b"[" * 100_000, 400, "body"),
     (b"{" + b'"a":' * 5000, 400, "body"),
     (
-        json.dumps({"prompt": "x " * 4999, "max_tokens": 4096, "tier": "fast", "tier_policy": "require"}).encode(),
+        json.dumps(
+            {
+                "prompt": "x " * 4999,
+                "max_tokens": 4096,
+                "tier": "fast",
+                "tier_policy": "require",
+            }
+        ).encode(),
         422,
         "prompt",
     ),
@@ -104,11 +147,19 @@ async def test_each_bad_body_is_a_4xx_that_names_the_field(tmp_path: Path) -> No
                 answer = await stack.client.post(f"{stack.url}{path}", content=body)
                 shown = body[:60]
                 assert answer.status_code == status, (path, shown, answer.text)
-                assert answer.headers["content-type"] == "application/problem+json", shown
+                assert answer.headers["content-type"] == "application/problem+json", (
+                    shown
+                )
                 problem = answer.json()
                 assert (problem["status"], bool(problem["title"])) == (status, True)
-                assert field in {e["field"] for e in problem["errors"]}, (shown, problem)
-                assert all(e["problem"] and e["allowed"] for e in problem["errors"]), (shown, problem)
+                assert field in {e["field"] for e in problem["errors"]}, (
+                    shown,
+                    problem,
+                )
+                assert all(e["problem"] and e["allowed"] for e in problem["errors"]), (
+                    shown,
+                    problem,
+                )
                 assert answer.headers["x-request-id"] == problem["request_id"]
                 assert SECRET not in answer.text
                 assert "Traceback" not in answer.text
@@ -119,14 +170,22 @@ async def test_each_bad_body_is_a_4xx_that_names_the_field(tmp_path: Path) -> No
 async def test_every_wrong_field_is_listed(tmp_path: Path) -> None:
     """Two mistakes are two entries: nobody should have to mend them one by one."""
     async with router_stack(tmp_path) as stack:
-        answer = await stack.client.post(f"{stack.url}/generate", json={"prompt": "", "tier": "x", "wat": 1})
-        assert {e["field"] for e in answer.json()["errors"]} == {"prompt", "tier", "wat"}
+        answer = await stack.client.post(
+            f"{stack.url}/generate", json={"prompt": "", "tier": "x", "wat": 1}
+        )
+        assert {e["field"] for e in answer.json()["errors"]} == {
+            "prompt",
+            "tier",
+            "wat",
+        }
 
 
 async def test_limits_are_inclusive(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack:
         for prompt in ("a" * 16_000, "a " * 5_000):
-            answer = await stack.client.post(f"{stack.url}/route", json={"prompt": prompt, "max_tokens": 1})
+            answer = await stack.client.post(
+                f"{stack.url}/route", json={"prompt": prompt, "max_tokens": 1}
+            )
             assert answer.status_code == 200
 
 
@@ -147,7 +206,10 @@ async def test_unknown_paths_and_methods_are_problems(tmp_path: Path) -> None:
     """Elsewhere there is a 404 that lists what there is, and a wrong method names the right one."""
     async with router_stack(tmp_path) as stack:
         lost = await stack.client.get(f"{stack.url}/nowhere")
-        assert (lost.status_code, lost.json()["type"]) == (404, "urn:qarr:problem:not-found")
+        assert (lost.status_code, lost.json()["type"]) == (
+            404,
+            "urn:qarr:problem:not-found",
+        )
         assert "POST /generate" in lost.json()["detail"]
         wrong = await stack.client.get(f"{stack.url}/generate")
         assert wrong.status_code == 405
@@ -161,9 +223,15 @@ def test_options_are_what_the_body_says() -> None:
         "tier_policy": "require",
         "sla": {"ttft_ms": 1, "tpot_ms": 2.5, "max_quality_loss": 0, "confidence": 0.5},
     }
-    options = parsed(GenerateBody, json.dumps(body).encode(), allowed_values, STANDARD_RULES).options(-1, "tier")
-    assert options == RoutingOptions(TierName.BALANCED, "tier", True, Sla(1, 2.5, 0, 0.5), -1)
-    plain = parsed(GenerateBody, b'{"prompt": "hi"}', allowed_values, STANDARD_RULES).options(0, "tier")
+    options = parsed(
+        GenerateBody, json.dumps(body).encode(), allowed_values, STANDARD_RULES
+    ).options(-1, "tier")
+    assert options == RoutingOptions(
+        TierName.BALANCED, "tier", True, Sla(1, 2.5, 0, 0.5), -1
+    )
+    plain = parsed(
+        GenerateBody, b'{"prompt": "hi"}', allowed_values, STANDARD_RULES
+    ).options(0, "tier")
     assert plain == RoutingOptions(None, "tier", False, Sla(), 0)
 
 
@@ -197,13 +265,20 @@ def test_only_streams_can_be_resumed(stream: str, right: bool) -> None:  # noqa:
     if right:
         assert parsed(GenerateBody, body, allowed_values, STANDARD_RULES).resumable
     else:
-        with pytest.raises(InvalidBodyError, match="resumable: is true, and stream is false"):
+        with pytest.raises(
+            InvalidBodyError, match="resumable: is true, and stream is false"
+        ):
             parsed(GenerateBody, body, allowed_values, STANDARD_RULES)
 
 
 def test_a_field_that_is_not_known_is_told_its_neighbours() -> None:
     with pytest.raises(InvalidBodyError) as error:
-        parsed(GenerateBody, b'{"prompt": "hi", "sla": {"ttft": 1}, "temprature": 1}', allowed_values, STANDARD_RULES)
+        parsed(
+            GenerateBody,
+            b'{"prompt": "hi", "sla": {"ttft": 1}, "temprature": 1}',
+            allowed_values,
+            STANDARD_RULES,
+        )
     allowed = {problem.field: problem.allowed for problem in error.value.problems}
     assert allowed["sla.ttft"] == "ttft_ms, tpot_ms, max_quality_loss, confidence"
     assert "temperature" in allowed["temprature"]
@@ -218,14 +293,24 @@ def test_a_fleet_shows_where_engines_are_to_operators_only() -> None:
     replica.update(pid=4711)
     replica.mark(ReplicaStatus.FAILED, "http://10.0.0.5:8000 does not answer")
     shown = {
-        inside: render_fleet(fleet.snapshot(), "m", "machine", fleet.sources, inside=inside) for inside in (True, False)
+        inside: render_fleet(
+            fleet.snapshot(), "m", "machine", fleet.sources, inside=inside
+        )
+        for inside in (True, False)
     }
     assert "10.0.0.5" not in str(shown[False])
     assert "4711" not in str(shown[False])
-    (inner,), (outer,) = (shown[inside]["tiers"][0]["replicas"] for inside in (True, False))
+    (inner,), (outer,) = (
+        shown[inside]["tiers"][0]["replicas"] for inside in (True, False)
+    )
     assert (inner["url"], inner["pid"]) == ("http://10.0.0.5:8000", 4711)
     assert inner["detail"] == "http://10.0.0.5:8000 does not answer"
     assert (outer["url"], outer["pid"], outer["detail"]) == (None, None, "")
     assert inner.keys() == outer.keys()
     assert (shown[True]["scope"], shown[False]["scope"]) == ("all", "own")
-    assert (outer["state"], outer["limit"], outer["tpot_ms"], outer["kv_cache_usage"]) == ("failed", 16, None, None)
+    assert (
+        outer["state"],
+        outer["limit"],
+        outer["tpot_ms"],
+        outer["kv_cache_usage"],
+    ) == ("failed", 16, None, None)

@@ -32,39 +32,77 @@ def test_turns_and_system_prompt() -> None:
     """Both APIs' conversations are the same chat, with the system prompt first; a short turn is read with the one before."""
     for conversation in (
         read(read_messages, system="Be brief.", messages=TALK),
-        read(read_messages, system=[{"type": "text", "text": "Be brief."}], messages=TALK),
+        read(
+            read_messages, system=[{"type": "text", "text": "Be brief."}], messages=TALK
+        ),
         read(read_input, instructions="Be brief.", input=TALK),
-        read(read_input, instructions="Be brief.", input=[{"type": "message", **turn} for turn in TALK]),
+        read(
+            read_input,
+            instructions="Be brief.",
+            input=[{"type": "message", **turn} for turn in TALK],
+        ),
     ):
         assert conversation.chat == [{"role": "system", "content": "Be brief."}, *TALK]
         prompt = conversation.prompt(EstimatingCounter())
-        assert (prompt.text, prompt.messages, prompt.system) == ("Write a parser\n\nJSON", 4, True)
+        assert (prompt.text, prompt.messages, prompt.system) == (
+            "Write a parser\n\nJSON",
+            4,
+            True,
+        )
         assert prompt.prompt_tokens == prompt.all_tokens
 
 
 def test_parts_of_text() -> None:
     """Text in parts is text; an input that is a string is a turn of the user."""
     blocks = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]
-    parts = [{"type": "input_text", "text": "Hello"}, {"type": "input_text", "text": "there"}]
+    parts = [
+        {"type": "input_text", "text": "Hello"},
+        {"type": "input_text", "text": "there"},
+    ]
     assert read(read_messages, messages=[{"role": "user", "content": blocks}]).chat == [
         {"role": "user", "content": "Hello\nthere"}
     ]
     assert read(read_input, input=[{"role": "user", "content": parts}]).chat == [
         {"role": "user", "content": "Hello\nthere"}
     ]
-    assert read(read_input, input="Hello").chat == [{"role": "user", "content": "Hello"}]
+    assert read(read_input, input="Hello").chat == [
+        {"role": "user", "content": "Hello"}
+    ]
 
 
 def test_what_tools_return_is_no_turn_of_the_user() -> None:
     """The question is classified that a person asked, after any number of calls; calls, results and tools count as tokens."""
     question = {"role": "user", "content": "What is the weather in Paris?"}
-    call = {"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "Paris"}}
-    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "sunny " * 50}]}
-    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-    messages = read(read_messages, messages=[question, *turns, *turns, *turns], tools=[TOOL])
-    called = {"type": "function_call", "call_id": "t", "name": "weather", "arguments": '{"city": "Paris"}'}
+    call = {
+        "type": "tool_use",
+        "id": "t",
+        "name": "weather",
+        "input": {"city": "Paris"},
+    }
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t",
+        "content": [{"type": "text", "text": "sunny " * 50}],
+    }
+    turns = [
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    messages = read(
+        read_messages, messages=[question, *turns, *turns, *turns], tools=[TOOL]
+    )
+    called = {
+        "type": "function_call",
+        "call_id": "t",
+        "name": "weather",
+        "arguments": '{"city": "Paris"}',
+    }
     returned = {"type": "function_call_output", "call_id": "t", "output": "sunny " * 50}
-    items = read(read_input, input=[question, *[called, returned] * 3], tools=[{"type": "function", **TOOL}])
+    items = read(
+        read_input,
+        input=[question, *[called, returned] * 3],
+        tools=[{"type": "function", **TOOL}],
+    )
     for conversation in (messages, items):
         prompt = conversation.prompt(EstimatingCounter())
         assert prompt.text.strip() == question["content"]
@@ -77,15 +115,48 @@ def test_what_tools_return_is_no_turn_of_the_user() -> None:
 @pytest.mark.parametrize(
     ("reader", "body", "kind"),
     [
-        (read_messages, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
-        (read_messages, {"messages": [{"role": "user", "content": [{"type": "my secret"}]}]}, "other"),
         (
             read_messages,
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {}}]}
+                ]
+            },
             "image",
         ),
-        (read_input, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
-        (read_input, {"input": [{"type": "function_call_output", "output": [{"type": "input_file"}]}]}, "input_file"),
+        (
+            read_messages,
+            {"messages": [{"role": "user", "content": [{"type": "my secret"}]}]},
+            "other",
+        ),
+        (
+            read_messages,
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "content": [{"type": "image"}]}
+                        ],
+                    }
+                ]
+            },
+            "image",
+        ),
+        (
+            read_input,
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input_image",
+        ),
+        (
+            read_input,
+            {
+                "input": [
+                    {"type": "function_call_output", "output": [{"type": "input_file"}]}
+                ]
+            },
+            "input_file",
+        ),
     ],
 )
 def test_parts_that_are_not_text(reader: Any, body: dict[str, Any], kind: str) -> None:
@@ -98,13 +169,22 @@ def test_parts_that_are_not_text(reader: Any, body: dict[str, Any], kind: str) -
 def test_reasoning_is_left_out() -> None:
     """Thoughts of the model that come back with a conversation are no parts of another kind."""
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
-    messages = [{"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}]
-    assert read(read_messages, messages=messages).chat == [{"role": "assistant", "content": "Yes."}]
+    messages = [
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}
+    ]
+    assert read(read_messages, messages=messages).chat == [
+        {"role": "assistant", "content": "Yes."}
+    ]
 
 
 @pytest.mark.parametrize("reader", [read_messages, read_input])
-@pytest.mark.parametrize("odd", [None, 7, [7], [[]], [{}], {"a": 1}, [{"role": [], "content": 3}], [{"type": []}]])
+@pytest.mark.parametrize(
+    "odd",
+    [None, 7, [7], [[]], [{}], {"a": 1}, [{"role": [], "content": 3}], [{"type": []}]],
+)
 def test_malformed_conversations_read_as_empty(reader: Any, odd: Any) -> None:
     """The engine says best what is wrong with them."""
-    prompt = read(reader, messages=odd, input=odd, system=odd, instructions=odd, tools=odd).prompt(EstimatingCounter())
+    prompt = read(
+        reader, messages=odd, input=odd, system=odd, instructions=odd, tools=odd
+    ).prompt(EstimatingCounter())
     assert prompt.text == ""

@@ -29,7 +29,11 @@ async def test_streams_text_then_one_done_event(tmp_path: Path) -> None:
         assert [name for name, _ in seen if name != "message"] == ["done"]
         done = seen[-1][1]
         assert done["usage"]["completion_tokens"] == len(ANSWER)
-        assert (done["finish_reason"], done["tier"], done["continued_on"]) == ("stop", "precise", [])
+        assert (done["finish_reason"], done["tier"], done["continued_on"]) == (
+            "stop",
+            "precise",
+            [],
+        )
         assert answer.headers["x-qarr-tier"] == "precise"
         assert answer.headers["x-qarr-precision"] == "bf16"
         assert "hint precise" in answer.headers["x-qarr-reason"]
@@ -38,16 +42,24 @@ async def test_streams_text_then_one_done_event(tmp_path: Path) -> None:
         assert stack.leases() == 0
 
 
-async def test_an_engine_that_cannot_say_its_precision_is_unknown(tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_say_its_precision_is_unknown(
+    tmp_path: Path,
+) -> None:
     """In headers, in ``/route``, in ``/tiers``, in the record and in the metrics; the tier's name tells nothing."""
-    async with router_stack(tmp_path, precise=Behaviour(root="org/Model-BF16")) as stack:
+    async with router_stack(
+        tmp_path, precise=Behaviour(root="org/Model-BF16")
+    ) as stack:
         answer = await stack.generate(tier="precise", stream=False)
         assert answer.headers["x-qarr-precision"] == "unknown"
         body = {"prompt": "hi", "tier": "precise"}
-        assert (await stack.client.post(f"{stack.url}/route", json=body)).json()["precision"] == "unknown"
+        assert (await stack.client.post(f"{stack.url}/route", json=body)).json()[
+            "precision"
+        ] == "unknown"
         tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
         assert [tier["precision"] for tier in tiers] == ["awq-int4", "fp8", "unknown"]
-        assert [replica["precision"] for tier in tiers for replica in tier["replicas"]] == [
+        assert [
+            replica["precision"] for tier in tiers for replica in tier["replicas"]
+        ] == [
             "awq-int4",
             "fp8",
             "unknown",
@@ -55,7 +67,10 @@ async def test_an_engine_that_cannot_say_its_precision_is_unknown(tmp_path: Path
         (record,) = (await stack.client.get(f"{stack.url}/requests")).json()["requests"]
         assert record["precision"] == "unknown"
         metrics = (await stack.client.get(f"{stack.url}/metrics")).text
-        assert 'qarr_replica_info{checkpoint="",precision="unknown",replica="precise-0",tier="precise"} 1.0' in metrics
+        assert (
+            'qarr_replica_info{checkpoint="",precision="unknown",replica="precise-0",tier="precise"} 1.0'
+            in metrics
+        )
 
 
 async def test_answers_json_when_asked(tmp_path: Path) -> None:
@@ -63,7 +78,11 @@ async def test_answers_json_when_asked(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack:
         whole = await stack.generate(stream=False)
         answer = whole.json()
-        assert (answer["text"], answer["finish_reason"], answer["tier"]) == (FULL, "stop", "fast")
+        assert (answer["text"], answer["finish_reason"], answer["tier"]) == (
+            FULL,
+            "stop",
+            "fast",
+        )
         assert whole.headers["content-length"] == str(len(whole.content))
         assert "transfer-encoding" not in whole.headers
 
@@ -81,7 +100,10 @@ async def test_passes_the_request_on(tmp_path: Path) -> None:
         )  # fmt: skip
         engine = stack.engines[TierName.FAST]
         sent = engine.requests[0]
-        assert sent["messages"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+        assert sent["messages"] == [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "hi"},
+        ]
         assert (sent["max_tokens"], sent["temperature"], sent["priority"]) == (3, 0, 1)
         assert engine.headers[0]["x-request-id"].startswith("mine-1-")
         assert "authorization" not in engine.headers[0]
@@ -99,14 +121,28 @@ async def test_engine_without_priority_scheduling_gets_none(tmp_path: Path) -> N
 async def test_measurements_of_speed_are_not_taken_for_requests(tmp_path: Path) -> None:
     """Fakes keep what callers ask, so that a test may take its time: engines that nobody asks are measured meanwhile."""
     async with router_stack(tmp_path) as stack:
-        await until(lambda: all(replica.state.speed is not None for replica in stack.fleet.replicas))
-        assert not any(engine.requests or engine.headers for engine in stack.engines.values())
+        await until(
+            lambda: all(
+                replica.state.speed is not None for replica in stack.fleet.replicas
+            )
+        )
+        assert not any(
+            engine.requests or engine.headers for engine in stack.engines.values()
+        )
 
 
 @pytest.mark.parametrize(
-    "fault", [Behaviour(status=500), Behaviour(break_after=0), Behaviour(error_after=0), Behaviour(stall_after=0)]
+    "fault",
+    [
+        Behaviour(status=500),
+        Behaviour(break_after=0),
+        Behaviour(error_after=0),
+        Behaviour(stall_after=0),
+    ],
 )
-async def test_retries_elsewhere_before_the_first_byte(tmp_path: Path, fault: Behaviour) -> None:
+async def test_retries_elsewhere_before_the_first_byte(
+    tmp_path: Path, fault: Behaviour
+) -> None:
     """A tier that fails before its first token is replaced, and the answer says by whom."""
     options = {"upstream": {"first_token_timeout_s": SOUND_S}}
     async with router_stack(tmp_path, options) as stack:
@@ -132,12 +168,19 @@ async def test_required_tier_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["break_after", "stall_after", "error_after"])
-async def test_failure_after_the_first_byte_is_an_error_event(tmp_path: Path, fault: str) -> None:
+async def test_failure_after_the_first_byte_is_an_error_event(
+    tmp_path: Path, fault: str
+) -> None:
     """A stream that cannot be finished ends with an explicit error event, never with a clean end."""
-    async with router_stack(tmp_path, {"upstream": {"token_timeout_s": SOUND_S}}) as stack:
+    async with router_stack(
+        tmp_path, {"upstream": {"token_timeout_s": SOUND_S}}
+    ) as stack:
         setattr(stack.engines[TierName.FAST], fault, 3)
         seen = events((await stack.generate(tier="fast", tier_policy="require")).text)
-        assert "".join(d["text"] for name, d in seen if name == "message") == "The capital of"
+        assert (
+            "".join(d["text"] for name, d in seen if name == "message")
+            == "The capital of"
+        )
         name, problem = seen[-1]
         assert name == "error"
         assert problem["status"] == 502
@@ -157,13 +200,20 @@ async def test_failure_in_a_json_answer_is_a_502(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_disconnect_aborts_the_engines_request(tmp_path: Path, stream: bool) -> None:  # noqa: FBT001
+async def test_disconnect_aborts_the_engines_request(
+    tmp_path: Path,
+    stream: bool,  # noqa: FBT001
+) -> None:
     """When the client goes away its request ends in the engine, and every lease comes back."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
         engine.delay_s, engine.answer = 0.05, ("x",) * 400
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
-        body = json.dumps({"prompt": "hi", "tier": "fast", "stream": stream, "max_tokens": 400}).encode()
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(stack.url.rsplit(":", 1)[1])
+        )
+        body = json.dumps(
+            {"prompt": "hi", "tier": "fast", "stream": stream, "max_tokens": 400}
+        ).encode()
         head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         writer.write(head + body)
         await writer.drain()
@@ -177,12 +227,16 @@ async def test_disconnect_aborts_the_engines_request(tmp_path: Path, stream: boo
 async def test_full_tier_sends_elsewhere_and_full_fleet_refuses(tmp_path: Path) -> None:
     """Places are bounded: a full tier's requests go to another one; a full fleet, with no queue, answers 503."""
     one, none = {"max_in_flight": 1}, {"max_waiting": 0}
-    async with router_stack(tmp_path, {"tiers": dict.fromkeys(STANDARD_TIERS, one), "admission": none}) as stack:
+    async with router_stack(
+        tmp_path, {"tiers": dict.fromkeys(STANDARD_TIERS, one), "admission": none}
+    ) as stack:
         for engine in stack.engines.values():
             engine.delay_s = 0.1
         answers = await asyncio.gather(*(stack.generate() for _ in range(4)))
         assert sorted(a.status_code for a in answers) == [200, 200, 200, 503]
-        assert {a.headers.get("x-qarr-tier") for a in answers if a.status_code == 200} == {
+        assert {
+            a.headers.get("x-qarr-tier") for a in answers if a.status_code == 200
+        } == {
             "fast",
             "balanced",
             "precise",
@@ -221,21 +275,32 @@ async def test_health_tells_what_is_wrong(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack:
 
         async def health() -> dict[str, Any]:
-            found: dict[str, Any] = (await stack.client.get(f"{stack.url}/health")).json()
+            found: dict[str, Any] = (
+                await stack.client.get(f"{stack.url}/health")
+            ).json()
             assert found.pop("keys") == {"required": False, "version": None}
             return found
 
         assert await health() == {"status": "healthy", "reasons": []}
         fast, balanced, _ = stack.fleet.replicas
         fast.mark(ReplicaStatus.READY, "slower: GPU 0 is throttled: it is hot")
-        assert await health() == {"status": "degraded", "reasons": ["fast-0: slower: GPU 0 is throttled: it is hot"]}
+        assert await health() == {
+            "status": "degraded",
+            "reasons": ["fast-0: slower: GPU 0 is throttled: it is hot"],
+        }
         fast.mark(ReplicaStatus.READY)
         stack.fleet.remove(balanced)
         assert (await health())["reasons"] == ["tier balanced is stopped"]
-        stack.fleet.configure(replace(stack.fleet.spec(balanced.spec.name), urls=(), replicas=0))
+        stack.fleet.configure(
+            replace(stack.fleet.spec(balanced.spec.name), urls=(), replicas=0)
+        )
         assert (await health())["status"] == "healthy"
-        refused = await stack.generate(tier="balanced", tier_policy="require")  # waiting would not help
-        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "tier")
+        # waiting would not help
+        refused = await stack.generate(tier="balanced", tier_policy="require")
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (
+            422,
+            "tier",
+        )
 
 
 async def test_nothing_ready_is_503(tmp_path: Path) -> None:
@@ -272,16 +337,30 @@ async def test_route_and_tiers_report_without_generating(tmp_path: Path) -> None
         assert [t["tier"] for t in decision["tiers"]] == ["fast", "balanced", "precise"]
         fleet = (await stack.client.get(f"{stack.url}/tiers")).json()
         replica = fleet["tiers"][0]["replicas"][0]
-        assert (replica["state"], replica["pid"], replica["in_flight"]) == ("ready", None, 0)
+        assert (replica["state"], replica["pid"], replica["in_flight"]) == (
+            "ready",
+            None,
+            0,
+        )
         assert not any(e.requests for e in stack.engines.values())
 
 
 async def test_no_one_is_sent_elsewhere(tmp_path: Path) -> None:
     """A path with a slash too many is a 404: a redirect would go to whatever the Host header names."""
-    paths = ("/generate/", "/v1/chat/completions/", "/tiers/", "/admin/operations/", "//tiers")
-    async with router_stack(tmp_path, {"server": {"allowed_hosts": ("gateway.example",)}}) as stack:
+    paths = (
+        "/generate/",
+        "/v1/chat/completions/",
+        "/tiers/",
+        "/admin/operations/",
+        "//tiers",
+    )
+    async with router_stack(
+        tmp_path, {"server": {"allowed_hosts": ("gateway.example",)}}
+    ) as stack:
         for path, method in product(paths, ("GET", "POST")):
-            answer = await stack.client.request(method, stack.url + path, headers={"host": "gateway.example"})
+            answer = await stack.client.request(
+                method, stack.url + path, headers={"host": "gateway.example"}
+            )
             assert answer.status_code == 404, (method, path)
             assert "location" not in answer.headers
             assert "gateway" not in answer.text
@@ -297,15 +376,20 @@ async def test_a_chat_in_the_place_of_a_prompt(tmp_path: Path) -> None:
     ]
     async with router_stack(tmp_path) as stack:
         answer = await stack.client.post(
-            f"{stack.url}/generate", json={"messages": said, "stream": False, "tier": "fast"}
+            f"{stack.url}/generate",
+            json={"messages": said, "stream": False, "tier": "fast"},
         )
         assert (answer.status_code, answer.json()["text"]) == (200, FULL)
         assert stack.engines[TierName.FAST].requests[-1]["messages"] == said
         counted = []
         for messages in (said, said[-1:]):
-            route = await stack.client.post(f"{stack.url}/route", json={"messages": messages})
+            route = await stack.client.post(
+                f"{stack.url}/route", json={"messages": messages}
+            )
             counted.append(route.json()["prompt_tokens"])
         assert counted[0] > counted[1]
-        alone = await stack.client.post(f"{stack.url}/route", json={"prompt": said[-1]["content"]})
+        alone = await stack.client.post(
+            f"{stack.url}/route", json={"prompt": said[-1]["content"]}
+        )
         assert alone.json()["prompt_tokens"] == counted[1]
         assert "Again" not in answer.headers["x-qarr-reason"]

@@ -23,9 +23,16 @@ from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName, TierSpec
 
 FLEET = Fleet(
-    tuple(TierSpec(name, 100, 1, 1, adapters=("support",) if name is TierName.FAST else ()) for name in STANDARD_TIERS)
+    tuple(
+        TierSpec(
+            name, 100, 1, 1, adapters=("support",) if name is TierName.FAST else ()
+        )
+        for name in STANDARD_TIERS
+    )
 )
-SETTINGS = OpenAISettings(aliases={"gpt-4o": "precise", "gpt-4o-mini": "fast", "any": "auto", "o-*": "fast"})
+SETTINGS = OpenAISettings(
+    aliases={"gpt-4o": "precise", "gpt-4o-mini": "fast", "any": "auto", "o-*": "fast"}
+)
 
 FLEET.add(Replica("fast-0", FLEET.specs[0], "u", "", "served"))
 
@@ -50,7 +57,9 @@ def test_names_stand_for_tiers(name: str, choice: str) -> None:
     assert resolve(asked(model=name), SETTINGS, FLEET) == Choice(choice)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("body", [{}, {"model": None}, {"model": ""}, {"model": "served"}])
+@pytest.mark.parametrize(
+    "body", [{}, {"model": None}, {"model": ""}, {"model": "served"}]
+)
 def test_without_a_name_it_is_auto(body: dict[str, Any]) -> None:
     """As vLLM takes it; the engines' own name, which stands in answers, is no tier's either."""
     assert resolve(asked(**body), SETTINGS, FLEET) == Choice("auto")
@@ -58,16 +67,25 @@ def test_without_a_name_it_is_auto(body: dict[str, Any]) -> None:
 
 def test_an_adapters_name_stands_for_it_on_any_tier() -> None:
     assert resolve(asked(model="support"), SETTINGS, FLEET) == Choice("auto", "support")
-    assert resolve(asked(model="support"), OpenAISettings(aliases={"support": "fast"}), FLEET) == Choice("fast")
+    assert resolve(
+        asked(model="support"), OpenAISettings(aliases={"support": "fast"}), FLEET
+    ) == Choice("fast")
 
 
-@pytest.mark.parametrize("name", ["FAST", "fast ", "gpt-5", 7, True, ["fast"], {"fast": 1}])
+@pytest.mark.parametrize(
+    "name", ["FAST", "fast ", "gpt-5", 7, True, ["fast"], {"fast": 1}]
+)
 def test_other_names_are_unknown(name: Any) -> None:
     with pytest.raises(UnknownModelError) as error:
         resolve(asked(model=name), SETTINGS, FLEET)
     problem = describe(error.value)
-    assert (problem.status, problem.openai_body()["error"]["code"]) == (404, "model_not_found")
-    assert all(known in problem.detail for known in (*model_names(SETTINGS, FLEET), "support"))
+    assert (problem.status, problem.openai_body()["error"]["code"]) == (
+        404,
+        "model_not_found",
+    )
+    assert all(
+        known in problem.detail for known in (*model_names(SETTINGS, FLEET), "support")
+    )
 
 
 def test_a_long_name_is_not_repeated_in_full() -> None:
@@ -76,7 +94,9 @@ def test_a_long_name_is_not_repeated_in_full() -> None:
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"null", b'"hi"', b"{", b"\xff", b"[" * 10_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"null", b'"hi"', b"{", b"\xff", b"[" * 10_000]
+)
 def test_a_body_that_is_no_object_is_invalid(body: bytes) -> None:
     with pytest.raises(InvalidBodyError) as error:
         read_document(body)
@@ -93,8 +113,12 @@ async def test_each_name_has_a_card(tmp_path: Path) -> None:
         cards = {card["id"]: card for card in listed["data"]}
         assert list(cards) == ["auto", "qarr", *STANDARD_TIERS, *aliases]
         lengths = {spec.name: spec.max_model_len for spec in stack.fleet.specs}
-        assert {name: cards[name]["max_model_len"] for name in STANDARD_TIERS} == lengths
-        assert {cards[name]["max_model_len"] for name in ("auto", "qarr", "any")} == {max(lengths.values())}
+        assert {
+            name: cards[name]["max_model_len"] for name in STANDARD_TIERS
+        } == lengths
+        assert {cards[name]["max_model_len"] for name in ("auto", "qarr", "any")} == {
+            max(lengths.values())
+        }
         assert cards["org/model"]["parent"] == "balanced"
         assert (cards["fast"]["parent"], cards["qarr"]["parent"]) == (None, "auto")
         assert cards["org/model"]["max_model_len"] == lengths[TierName.BALANCED]
@@ -103,7 +127,10 @@ async def test_each_name_has_a_card(tmp_path: Path) -> None:
             assert one.json() == card
             assert one.headers["x-request-id"]
         lost = await stack.client.get(f"{stack.url}/v1/models/org")
-        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "model_not_found")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (
+            404,
+            "model_not_found",
+        )
 
 
 @pytest.mark.anyio
@@ -112,7 +139,10 @@ async def test_each_name_says_what_is_behind_it(tmp_path: Path) -> None:
     aliases = {"org/model": "balanced"}
     async with router_stack(tmp_path, {"openai": {"aliases": aliases}}) as stack:
         card = (await stack.client.get(f"{stack.url}/v1/models/org/model")).json()
-        assert (card["tiers"], card["context_length"]) == (["balanced"], card["max_model_len"])
+        assert (card["tiers"], card["context_length"]) == (
+            ["balanced"],
+            card["max_model_len"],
+        )
         assert card["served_by"] == [
             {
                 "tier": "balanced", "precision": "fp8", "quantization": "fp8", "context_length": card["max_model_len"],
@@ -121,31 +151,53 @@ async def test_each_name_says_what_is_behind_it(tmp_path: Path) -> None:
         ]  # fmt: skip
         answer = await stack.client.get(f"{stack.url}/v1/models/org/model/endpoints")
         (endpoint,) = answer.json()["data"]["endpoints"]
-        assert (answer.json()["data"]["id"], endpoint["tag"], endpoint["quantization"]) == (
+        assert (
+            answer.json()["data"]["id"],
+            endpoint["tag"],
+            endpoint["quantization"],
+        ) == (
             "org/model",
             "balanced",
             "fp8",
         )
-        assert (endpoint["status"], endpoint["replicas_ready"], endpoint["in_flight"], endpoint["queue"]) == (
+        assert (
+            endpoint["status"],
+            endpoint["replicas_ready"],
+            endpoint["in_flight"],
+            endpoint["queue"],
+        ) == (
             0,
             1,
             0,
             0,
         )
         assert "127.0.0.1" not in answer.text
-        every = (await stack.client.get(f"{stack.url}/v1/models/auto/endpoints")).json()["data"]["endpoints"]
+        every = (
+            await stack.client.get(f"{stack.url}/v1/models/auto/endpoints")
+        ).json()["data"]["endpoints"]
         assert [e["quantization"] for e in every] == ["int4", "fp8", "bf16"]
         lost = await stack.client.get(f"{stack.url}/v1/models/org/endpoints")
-        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "model_not_found")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (
+            404,
+            "model_not_found",
+        )
 
 
 @pytest.mark.anyio
 async def test_endpoints_tell_their_load(tmp_path: Path) -> None:
     """Requests on engines and in the queue; a tier that does not serve says so; a draft takes some parameters away."""
-    settings = {"tiers": {"fast": {"max_in_flight": 1}}, "admission": {"max_waiting": 8}}
+    settings = {
+        "tiers": {"fast": {"max_in_flight": 1}},
+        "admission": {"max_waiting": 8},
+    }
     async with router_stack(tmp_path, settings) as stack:
         stack.engines[TierName.FAST].delay_s = 3600
-        body = {"prompt": "hi", "tier": "fast", "tier_policy": "require", "stream": False}
+        body = {
+            "prompt": "hi",
+            "tier": "fast",
+            "tier_policy": "require",
+            "stream": False,
+        }
         asked = [asyncio.create_task(stack.generate(**body)) for _ in range(2)]
         url = f"{stack.url}/v1/models/fast/endpoints"
 
@@ -160,9 +212,17 @@ async def test_endpoints_tell_their_load(tmp_path: Path) -> None:
         for replica in stack.fleet.replicas:
             if replica.spec.name is TierName.PRECISE:
                 replica.mark(ReplicaStatus.STOPPED)
-        (precise,) = (await stack.client.get(url.replace("fast", "precise"))).json()["data"]["endpoints"]
-        assert (precise["status"], precise["state"], precise["replicas_ready"]) == (-10, "stopped", 0)
-        stack.fleet.specs = tuple(replace(s, draft=Draft("ngram", 4)) for s in stack.fleet.specs)
+        (precise,) = (await stack.client.get(url.replace("fast", "precise"))).json()[
+            "data"
+        ]["endpoints"]
+        assert (precise["status"], precise["state"], precise["replicas_ready"]) == (
+            -10,
+            "stopped",
+            0,
+        )
+        stack.fleet.specs = tuple(
+            replace(s, draft=Draft("ngram", 4)) for s in stack.fleet.specs
+        )
         (drafting,) = (await stack.client.get(url)).json()["data"]["endpoints"]
         assert "seed" in drafting["supported_parameters"]
         assert "min_p" not in drafting["supported_parameters"]

@@ -21,7 +21,11 @@ from tiers.spec import ReplicaStatus, TierName
 pytestmark = pytest.mark.anyio
 FULL = "".join(ANSWER)
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
+MESSAGES, RESPONSES, COUNT = (
+    "/v1/messages",
+    "/v1/responses",
+    "/v1/messages/count_tokens",
+)
 BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": HI, "max_tokens": 64},
     RESPONSES: {"input": HI, "max_output_tokens": 64},
@@ -31,7 +35,9 @@ LAST = {MESSAGES: "message_stop", RESPONSES: "response.completed"}
 both = pytest.mark.parametrize("path", BODIES)
 
 
-async def ask(stack: Stack, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+async def ask(
+    stack: Stack, path: str, headers: dict[str, str] | None = None, **body: Any
+) -> httpx.Response:
     body = {"model": "auto", **BODIES[path], **body}
     return await stack.client.post(stack.url + path, json=body, headers=headers)
 
@@ -42,8 +48,14 @@ def asked(behaviour: Behaviour, path: str) -> list[dict[str, Any]]:
 
 
 def text_of(stream: str) -> str:
-    found = [data.get("delta") for name, data in events(stream) if name.endswith(("_delta", "text.delta"))]
-    return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in found)
+    found = [
+        data.get("delta")
+        for name, data in events(stream)
+        if name.endswith(("_delta", "text.delta"))
+    ]
+    return "".join(
+        delta if isinstance(delta, str) else delta.get("text", "") for delta in found
+    )
 
 
 def message_of(answer: httpx.Response) -> str:
@@ -67,26 +79,51 @@ async def test_the_body_passes_as_it_is(tmp_path: Path, path: str) -> None:
     )
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
-        sent = raw % (text.encode(), limit.encode(), b',"qarr":{"tier_policy":"require"}')
+        sent = raw % (
+            text.encode(),
+            limit.encode(),
+            b',"qarr":{"tier_policy":"require"}',
+        )
         answer = await stack.client.post(stack.url + path, content=sent)
         assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "fast")
-        passed = raw.replace(b'"fast"', b'"fake"') % (text.encode(), limit.encode(), b"")
+        passed = raw.replace(b'"fast"', b'"fake"') % (
+            text.encode(),
+            limit.encode(),
+            b"",
+        )
         assert json.loads(engine.raw[-1]) == json.loads(passed)
-        for part in (b'"content":"caf\\u00e9"', b"1.0e-1", b'["\xc3\xa9"]', b"123456789012345678901"):
+        for part in (
+            b'"content":"caf\\u00e9"',
+            b"1.0e-1",
+            b'["\xc3\xa9"]',
+            b"123456789012345678901",
+        ):
             assert part in engine.raw[-1]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_thinking_of_a_model_that_does_not_think_is_left_out_and_said(tmp_path: Path, *, stream: bool) -> None:
+async def test_thinking_of_a_model_that_does_not_think_is_left_out_and_said(
+    tmp_path: Path, *, stream: bool
+) -> None:
     """Clients of Anthropic's API ask every model for it; a model that does think is asked, and nothing is said."""
     thinking = {"type": "enabled", "budget_tokens": 1024}
     async with router_stack(tmp_path, balanced=Behaviour(thinks=True)) as stack:
-        answer = await ask(stack, MESSAGES, model="fast", thinking=thinking, stream=stream)
-        assert (answer.status_code, answer.headers["x-qarr-ignored"]) == (200, "thinking")
+        answer = await ask(
+            stack, MESSAGES, model="fast", thinking=thinking, stream=stream
+        )
+        assert (answer.status_code, answer.headers["x-qarr-ignored"]) == (
+            200,
+            "thinking",
+        )
         assert "thinking" not in asked(stack.engines[TierName.FAST], MESSAGES)[-1]
-        answer = await ask(stack, MESSAGES, model="balanced", thinking=thinking, stream=stream)
+        answer = await ask(
+            stack, MESSAGES, model="balanced", thinking=thinking, stream=stream
+        )
         assert (answer.status_code, "x-qarr-ignored" in answer.headers) == (200, False)
-        assert asked(stack.engines[TierName.BALANCED], MESSAGES)[-1]["thinking"] == thinking
+        assert (
+            asked(stack.engines[TierName.BALANCED], MESSAGES)[-1]["thinking"]
+            == thinking
+        )
 
 
 @both
@@ -96,18 +133,23 @@ async def test_answers_pass_as_they_are(tmp_path: Path, path: str) -> None:
         engine_url = stack.fleet.replicas[0].url
         for stream in (False, True):
             direct = await stack.client.post(
-                engine_url + path, json={"model": "fake", "stream": stream, **BODIES[path]}
+                engine_url + path,
+                json={"model": "fake", "stream": stream, **BODIES[path]},
             )
             routed = await ask(stack, path, stream=stream)
             assert routed.status_code == 200
             assert routed.content == direct.content
             assert routed.headers["content-type"] == direct.headers["content-type"]
-            assert (routed.headers["x-qarr-tier"], routed.headers["x-qarr-precision"]) == ("fast", "awq-int4")
+            assert (
+                routed.headers["x-qarr-tier"],
+                routed.headers["x-qarr-precision"],
+            ) == ("fast", "awq-int4")
         assert text_of(routed.text) == FULL
         records = (await stack.client.get(f"{stack.url}/requests")).json()["requests"]
-        assert [(r["route"], r["outcome"], r["prompt_tokens"], r["output_tokens"]) for r in records] == [
-            (path, "ok", 10, len(ANSWER))
-        ] * 2
+        assert [
+            (r["route"], r["outcome"], r["prompt_tokens"], r["output_tokens"])
+            for r in records
+        ] == [(path, "ok", 10, len(ANSWER))] * 2
         assert stack.leases() == 0
 
 
@@ -116,8 +158,13 @@ HINTS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"model": "claude-haiku"}, "fast"),
     ({"x-qarr-tier": "precise"}, {}, "precise"),
     ({"x-qarr-tier": "precise"}, {"qarr": {"tier": "balanced"}}, "balanced"),
-    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}, "text": "Why is the sky blue?"}, "precise"),
-    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "fast"),  # a greeting loses nothing
+    (
+        {},
+        {"qarr": {"sla": {"max_quality_loss": 0}}, "text": "Why is the sky blue?"},
+        "precise",
+    ),
+    # a greeting loses nothing
+    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "fast"),
     ({}, {"text": "Write a Python function that adds"}, "balanced"),
     ({}, {"text": [{"type": "image", "source": {}}]}, "precise"),
 ]
@@ -131,9 +178,14 @@ async def test_hints_come_by_model_header_and_body(tmp_path: Path, path: str) ->
         for headers, body, tier in HINTS:
             given = {name: value for name, value in body.items() if name != "text"}
             if "text" in body:
-                given[next(iter(BODIES[path]))] = [{"role": "user", "content": body["text"]}]
+                given[next(iter(BODIES[path]))] = [
+                    {"role": "user", "content": body["text"]}
+                ]
             answer = await ask(stack, path, headers, **given)
-            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier), (headers, body)
+            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier), (
+                headers,
+                body,
+            )
             assert "qarr" not in asked(stack.engines[TierName(tier)], path)[-1]
 
 
@@ -154,7 +206,9 @@ async def test_the_report_is_added_when_asked_for(tmp_path: Path, path: str) -> 
     """To the answer as a whole, or to a stream's last event."""
     async with router_stack(tmp_path) as stack:
         whole = (await ask(stack, path, qarr={"report": True})).json()
-        name, last = events((await ask(stack, path, stream=True, qarr={"report": True})).text)[-1]
+        name, last = events(
+            (await ask(stack, path, stream=True, qarr={"report": True})).text
+        )[-1]
         assert name == LAST[path]
         assert whole["qarr"] == last["qarr"]
         assert last["qarr"]["tier"] == "fast"
@@ -181,7 +235,9 @@ async def test_retries_elsewhere_before_the_first_byte(
     stream: bool,  # noqa: FBT001
 ) -> None:
     """A tier that fails before its first token is replaced, and the headers say so."""
-    async with router_stack(tmp_path, {"upstream": {"first_token_timeout_s": SOUND_S}}) as stack:
+    async with router_stack(
+        tmp_path, {"upstream": {"first_token_timeout_s": SOUND_S}}
+    ) as stack:
         broken = stack.engines[TierName.FAST]
         for name in ("status", "break_after", "error_after", "stall_after", "nonsense"):
             setattr(broken, name, getattr(fault, name))
@@ -192,11 +248,21 @@ async def test_retries_elsewhere_before_the_first_byte(
 
 
 @both
-@pytest.mark.parametrize("fault", ["break_after", "stall_after", "error_after", "before the end", "at the end"])
-async def test_a_broken_stream_ends_with_an_error_and_without_an_end(tmp_path: Path, path: str, fault: str) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    ["break_after", "stall_after", "error_after", "before the end", "at the end"],
+)
+async def test_a_broken_stream_ends_with_an_error_and_without_an_end(
+    tmp_path: Path, path: str, fault: str
+) -> None:
     """A stream that broke never looks finished: an error event comes last, in the form of its API."""
-    async with router_stack(tmp_path, {"upstream": {"token_timeout_s": SOUND_S}}) as stack:
-        engine, whole = stack.engines[TierName.FAST], events((await ask(stack, path, model="fast", stream=True)).text)
+    async with router_stack(
+        tmp_path, {"upstream": {"token_timeout_s": SOUND_S}}
+    ) as stack:
+        engine, whole = (
+            stack.engines[TierName.FAST],
+            events((await ask(stack, path, model="fast", stream=True)).text),
+        )
         if fault in {"before the end", "at the end"}:
             engine.break_at = len(whole) - (2 if fault == "before the end" else 1)
         else:
@@ -210,7 +276,10 @@ async def test_a_broken_stream_ends_with_an_error_and_without_an_end(tmp_path: P
         if path == MESSAGES:
             assert (last["error"]["type"], "request_id" in last) == ("api_error", True)
         else:
-            assert (last["code"], last["sequence_number"]) == ("stream_broken", len(before))
+            assert (last["code"], last["sequence_number"]) == (
+                "stream_broken",
+                len(before),
+            )
             assert last["error"]["code"] == "stream_broken"
         records = (await stack.client.get(f"{stack.url}/requests")).json()["requests"]
         assert records[0]["outcome"] != "ok"
@@ -222,22 +291,38 @@ async def test_sdks_raise_their_own_errors_for_a_broken_stream(tmp_path: Path) -
     """So a program cannot take half an answer for a whole one."""
     async with router_stack(tmp_path) as stack:
         stack.engines[TierName.FAST].break_after = 3
-        async with anthropic.AsyncAnthropic(base_url=stack.url, api_key="unused", max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=stack.url, api_key="unused", max_retries=0
+        ) as client:
             said = []
-            with pytest.raises(anthropic.APIStatusError, match="the engine's connection broke off"):
-                async with client.messages.stream(model="fast", messages=HI, max_tokens=64) as stream:
+            with pytest.raises(
+                anthropic.APIStatusError, match="the engine's connection broke off"
+            ):
+                async with client.messages.stream(
+                    model="fast", messages=HI, max_tokens=64
+                ) as stream:
                     async for piece in stream.text_stream:
                         said.append(piece)  # noqa: PERF401  it is cut short by an error
             assert "".join(said) == "The capital of"
-        async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=0) as other:
-            with pytest.raises(openai.APIError, match="the engine's connection broke off"):
-                async for _ in await other.responses.create(model="fast", input="hi", stream=True):
+        async with openai.AsyncOpenAI(
+            base_url=f"{stack.url}/v1", api_key="unused", max_retries=0
+        ) as other:
+            with pytest.raises(
+                openai.APIError, match="the engine's connection broke off"
+            ):
+                async for _ in await other.responses.create(
+                    model="fast", input="hi", stream=True
+                ):
                     pass
 
 
 @both
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path, path: str, stream: bool) -> None:  # noqa: FBT001
+async def test_a_client_that_leaves_frees_the_engine(
+    tmp_path: Path,
+    path: str,
+    stream: bool,  # noqa: FBT001
+) -> None:
     """When the client goes away its request ends in the engine, streamed or not."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
@@ -254,19 +339,56 @@ async def test_errors_have_the_form_of_their_api(tmp_path: Path, path: str) -> N
     full = {"max_in_flight": 1}
     tiers = dict.fromkeys(("fast", "balanced", "precise"), full)
     text = next(iter(BODIES[path]))
-    async with router_stack(tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}) as stack:
+    async with router_stack(
+        tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}
+    ) as stack:
 
         def long(words: int) -> dict[str, Any]:
             return {text: [{"role": "user", "content": "word " * words}]}
 
         answers = [
-            (await stack.client.post(stack.url + path, content=b"[]"), 400, "invalid_request_error", "body"),
-            (await ask(stack, path, model="claude"), 404, "not_found_error", "no model 'claude'"),
-            (await ask(stack, path, {"x-qarr-tier": "turbo"}), 400, "invalid_request_error", "x-qarr-tier"),
-            (await ask(stack, path, **long(9000)), 400, "invalid_request_error", "exceed its context"),
-            (await ask(stack, path, **long(300_000)), 413, "request_too_large", "at most"),
-            (await ask(stack, path, **{list(BODIES[path])[1]: -1}), 400, "invalid_request_error", "below 1"),
-            (await stack.client.get(f"{stack.url}{path}"), 405, "invalid_request_error", "POST"),
+            (
+                await stack.client.post(stack.url + path, content=b"[]"),
+                400,
+                "invalid_request_error",
+                "body",
+            ),
+            (
+                await ask(stack, path, model="claude"),
+                404,
+                "not_found_error",
+                "no model 'claude'",
+            ),
+            (
+                await ask(stack, path, {"x-qarr-tier": "turbo"}),
+                400,
+                "invalid_request_error",
+                "x-qarr-tier",
+            ),
+            (
+                await ask(stack, path, **long(9000)),
+                400,
+                "invalid_request_error",
+                "exceed its context",
+            ),
+            (
+                await ask(stack, path, **long(300_000)),
+                413,
+                "request_too_large",
+                "at most",
+            ),
+            (
+                await ask(stack, path, **{list(BODIES[path])[1]: -1}),
+                400,
+                "invalid_request_error",
+                "below 1",
+            ),
+            (
+                await stack.client.get(f"{stack.url}{path}"),
+                405,
+                "invalid_request_error",
+                "POST",
+            ),
             (
                 await stack.client.post(f"{stack.url}{path}/x/y/z"),
                 404,
@@ -277,13 +399,23 @@ async def test_errors_have_the_form_of_their_api(tmp_path: Path, path: str) -> N
         for engine in stack.engines.values():
             engine.delay_s = 0.1
         several = await asyncio.gather(*(ask(stack, path) for _ in range(4)))
-        answers.append((next(a for a in several if a.status_code != 200), 503, "overloaded_error", "slots taken"))
+        answers.append(
+            (
+                next(a for a in several if a.status_code != 200),
+                503,
+                "overloaded_error",
+                "slots taken",
+            )
+        )
         assert answers[-1][0].headers["retry-after"] == "1"
         for replica in stack.fleet.replicas:
             replica.mark(ReplicaStatus.FAILED)
         answers.append((await ask(stack, path), 503, "overloaded_error", "failed"))
         for answer, status, kind, words in answers:
-            assert (answer.status_code, words in message_of(answer)) == (status, True), answer.text
+            assert (answer.status_code, words in message_of(answer)) == (
+                status,
+                True,
+            ), answer.text
             assert kind == answer.json()["error"]["type"] or path == RESPONSES
         assert stack.leases() == 0
 
@@ -291,17 +423,26 @@ async def test_errors_have_the_form_of_their_api(tmp_path: Path, path: str) -> N
 async def test_nothing_is_stored(tmp_path: Path) -> None:
     """What would need a stored response is refused by the field's name, before an engine sees it; ids lead nowhere."""
     async with router_stack(tmp_path) as stack:
-        for field, value in (("previous_response_id", "resp_1"), ("conversation", {"id": "c"}), ("background", True)):
+        for field, value in (
+            ("previous_response_id", "resp_1"),
+            ("conversation", {"id": "c"}),
+            ("background", True),
+        ):
             answer = await ask(stack, RESPONSES, **{field: value})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
             assert "are stored here" in message_of(answer)
         assert not any(asked(engine, RESPONSES) for engine in stack.engines.values())
-        answer = await ask(stack, RESPONSES, previous_response_id=None, background=False, store=True)
+        answer = await ask(
+            stack, RESPONSES, previous_response_id=None, background=False, store=True
+        )
         assert answer.status_code == 200
         url = f"{stack.url}{RESPONSES}/resp_x"
         for method, at in (("GET", url), ("DELETE", url), ("POST", f"{url}/cancel")):
             lost = await stack.client.request(method, at)
-            assert (lost.status_code, lost.json()["error"]["code"]) == (404, "response_not_stored")
+            assert (lost.status_code, lost.json()["error"]["code"]) == (
+                404,
+                "response_not_stored",
+            )
 
 
 @pytest.fixture
@@ -309,40 +450,75 @@ def key(tmp_path: Path) -> str:
     return add_key(tmp_path / "keys.json", "ci")[0]
 
 
-async def test_a_key_that_is_not_valid_is_told_in_the_apis_own_form(tmp_path: Path, key: str) -> None:
-    async with router_stack(tmp_path, {"auth": {"keys_file": str(tmp_path / "keys.json")}}) as stack:
-        for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer wrong", "x-api-key": key}):
+async def test_a_key_that_is_not_valid_is_told_in_the_apis_own_form(
+    tmp_path: Path, key: str
+) -> None:
+    async with router_stack(
+        tmp_path, {"auth": {"keys_file": str(tmp_path / "keys.json")}}
+    ) as stack:
+        for headers in (
+            {},
+            {"x-api-key": "wrong"},
+            {"authorization": "Bearer wrong", "x-api-key": key},
+        ):
             answer = await ask(stack, MESSAGES, headers)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+            assert (answer.status_code, answer.json()["error"]["type"]) == (
+                401,
+                "authentication_error",
+            )
             assert key not in answer.text
-        async with anthropic.AsyncAnthropic(base_url=stack.url, api_key=key, max_retries=0) as client:
-            answer = await client.messages.create(model="auto", messages=HI, max_tokens=64)
+        async with anthropic.AsyncAnthropic(
+            base_url=stack.url, api_key=key, max_retries=0
+        ) as client:
+            answer = await client.messages.create(
+                model="auto", messages=HI, max_tokens=64
+            )
             assert answer.usage.output_tokens == len(ANSWER)
 
 
 @both
 @pytest.mark.parametrize("stream", [True, False])
-async def test_quotas_count_the_tokens_that_were_used(tmp_path: Path, path: str, stream: bool) -> None:  # noqa: FBT001
+async def test_quotas_count_the_tokens_that_were_used(
+    tmp_path: Path,
+    path: str,
+    stream: bool,  # noqa: FBT001
+) -> None:
     """What is taken in advance comes back but for prompt and output; what the quota cannot hold is refused."""
-    key, limit = add_key(tmp_path / "keys.json", "ci", tokens_per_minute=QUOTA)[0], list(BODIES[path])[1]
+    key, limit = (
+        add_key(tmp_path / "keys.json", "ci", tokens_per_minute=QUOTA)[0],
+        list(BODIES[path])[1],
+    )
     headers = {"authorization": f"Bearer {key}"}
     options = {"auth": {"keys_file": str(tmp_path / "keys.json")}}
-    async with router_stack(tmp_path, options, fast=Behaviour(prompt_tokens=20)) as stack:
-        assert (await ask(stack, path, headers, stream=stream, **{limit: 50})).status_code == 200
+    async with router_stack(
+        tmp_path, options, fast=Behaviour(prompt_tokens=20)
+    ) as stack:
+        assert (
+            await ask(stack, path, headers, stream=stream, **{limit: 50})
+        ).status_code == 200
         following = await ask(stack, path, headers, **{limit: 16})
         used, taken = 20 + len(ANSWER), 7 + 16
         assert following.status_code == 200
         # The quota fills up by a token a second.
-        assert QUOTA - used - taken <= int(following.headers["x-ratelimit-remaining-tokens"]) < QUOTA - taken
+        assert (
+            QUOTA - used - taken
+            <= int(following.headers["x-ratelimit-remaining-tokens"])
+            < QUOTA - taken
+        )
         over = await ask(stack, path, headers, **{limit: QUOTA})
-        assert (over.status_code, f"at most {QUOTA} tokens" in message_of(over)) == (400, True)
+        assert (over.status_code, f"at most {QUOTA} tokens" in message_of(over)) == (
+            400,
+            True,
+        )
 
 
 async def test_tokens_are_counted_by_an_engine(tmp_path: Path) -> None:
     """By any that is ready, in vLLM's words; its refusal has Anthropic's form."""
     async with router_stack(tmp_path) as stack:
         stack.fleet.replicas[0].mark(ReplicaStatus.FAILED)
-        async with anthropic.AsyncAnthropic(base_url=stack.url, api_key="unused", max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=stack.url, api_key="unused", max_retries=0
+        ) as client:
             counted = await client.messages.count_tokens(model="auto", messages=HI)
             assert counted.input_tokens == 7
             with pytest.raises(anthropic.BadRequestError) as refused:
@@ -353,14 +529,19 @@ async def test_tokens_are_counted_by_an_engine(tmp_path: Path) -> None:
         for replica in stack.fleet.replicas:
             replica.mark(ReplicaStatus.FAILED)
         none = await stack.client.post(stack.url + COUNT, json={"messages": HI})
-        assert (none.status_code, none.json()["error"]["type"]) == (503, "overloaded_error")
+        assert (none.status_code, none.json()["error"]["type"]) == (
+            503,
+            "overloaded_error",
+        )
         assert stack.leases() == 0
 
 
 @both
 async def test_an_adapter_is_asked_where_it_is(tmp_path: Path, path: str) -> None:
     """A name of an adapter goes to a tier that has it, and to the engine under that name."""
-    async with router_stack(tmp_path, fast=Behaviour(adapters={"tone": "/adapters/tone"})) as stack:
+    async with router_stack(
+        tmp_path, fast=Behaviour(adapters={"tone": "/adapters/tone"})
+    ) as stack:
         answer = await ask(stack, path, model="tone")
         assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "fast")
         assert asked(stack.engines[TierName.FAST], path)[-1]["model"] == "tone"

@@ -23,7 +23,9 @@ FULL = "".join(ANSWER)
 HI = [{"role": "user", "content": "hi"}]
 
 
-async def chat(stack: Stack, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+async def chat(
+    stack: Stack, headers: dict[str, str] | None = None, **body: Any
+) -> httpx.Response:
     body = {"model": "auto", "messages": HI, **body}
     return await stack.client.post(stack.url + CHAT, json=body, headers=headers)
 
@@ -42,7 +44,9 @@ async def test_the_body_passes_as_it_is(tmp_path: Path) -> None:
     )
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
-        answer = await stack.client.post(stack.url + CHAT, content=raw, headers={"content-type": "application/json"})
+        answer = await stack.client.post(
+            stack.url + CHAT, content=raw, headers={"content-type": "application/json"}
+        )
         assert answer.status_code == 200
         sent = engine.raw[-1]
         for part in (
@@ -65,19 +69,34 @@ async def test_the_answer_passes_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("counted", [True, False])
-async def test_a_stream_passes_as_the_engine_would_have_sent_it(tmp_path: Path, counted: bool) -> None:  # noqa: FBT001
+async def test_a_stream_passes_as_the_engine_would_have_sent_it(
+    tmp_path: Path,
+    counted: bool,  # noqa: FBT001
+) -> None:
     """The router asks for token counts; a caller that did not never sees that."""
     async with router_stack(tmp_path) as stack:
         engine_url = stack.fleet.replicas[0].url
         options = {"stream_options": {"include_usage": True}} if counted else {}
         body = {"messages": HI, "stream": True, **options}
-        direct = chunks((await stack.client.post(engine_url + CHAT, json={"model": "fake", **body})).text)
-        routed = await stack.client.post(stack.url + CHAT, json={"model": "fast", **body})
-        assert [{**c, "created": 0} for c in chunks(routed.text)] == [{**c, "created": 0} for c in direct]
+        direct = chunks(
+            (
+                await stack.client.post(
+                    engine_url + CHAT, json={"model": "fake", **body}
+                )
+            ).text
+        )
+        routed = await stack.client.post(
+            stack.url + CHAT, json={"model": "fast", **body}
+        )
+        assert [{**c, "created": 0} for c in chunks(routed.text)] == [
+            {**c, "created": 0} for c in direct
+        ]
         assert routed.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert any(c.get("usage") for c in chunks(routed.text)) is counted
         assert FINGERPRINT in routed.text
-        assert stack.engines[TierName.FAST].requests[-1]["stream_options"] == {"include_usage": True}
+        assert stack.engines[TierName.FAST].requests[-1]["stream_options"] == {
+            "include_usage": True
+        }
 
 
 QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -90,9 +109,27 @@ HINTS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"x-qarr-tier": "precise"}, {"qarr": {"tier": "balanced"}}, "balanced"),
     ({"x-qarr-sla-max-quality-loss": "0"}, {"messages": QUESTION}, "precise"),
     ({}, {"messages": QUESTION, "qarr": {"sla": {"max_quality_loss": 0}}}, "precise"),
-    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "fast"),  # a greeting loses nothing
-    ({}, {"messages": [{"role": "user", "content": "Write a Python function that adds"}]}, "balanced"),
-    ({}, {"messages": [*HI, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "precise"),
+    # a greeting loses nothing
+    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "fast"),
+    (
+        {},
+        {
+            "messages": [
+                {"role": "user", "content": "Write a Python function that adds"}
+            ]
+        },
+        "balanced",
+    ),
+    (
+        {},
+        {
+            "messages": [
+                *HI,
+                {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            ]
+        },
+        "precise",
+    ),
 ]
 
 
@@ -102,14 +139,20 @@ async def test_hints_come_by_model_header_and_body(tmp_path: Path) -> None:
     async with router_stack(tmp_path, options) as stack:
         for headers, body, tier in HINTS:
             answer = await chat(stack, headers, **body)
-            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier), (headers, body)
+            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier), (
+                headers,
+                body,
+            )
             assert "qarr" not in stack.engines[TierName(tier)].requests[-1]
 
 
 async def test_follow_ups_are_read_with_the_turn_before(tmp_path: Path) -> None:
     """A short last turn is classified together with what it follows."""
     talk = [
-        {"role": "user", "content": "Write a Python function that reverses a linked list in place"},
+        {
+            "role": "user",
+            "content": "Write a Python function that reverses a linked list in place",
+        },
         {"role": "assistant", "content": "def reverse(head): ..."},
         {"role": "user", "content": "and now with types"},
     ]
@@ -135,7 +178,11 @@ async def test_wishes_that_are_not_valid_are_named(tmp_path: Path) -> None:
         for headers, body, param in WRONG_WISHES:
             answer = await chat(stack, headers, **body)
             error = answer.json()["error"]
-            assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+            assert (answer.status_code, error["type"], error["param"]) == (
+                400,
+                "invalid_request_error",
+                param,
+            )
             assert "allowed" in error["message"]
 
 
@@ -143,19 +190,38 @@ async def test_bodies_that_are_not_json_objects(tmp_path: Path) -> None:
     """What is not a JSON object is a 400, in OpenAI's form."""
     deep = b'{"a":' + b"[" * 100_000
     async with router_stack(tmp_path) as stack:
-        for body in (b"", b"[]", b'{"model"', b"\xff", b'{"a":NaN}', deep, b'{"a":1}x', b"{1:2}", b'{"a":1,}'):
+        for body in (
+            b"",
+            b"[]",
+            b'{"model"',
+            b"\xff",
+            b'{"a":NaN}',
+            deep,
+            b'{"a":1}x',
+            b"{1:2}",
+            b'{"a":1,}',
+        ):
             answer = await stack.client.post(stack.url + CHAT, content=body)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), body[:20]
+            assert (answer.status_code, answer.json()["error"]["param"]) == (
+                400,
+                "body",
+            ), body[:20]
 
 
 async def test_unknown_model(tmp_path: Path) -> None:
     """A name that stands for nothing is OpenAI's model_not_found, and lists those that do."""
     async with router_stack(tmp_path) as stack:
         answer = await chat(stack, model="gpt-4o")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (
+            404,
+            "model_not_found",
+        )
         assert "precise" in answer.json()["error"]["message"]
         one = await stack.client.get(f"{stack.url}/v1/models/nope")
-        assert (one.status_code, one.json()["error"]["code"]) == (404, "model_not_found")
+        assert (one.status_code, one.json()["error"]["code"]) == (
+            404,
+            "model_not_found",
+        )
 
 
 async def test_the_engines_refusal_is_the_callers_answer(tmp_path: Path) -> None:
@@ -164,8 +230,14 @@ async def test_the_engines_refusal_is_the_callers_answer(tmp_path: Path) -> None
         engine = stack.engines[TierName.FAST]
         engine.status, engine.error = 400, "max_tokens must be at least 1, got 0."
         answer = await chat(stack, max_tokens=0)
-        assert (answer.status_code, answer.json()["error"]["message"]) == (400, engine.error)
-        assert not [r for r in stack.engines[TierName.BALANCED].requests if "messages" in r]  # others measure its speed
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            400,
+            engine.error,
+        )
+        # others measure its speed
+        assert not [
+            r for r in stack.engines[TierName.BALANCED].requests if "messages" in r
+        ]
         assert stack.leases() == 0
 
 
@@ -180,9 +252,15 @@ async def test_the_engines_refusal_is_the_callers_answer(tmp_path: Path) -> None
         (Behaviour(stall_after=0), True),
     ],
 )
-async def test_retries_elsewhere_before_the_first_byte(tmp_path: Path, fault: Behaviour, stream: bool) -> None:  # noqa: FBT001
+async def test_retries_elsewhere_before_the_first_byte(
+    tmp_path: Path,
+    fault: Behaviour,
+    stream: bool,  # noqa: FBT001
+) -> None:
     """A tier that fails before its first token is replaced, and the headers say so."""
-    async with router_stack(tmp_path, {"upstream": {"first_token_timeout_s": SOUND_S}}) as stack:
+    async with router_stack(
+        tmp_path, {"upstream": {"first_token_timeout_s": SOUND_S}}
+    ) as stack:
         broken = stack.engines[TierName.FAST]
         broken.status, broken.break_after = fault.status, fault.break_after
         broken.error_after, broken.stall_after = fault.error_after, fault.stall_after
@@ -192,16 +270,27 @@ async def test_retries_elsewhere_before_the_first_byte(tmp_path: Path, fault: Be
         assert stack.leases() == 0
 
 
-@pytest.mark.parametrize("fault", ["break_after", "stall_after", "error_after", "error_with"])
-async def test_a_broken_stream_ends_with_an_error_and_without_done(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    "fault", ["break_after", "stall_after", "error_after", "error_with"]
+)
+async def test_a_broken_stream_ends_with_an_error_and_without_done(
+    tmp_path: Path, fault: str
+) -> None:
     """A stream that broke never looks finished: OpenAI's error object comes last, and no [DONE]."""
-    async with router_stack(tmp_path, {"upstream": {"token_timeout_s": SOUND_S}}) as stack:
+    async with router_stack(
+        tmp_path, {"upstream": {"token_timeout_s": SOUND_S}}
+    ) as stack:
         setattr(stack.engines[TierName.FAST], fault, 3)
-        answer = await chat(stack, model="fast", stream=True, logprobs=True)  # with those none goes on
+        # with those none goes on
+        answer = await chat(stack, model="fast", stream=True, logprobs=True)
         *events, last, _ = answer.text.split("\n\n")
         assert "[DONE]" not in answer.text
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stream_broken"
-        text = "".join(json.loads(e[6:])["choices"][0]["delta"]["content"] for e in events)
+        assert (
+            json.loads(last.removeprefix("data: "))["error"]["code"] == "stream_broken"
+        )
+        text = "".join(
+            json.loads(e[6:])["choices"][0]["delta"]["content"] for e in events
+        )
         assert text == "The capital of"
         assert stack.leases() == 0
 
@@ -211,20 +300,36 @@ async def test_a_whole_answer_that_never_comes_is_a_504(tmp_path: Path) -> None:
     async with router_stack(tmp_path, {"upstream": {"answer_timeout_s": 0.3}}) as stack:
         stack.engines[TierName.FAST].stall_after = 3
         answer = await chat(stack)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_too_slow")
-        assert not [r for r in stack.engines[TierName.BALANCED].requests if "messages" in r]  # others measure its speed
+        assert (answer.status_code, answer.json()["error"]["code"]) == (
+            504,
+            "engine_too_slow",
+        )
+        # others measure its speed
+        assert not [
+            r for r in stack.engines[TierName.BALANCED].requests if "messages" in r
+        ]
         assert stack.leases() == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path, stream: bool) -> None:  # noqa: FBT001
+async def test_a_client_that_leaves_frees_the_engine(
+    tmp_path: Path,
+    stream: bool,  # noqa: FBT001
+) -> None:
     """When the client goes away its request ends in the engine, streamed or not."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
         engine.delay_s, engine.answer = 0.05, ("x",) * 400
-        _, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
-        body = json.dumps({"model": "fast", "messages": HI, "stream": stream, "max_tokens": 400}).encode()
-        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        _, writer = await asyncio.open_connection(
+            "127.0.0.1", int(stack.url.rsplit(":", 1)[1])
+        )
+        body = json.dumps(
+            {"model": "fast", "messages": HI, "stream": stream, "max_tokens": 400}
+        ).encode()
+        writer.write(
+            f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
         await writer.drain()
         await until(lambda: engine.running != 0, poll_s=0.01)
         writer.close()
@@ -247,9 +352,17 @@ async def test_the_report_is_added_when_asked_for(tmp_path: Path) -> None:
 async def test_completions_take_texts_and_token_ids(tmp_path: Path) -> None:
     """The older endpoint is routed as well, by its text; token ids cannot be read and go to the highest precision."""
     async with router_stack(tmp_path) as stack:
-        for prompt, tier in (("hi there", "fast"), (["hello", "good morning"], "fast"), ([1, 2, 3], "precise")):
-            answer = await stack.client.post(f"{stack.url}/v1/completions", json={"model": "auto", "prompt": prompt})
-            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier), prompt
+        for prompt, tier in (
+            ("hi there", "fast"),
+            (["hello", "good morning"], "fast"),
+            ([1, 2, 3], "precise"),
+        ):
+            answer = await stack.client.post(
+                f"{stack.url}/v1/completions", json={"model": "auto", "prompt": prompt}
+            )
+            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier), (
+                prompt
+            )
             assert answer.json()["choices"][0]["text"] == FULL
 
 
@@ -258,9 +371,13 @@ async def test_tokens_are_passed_on(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack:
         for name in (TierName.FAST, TierName.BALANCED):
             stack.fleet.replicas[STANDARD_TIERS.index(name)].mark(ReplicaStatus.FAILED)
-        answer = await stack.client.post(f"{stack.url}/tokenize", json={"model": "auto", "prompt": "a bc"})
+        answer = await stack.client.post(
+            f"{stack.url}/tokenize", json={"model": "auto", "prompt": "a bc"}
+        )
         assert answer.json()["tokens"] == [1, 2]
-        back = await stack.client.post(f"{stack.url}/detokenize", json={"tokens": [1, 2]})
+        back = await stack.client.post(
+            f"{stack.url}/detokenize", json={"tokens": [1, 2]}
+        )
         assert back.json() == {"prompt": "x xx"}
         stack.fleet.replicas[2].mark(ReplicaStatus.FAILED)
         none = await stack.client.post(f"{stack.url}/tokenize", json={"prompt": "a"})
@@ -271,8 +388,13 @@ async def test_tokens_are_passed_on(tmp_path: Path) -> None:
 async def test_embeddings_need_an_engine_that_serves_them(tmp_path: Path) -> None:
     """Without one there is a 404 that says what to set."""
     async with router_stack(tmp_path) as stack:
-        answer = await stack.client.post(f"{stack.url}/v1/embeddings", json={"model": "e", "input": "x"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "embeddings_not_served")
+        answer = await stack.client.post(
+            f"{stack.url}/v1/embeddings", json={"model": "e", "input": "x"}
+        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (
+            404,
+            "embeddings_not_served",
+        )
         assert "openai.embeddings_urls" in answer.json()["error"]["message"]
 
 
@@ -280,16 +402,29 @@ async def test_errors_of_our_own_have_openais_form(tmp_path: Path) -> None:
     """Too long, too large, full, not ready, unknown path and wrong method: each has OpenAI's object."""
     full = {"max_in_flight": 1}
     tiers = dict.fromkeys(STANDARD_TIERS, full)
-    async with router_stack(tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}) as stack:
+    async with router_stack(
+        tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}
+    ) as stack:
         long = await chat(stack, messages=[{"role": "user", "content": "word " * 9000}])
-        assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
-        large = await chat(stack, messages=[{"role": "user", "content": "x" * (1 << 20)}])
-        assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
+        assert (long.status_code, long.json()["error"]["code"]) == (
+            400,
+            "context_length_exceeded",
+        )
+        large = await chat(
+            stack, messages=[{"role": "user", "content": "x" * (1 << 20)}]
+        )
+        assert (large.status_code, large.json()["error"]["code"]) == (
+            413,
+            "body_too_large",
+        )
         for engine in stack.engines.values():
             engine.delay_s = 0.1
         several = await asyncio.gather(*(chat(stack) for _ in range(4)))
         refused = next(a for a in several if a.status_code != 200)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "at_capacity")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            503,
+            "at_capacity",
+        )
         assert refused.headers["retry-after"] == "1"
         for replica in stack.fleet.replicas:
             replica.mark(ReplicaStatus.FAILED)
@@ -298,21 +433,34 @@ async def test_errors_of_our_own_have_openais_form(tmp_path: Path) -> None:
         lost = await stack.client.get(f"{stack.url}/v1/nothing")
         assert (lost.status_code, lost.json()["error"]["code"]) == (404, "not_found")
         wrong = await stack.client.get(stack.url + CHAT)
-        assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (
+            405,
+            "method_not_allowed",
+        )
         assert stack.leases() == 0
 
 
-async def test_parameters_that_a_draft_forbids_are_routed_around_it(tmp_path: Path) -> None:
+async def test_parameters_that_a_draft_forbids_are_routed_around_it(
+    tmp_path: Path,
+) -> None:
     """vLLM refuses them with speculative decoding; without any other tier the router says which one it is."""
     async with router_stack(tmp_path) as stack:
-        stack.fleet.configure(replace(stack.fleet.spec(TierName.FAST), draft=Draft("ngram", 4)))
+        stack.fleet.configure(
+            replace(stack.fleet.spec(TierName.FAST), draft=Draft("ngram", 4))
+        )
         assert (await chat(stack)).headers["x-qarr-tier"] == "fast"
         assert (await chat(stack, min_p=0)).headers["x-qarr-tier"] == "fast"
         for given in ({"min_p": 0.1}, {"logit_bias": {"5": 1}}):
             assert (await chat(stack, **given)).headers["x-qarr-tier"] != "fast"
         required = await chat(stack, min_p=0.1, model="fast")
-        assert (required.status_code, required.json()["error"]["code"]) == (400, "unsupported_parameter")
-        assert "fast has a draft, and with a draft vLLM does not support min_p" in required.json()["error"]["message"]
+        assert (required.status_code, required.json()["error"]["code"]) == (
+            400,
+            "unsupported_parameter",
+        )
+        assert (
+            "fast has a draft, and with a draft vLLM does not support min_p"
+            in required.json()["error"]["message"]
+        )
 
 
 async def test_vllms_own_priority_is_kept(tmp_path: Path) -> None:
@@ -322,7 +470,8 @@ async def test_vllms_own_priority_is_kept(tmp_path: Path) -> None:
         await chat(stack, priority=7)
         await chat(stack, priority=7, qarr={"priority": "interactive"})
         await chat(stack)
-        asked = [body for body in engine.requests if "messages" in body]  # speeds are measured by others
+        # speeds are measured by others
+        asked = [body for body in engine.requests if "messages" in body]
         assert [body.get("priority") for body in asked] == [7, -1, None]
 
 
@@ -330,18 +479,28 @@ async def test_the_sdk_tries_again_when_it_is_told_to(tmp_path: Path) -> None:
     """More requests than places: those refused with 503 and Retry-After are sent again by OpenAI's SDK, and all succeed."""
     full = {"max_in_flight": 1}
     tiers = dict.fromkeys(STANDARD_TIERS, full)
-    async with router_stack(tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}) as stack:
+    async with router_stack(
+        tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}
+    ) as stack:
         for engine in stack.engines.values():
             engine.delay_s = 0.03
-        async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=3) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{stack.url}/v1", api_key="unused", max_retries=3
+        ) as client:
             messages: Any = HI
             answers = await asyncio.gather(
-                *(client.chat.completions.create(model="auto", messages=messages) for _ in range(4))
+                *(
+                    client.chat.completions.create(model="auto", messages=messages)
+                    for _ in range(4)
+                )
             )
             assert [a.choices[0].message.content for a in answers] == [FULL] * 4
             with pytest.raises(openai.NotFoundError):
                 await client.chat.completions.create(model="nope", messages=messages)
-        assert sum("messages" in r for e in stack.engines.values() for r in e.requests) == 4
+        assert (
+            sum("messages" in r for e in stack.engines.values() for r in e.requests)
+            == 4
+        )
         assert stack.leases() == 0
 
 
@@ -350,7 +509,10 @@ ODD_BODIES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": [{"type": "\ud800 odd"}]}]},
     {"stream": True, "stream_options": {"x": "\ud800"}},
     {"stream": "true"},
-    {"stream": 1, "stream_options": {"include_usage": 1, "continuous_usage_stats": True}},
+    {
+        "stream": 1,
+        "stream_options": {"include_usage": 1, "continuous_usage_stats": True},
+    },
     {"n": "2", "seed": 10**30, "max_tokens": "7"},
 ]
 
@@ -362,7 +524,9 @@ async def test_odd_bodies_are_read_as_vllm_reads_them(tmp_path: Path) -> None:
             request = json.dumps({"model": "fast", "messages": HI, **body})
             answer = await stack.client.post(stack.url + CHAT, content=request)
             assert answer.status_code == 200, (body, answer.text)
-            assert answer.headers["content-type"].startswith("text/event-stream") is bool(body.get("stream")), body
+            assert answer.headers["content-type"].startswith(
+                "text/event-stream"
+            ) is bool(body.get("stream")), body
         assert stack.leases() == 0
 
 
@@ -378,7 +542,12 @@ async def test_odd_bodies_are_read_as_vllm_reads_them(tmp_path: Path) -> None:
     ],
 )
 async def test_a_request_counts_by_its_answers(
-    tmp_path: Path, path: str, body: dict[str, Any], places: int, prompt_tokens: int | None, output_tokens: int
+    tmp_path: Path,
+    path: str,
+    body: dict[str, Any],
+    places: int,
+    prompt_tokens: int | None,
+    output_tokens: int,
 ) -> None:
     """Choices and prompts take a place each, and their tokens; shown as one request; all of it comes back."""
     async with router_stack(tmp_path) as stack:
@@ -387,13 +556,24 @@ async def test_a_request_counts_by_its_answers(
         request = asyncio.create_task(stack.client.post(stack.url + path, json=asked))
         replica = stack.fleet.replicas[0]
         await until(lambda: replica.state.in_flight, poll_s=0.005)
-        assert (replica.state.in_flight, replica.state.slots, replica.output_tokens) == (1, places, output_tokens)
+        assert (
+            replica.state.in_flight,
+            replica.state.slots,
+            replica.output_tokens,
+        ) == (1, places, output_tokens)
         assert replica.state.prompt_tokens == prompt_tokens or prompt_tokens is None
-        shown = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"][0]["replicas"][0]
+        shown = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"][0][
+            "replicas"
+        ][0]
         assert (shown["in_flight"], shown["places_taken"]) == (1, places)
         page = (await stack.client.get(f"{stack.url}/metrics")).text
-        assert f'qarr_requests_in_flight{{replica="{replica.id}",tier="fast"}} 1.0' in page
-        assert f'qarr_places_taken{{replica="{replica.id}",tier="fast"}} {places}.0' in page
+        assert (
+            f'qarr_requests_in_flight{{replica="{replica.id}",tier="fast"}} 1.0' in page
+        )
+        assert (
+            f'qarr_places_taken{{replica="{replica.id}",tier="fast"}} {places}.0'
+            in page
+        )
         request.cancel()
         await until(lambda: not replica.state.in_flight, poll_s=0.01)
         assert (replica.state.slots, stack.leases(), replica.state.kv.held) == (0, 0, 0)
@@ -402,9 +582,24 @@ async def test_a_request_counts_by_its_answers(
 TOO_MANY: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": HI, "n": 10**30}, "n", "an integer from 1 to 10"),
     (CHAT, {"messages": HI, "n": 11}, "n", "asks for 11 answers"),
-    ("/v1/completions", {"prompt": "hi", "best_of": 11}, "best_of", "asks for 11 answers"),
-    ("/v1/completions", {"prompt": ["hi"] * 4, "n": 3}, "n", "for each of 4 prompts (allowed: an integer from 1 to 2)"),
-    ("/v1/completions", {"prompt": ["hi"] * 11}, "prompt", "at most 10 prompts in one request"),
+    (
+        "/v1/completions",
+        {"prompt": "hi", "best_of": 11},
+        "best_of",
+        "asks for 11 answers",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": ["hi"] * 4, "n": 3},
+        "n",
+        "for each of 4 prompts (allowed: an integer from 1 to 2)",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": ["hi"] * 11},
+        "prompt",
+        "at most 10 prompts in one request",
+    ),
 ]
 
 
@@ -412,9 +607,13 @@ async def test_too_many_answers_are_refused_by_the_fields_name(tmp_path: Path) -
     """What no replica is to be kept idle for is refused at once, and the error says which field, and what it may be."""
     async with router_stack(tmp_path, {"limits": {"max_sequences": 10}}) as stack:
         for path, body, param, words in TOO_MANY:
-            answer = await stack.client.post(stack.url + path, json={"model": "fast", **body})
+            answer = await stack.client.post(
+                stack.url + path, json={"model": "fast", **body}
+            )
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param)
             assert words in error["message"]
             text = next(iter(body.keys() & {"messages", "prompt"}))
-            assert body[text] not in [request.get(text) for request in stack.engines[TierName.FAST].requests]
+            assert body[text] not in [
+                request.get(text) for request in stack.engines[TierName.FAST].requests
+            ]

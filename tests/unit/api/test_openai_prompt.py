@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from classifier import EstimatingCounter
-from router.api.openai_prompt import PART_TOKENS, SHORT_CHARS, read_chat, read_completion
+from router.api.openai_prompt import (
+    PART_TOKENS,
+    SHORT_CHARS,
+    read_chat,
+    read_completion,
+)
 from router.pipeline.request import PromptText
 from router.upstream.json_object import JsonObject
 from tests.unit.pipeline.test_request import asked_for
@@ -16,15 +21,22 @@ from tiers.prefix_memory import Prefix, PrefixMemory
 from tiers.spec import TemplateTokens
 
 COUNTER = EstimatingCounter()
-LONG = "Please explain in detail how a compiler turns source code into machine code, step by step. " * 4
+LONG = (
+    "Please explain in detail how a compiler turns source code into machine code, step by step. "
+    * 4
+)
 
 
 def chat(*messages: Any, **more: Any) -> PromptText:
-    return read_chat(JsonObject.parse(json.dumps({"messages": messages, **more}).encode()), COUNTER)
+    return read_chat(
+        JsonObject.parse(json.dumps({"messages": messages, **more}).encode()), COUNTER
+    )
 
 
 def completion(prompt: Any) -> PromptText:
-    return read_completion(JsonObject.parse(json.dumps({"prompt": prompt}).encode()), COUNTER)
+    return read_completion(
+        JsonObject.parse(json.dumps({"prompt": prompt}).encode()), COUNTER
+    )
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -36,17 +48,27 @@ def assistant(content: Any) -> dict[str, Any]:
 
 
 def test_the_last_turn_is_classified_and_all_of_it_is_counted() -> None:
-    read = chat({"role": "system", "content": "Be brief."}, user("Hello"), assistant("Hi"), user(LONG))
+    read = chat(
+        {"role": "system", "content": "Be brief."},
+        user("Hello"),
+        assistant("Hi"),
+        user(LONG),
+    )
     assert read.text == LONG
     assert (read.messages, read.system) == (4, True)
-    assert read.prompt_tokens == sum(map(COUNTER.count, ("Be brief.", "Hello", "Hi", LONG)))
+    assert read.prompt_tokens == sum(
+        map(COUNTER.count, ("Be brief.", "Hello", "Hi", LONG))
+    )
 
 
 def test_a_short_turn_is_read_with_the_one_before() -> None:
     """A question such as "and now in Rust?" says nothing alone."""
     first = "Write a function that reverses a linked list."
     assert len(first) < SHORT_CHARS
-    assert chat(user(first), assistant("def ..."), user("and now in Rust?")).text == f"{first}\n\nand now in Rust?"
+    assert (
+        chat(user(first), assistant("def ..."), user("and now in Rust?")).text
+        == f"{first}\n\nand now in Rust?"
+    )
 
 
 def test_messages_of_one_turn_belong_together() -> None:
@@ -60,7 +82,15 @@ def test_a_chat_without_a_user_is_read_by_its_last_message() -> None:
 
 def test_parts_that_are_not_text_are_named_and_weighed() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:..."}}
-    read = chat(user([{"type": "text", "text": "What is this?"}, image, {"type": "my secret kind"}]))
+    read = chat(
+        user(
+            [
+                {"type": "text", "text": "What is this?"},
+                image,
+                {"type": "my secret kind"},
+            ]
+        )
+    )
     assert (read.text, read.other_parts) == ("What is this?", ("image_url", "other"))
     assert read.prompt_tokens == COUNTER.count("What is this?") + 2 * PART_TOKENS
 
@@ -73,10 +103,15 @@ def test_tools_and_calls_count() -> None:
     assert with_tools.prompt_tokens > plain.prompt_tokens
 
 
-@pytest.mark.parametrize("messages", [None, "hi", [1, None], [{"role": "user"}], [{"role": "user", "content": 7}]])
+@pytest.mark.parametrize(
+    "messages",
+    [None, "hi", [1, None], [{"role": "user"}], [{"role": "user", "content": 7}]],
+)
 def test_what_is_malformed_reads_as_empty(messages: Any) -> None:
     """The engine, which gets the body as it is, says best what is wrong with it."""
-    read = read_chat(JsonObject.parse(json.dumps({"messages": messages}).encode()), COUNTER)
+    read = read_chat(
+        JsonObject.parse(json.dumps({"messages": messages}).encode()), COUNTER
+    )
     assert (read.text, read.prompt_tokens) == ("", 0)
 
 
@@ -90,7 +125,14 @@ def test_what_is_malformed_reads_as_empty(messages: Any) -> None:
         (None, "", 0, 0, 1, ()),
     ],
 )
-def test_completions(prompt: Any, text: str, longest: int, in_all: int, prompts: int, parts: tuple[str, ...]) -> None:
+def test_completions(
+    prompt: Any,
+    text: str,
+    longest: int,
+    in_all: int,
+    prompts: int,
+    parts: tuple[str, ...],
+) -> None:
     read = completion(prompt)
     assert (read.text, read.prompts, read.other_parts) == (text, prompts, parts)
     if parts or not text:
@@ -101,7 +143,11 @@ def test_completions(prompt: Any, text: str, longest: int, in_all: int, prompts:
 
 
 def prefix(read: PromptText) -> Prefix | None:
-    return asked_for(read).query(read.classify(COUNTER), TemplateTokens(), affinity=True).prefix
+    return (
+        asked_for(read)
+        .query(read.classify(COUNTER), TemplateTokens(), affinity=True)
+        .prefix
+    )
 
 
 def shared(one: PromptText, other: PromptText) -> int:
@@ -117,19 +163,33 @@ def test_a_chat_shares_its_earlier_turns() -> None:
     """With tools, calls and roles: another one of any is another prefix. Parts that are text read as text."""
     turns = [user(LONG), assistant(LONG)]
     whole = COUNTER.count(LONG) * 2
-    assert shared(chat(*turns), chat(*turns, user("and then?"))) == pytest.approx(whole, abs=90)
-    assert shared(chat(*turns), chat(user([{"type": "text", "text": LONG}]), assistant(LONG))) > whole - 90
-    tools: list[Any] = [{"type": "function", "function": {"name": name * 40}} for name in "ab"]
+    assert shared(chat(*turns), chat(*turns, user("and then?"))) == pytest.approx(
+        whole, abs=90
+    )
+    assert (
+        shared(
+            chat(*turns), chat(user([{"type": "text", "text": LONG}]), assistant(LONG))
+        )
+        > whole - 90
+    )
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": name * 40}} for name in "ab"
+    ]
     assert shared(chat(*turns, tools=tools[:1]), chat(*turns, tools=tools[1:])) == 0
     assert shared(chat({"role": "system", "content": LONG}), chat(user(LONG))) == 0
     called = {**assistant(LONG), "tool_calls": [{"id": "x" * 300}]}
     last = user(LONG)
-    assert shared(chat(user(LONG), called, last), chat(*turns, last)) < shared(chat(*turns, last), chat(*turns, last))
+    assert shared(chat(user(LONG), called, last), chat(*turns, last)) < shared(
+        chat(*turns, last), chat(*turns, last)
+    )
 
 
 def test_what_no_prefix_is_known_of() -> None:
     """Images, several prompts and short ones; token ids are as good as text, and a salt keeps the same text apart."""
-    assert prefix(chat(user([{"type": "text", "text": LONG}, {"type": "image_url"}]))) is None
+    assert (
+        prefix(chat(user([{"type": "text", "text": LONG}, {"type": "image_url"}])))
+        is None
+    )
     assert prefix(completion([LONG, LONG])) is None
     assert prefix(completion("hi")) is None
     ids = list(range(1000, 1400))

@@ -33,12 +33,15 @@ async def test_every_route_is_in_the_document(tmp_path: Path) -> None:
         for path, methods in described["paths"].items():
             for method in ("get", "post", "delete"):
                 url = stack.url + path.replace("{id}", "auto")
-                async with stack.client.stream(method, url) as answer:  # one of them has no end
+                # one of them has no end
+                async with stack.client.stream(method, url) as answer:
                     pass
-                assert (answer.status_code != 405) is (method in methods), f"{method} {path}"
-        assert described["components"]["schemas"]["GenerateBody"]["properties"]["prompt"]["anyOf"][0]["maxLength"] == (
-            LimitSettings().max_prompt_chars
-        )
+                assert (answer.status_code != 405) is (method in methods), (
+                    f"{method} {path}"
+                )
+        assert described["components"]["schemas"]["GenerateBody"]["properties"][
+            "prompt"
+        ]["anyOf"][0]["maxLength"] == (LimitSettings().max_prompt_chars)
 
 
 async def sent_whole() -> Any:
@@ -66,21 +69,37 @@ async def test_the_document_lacks_no_route(tmp_path: Path) -> None:
     """Each route of the application is in the document, with its methods; HEAD comes with GET."""
     async with router_stack(tmp_path) as stack:
         paths = (await stack.client.get(f"{stack.url}/openapi.json")).json()["paths"]
-        described = {(path, method.upper()) for path, methods in paths.items() for method in methods}
-        served = {(r.path_format, method) for r in await routes(stack.app) for method in r.methods or ()}
+        described = {
+            (path, method.upper())
+            for path, methods in paths.items()
+            for method in methods
+        }
+        served = {
+            (r.path_format, method)
+            for r in await routes(stack.app)
+            for method in r.methods or ()
+        }
         assert served - {(path, "HEAD") for path, _ in served} == described
 
 
 def test_every_component_is_there_and_used() -> None:
     """Each reference has its component, and each component is referred to from what is served."""
     described = json.loads(document("0"))
-    there = {(kind, name): part for kind, parts in described["components"].items() for name, part in parts.items()}
+    there = {
+        (kind, name): part
+        for kind, parts in described["components"].items()
+        for name, part in parts.items()
+    }
     used, left = set(), [described["paths"]]
     while left:
-        names = set(re.findall(r'"#/components/(\w+)/([\w-]+)"', json.dumps(left.pop()))) - used
+        names = (
+            set(re.findall(r'"#/components/(\w+)/([\w-]+)"', json.dumps(left.pop())))
+            - used
+        )
         used |= names
         left.extend(there[name] for name in names)
-    assert used == {part for part in there if part[0] != "securitySchemes"}  # named, not referred to
+    # named, not referred to
+    assert used == {part for part in there if part[0] != "securitySchemes"}
 
 
 @pytest.mark.timeout(600)
@@ -95,12 +114,15 @@ async def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
             "--exclude-path", "/admin/replicas",  # adds whatever address it makes up
             "--exclude-path", "/admin/replicas/{id}/remove",  # takes the engines away
             # What a valid body may hold is the engine's to say, and JSON Schema takes 1.0 for an integer.
-            "--exclude-checks", "positive_data_acceptance,not_a_server_error",  # for the latter: not_a_fault
+            # for the latter: not_a_fault
+            "--exclude-checks", "positive_data_acceptance,not_a_server_error",
             env={**os.environ, "SCHEMATHESIS_HOOKS": "tests.unit.api.schemathesis_checks", "PYTHONPATH": str(PROJECT)},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             cwd=tmp_path,
         )  # fmt: skip
-        output, _ = await within(process.communicate(), "the process to end", within_s=500)
+        output, _ = await within(
+            process.communicate(), "the process to end", within_s=500
+        )
         assert process.returncode == 0, output.decode()
         assert stack.leases() == 0

@@ -22,11 +22,26 @@ from router.api.paths import (
     [
         (
             ErrorForm.OPENAI,
-            [CHAT, COMPLETIONS, EMBEDDINGS, "/v1/models", "/v1/nowhere", "/v1/messagesx", "/tokenize", "/detokenize"],
+            [
+                CHAT,
+                COMPLETIONS,
+                EMBEDDINGS,
+                "/v1/models",
+                "/v1/nowhere",
+                "/v1/messagesx",
+                "/tokenize",
+                "/detokenize",
+            ],
         ),
         (ErrorForm.ANTHROPIC, [MESSAGES, COUNT_TOKENS, "/v1/messages/batches"]),
-        (ErrorForm.RESPONSES, [RESPONSES, "/v1/responses/resp_1", "/v1/responses/resp_1/cancel"]),
-        (ErrorForm.PROBLEM, [PAGE, "/generate", "/v1", "/v10/models", "/tokenize/", "/admin/v1/", ""]),
+        (
+            ErrorForm.RESPONSES,
+            [RESPONSES, "/v1/responses/resp_1", "/v1/responses/resp_1/cancel"],
+        ),
+        (
+            ErrorForm.PROBLEM,
+            [PAGE, "/generate", "/v1", "/v10/models", "/tokenize/", "/admin/v1/", ""],
+        ),
     ],
 )
 def test_each_api_has_its_own_errors(form: ErrorForm, paths: list[str]) -> None:

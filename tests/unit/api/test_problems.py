@@ -29,7 +29,11 @@ IDS = {"request_id": "r", "trace_id": "t"}
 
 def test_every_upstream_error_has_a_problem() -> None:
     """Each error of the upstream's tree maps to a 4xx or 5xx of its own, none falls through to 500."""
-    errors = [e for _, e in inspect.getmembers(upstream_errors, inspect.isclass) if issubclass(e, UpstreamError)]
+    errors = [
+        e
+        for _, e in inspect.getmembers(upstream_errors, inspect.isclass)
+        if issubclass(e, UpstreamError)
+    ]
     assert len(errors) >= 6
     for error in errors:
         problem = describe(error("why"))
@@ -42,8 +46,14 @@ def test_every_upstream_error_has_a_problem() -> None:
 @pytest.mark.parametrize("module", [asgi, problems, resumable])
 def test_every_error_of_the_endpoints_has_a_problem(module: object) -> None:
     """An error that an endpoint defines is one that callers are told of; that a client has gone is told to nobody."""
-    own = [e for _, e in inspect.getmembers(module, inspect.isclass) if e.__module__ == getattr(module, "__name__", "")]
-    errors = [e for e in own if issubclass(e, Exception) and e is not asgi.ClientGoneError]
+    own = [
+        e
+        for _, e in inspect.getmembers(module, inspect.isclass)
+        if e.__module__ == getattr(module, "__name__", "")
+    ]
+    errors = [
+        e for e in own if issubclass(e, Exception) and e is not asgi.ClientGoneError
+    ]
     assert errors
     assert set(errors) <= PROBLEMS.keys()
 
@@ -58,17 +68,25 @@ def test_unforeseen_errors_tell_nothing() -> None:
 
 def test_a_used_up_quota_says_when_to_come_back() -> None:
     """Rounded up, at least a second; a request that no quota could ever hold is wrong, not early."""
-    response = describe(OverQuotaError("tokens", 100, 40, 12.2)).response(RequestContext("r", "t"), ErrorForm.OPENAI)
+    response = describe(OverQuotaError("tokens", 100, 40, 12.2)).response(
+        RequestContext("r", "t"), ErrorForm.OPENAI
+    )
     assert (response.status_code, response.headers["retry-after"]) == (429, "13")
     assert json.loads(bytes(response.body))["error"]["code"] == "rate_limit_exceeded"
     assert describe(OverQuotaError("requests", 1, 1, 0.01)).retry_after_s == 1
     larger = describe(OverQuotaError("tokens", 100, 400, None))
-    assert (larger.status, larger.retry_after_s, larger.errors[0].field) == (400, None, "max_tokens")
+    assert (larger.status, larger.retry_after_s, larger.errors[0].field) == (
+        400,
+        None,
+        "max_tokens",
+    )
 
 
 def test_a_refused_body_closes_the_connection() -> None:
     """The rest of it is not going to be read."""
-    response = describe(asgi.BodyTooLargeError(10)).response(RequestContext("r", "t"), ErrorForm.PROBLEM)
+    response = describe(asgi.BodyTooLargeError(10)).response(
+        RequestContext("r", "t"), ErrorForm.PROBLEM
+    )
     assert (response.status_code, response.headers["connection"]) == (413, "close")
 
 
@@ -86,10 +104,16 @@ UNRECORDED = {
 @cache
 def documented() -> dict[tuple[int, str], str]:
     """Return the outcome of each problem, by status and name, as docs/api.md has it."""
-    rows = re.findall(r"^\| (\d{3}) \| (.+) \| (\S+) \|$", (PROJECT / "docs/api.md").read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d{3}) \| (.+) \| (\S+) \|$",
+        (PROJECT / "docs/api.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
     found = {}
     for status, names, outcome in rows:
-        for name in re.findall(r"`([a-z-]+-[a-z-]+|unauthorized|excluded|unsupported|draining)`", names):
+        for name in re.findall(
+            r"`([a-z-]+-[a-z-]+|unauthorized|excluded|unsupported|draining)`", names
+        ):
             found[int(status), name] = outcome.strip("`")
     return found
 
@@ -99,7 +123,9 @@ def refusals(stack: UpstreamStack) -> Iterator[RequestRefusedError]:
     decision = stack.decision()
     for refusal in Refusal:
         for retry_after_s in (None, 2.0):
-            refused = structs.replace(decision, tier=None, refusal=refusal, retry_after_s=retry_after_s)
+            refused = structs.replace(
+                decision, tier=None, refusal=refusal, retry_after_s=retry_after_s
+            )
             yield RequestRefusedError(refused)
     yield RequestRefusedError(requiring_absent(decision))
 
@@ -109,22 +135,33 @@ def requiring_absent(decision: Decision) -> Decision:
     choice = decision.choice
     query = structs.replace(decision.query, hint=STANDARD_TIERS[0], require=True)
     absent = structs.replace(choice.estimates[0], state=ReplicaStatus.ABSENT)
-    choice = structs.replace(choice, query=query, estimates=(absent, *choice.estimates[1:]))
-    return structs.replace(decision, tier=None, refusal=Refusal.NOT_READY, query=query, choice=choice)
+    choice = structs.replace(
+        choice, query=query, estimates=(absent, *choice.estimates[1:])
+    )
+    return structs.replace(
+        decision, tier=None, refusal=Refusal.NOT_READY, query=query, choice=choice
+    )
 
 
 @pytest.mark.anyio
 async def test_outcomes_are_as_documented() -> None:
     """What the caller has to end, a 4xx, is refused and no error; what an engine or the router breaks is an error."""
-    errors: list[Exception] = [OverQuotaError("tokens", 5, 9, None), OverQuotaError("requests", 1, 1, 3.0)]
+    errors: list[Exception] = [
+        OverQuotaError("tokens", 5, 9, None),
+        OverQuotaError("requests", 1, 1, 3.0),
+    ]
     errors += [
-        e("why") for _, e in inspect.getmembers(upstream_errors, inspect.isclass) if issubclass(e, UpstreamError)
+        e("why")
+        for _, e in inspect.getmembers(upstream_errors, inspect.isclass)
+        if issubclass(e, UpstreamError)
     ]
     async with upstream_stack() as stack:
         for error in [*errors, *refusals(stack), RuntimeError("why")]:
             problem, registry = describe(error), registry_of()
             record = ended(registry, stack.decision(), error)
-            assert documented()[problem.status, problem.kind] == record.outcome.value, error
+            assert documented()[problem.status, problem.kind] == record.outcome.value, (
+                error
+            )
             if 400 <= problem.status < 500:
                 assert record.outcome.value == "refused"
             assert registry.totals[record.outcome.value] == 1
@@ -132,7 +169,9 @@ async def test_outcomes_are_as_documented() -> None:
 
 def test_every_problem_is_documented_with_its_outcome() -> None:
     """Those that no record is made of have none."""
-    assert {name for (_, name), outcome in documented().items() if outcome == NO_OUTCOME} == UNRECORDED
+    assert {
+        name for (_, name), outcome in documented().items() if outcome == NO_OUTCOME
+    } == UNRECORDED
     source = inspect.getsource(problems)
     named = set(re.findall(r'(?:_plain|_at|Problem)\(\s*\d{3}, "([a-z-]+)"', source))
     named |= {refusal.value.replace("_", "-") for refusal in Refusal}
@@ -145,13 +184,22 @@ async def test_a_refusal_says_whether_one_tier_was_required(*, required: bool) -
     """Other tiers could have served then: their state is not what is told; nor is a future promised that there is not."""
     async with upstream_stack() as stack:
         decision = stack.decision()
-        query = structs.replace(decision.query, require=True, hint=STANDARD_TIERS[0] if required else None)
+        query = structs.replace(
+            decision.query, require=True, hint=STANDARD_TIERS[0] if required else None
+        )
         for refusal in Refusal:
-            refused = structs.replace(decision, tier=None, refusal=refusal, query=query, retry_after_s=None)
+            refused = structs.replace(
+                decision, tier=None, refusal=refusal, query=query, retry_after_s=None
+            )
             title = describe(RequestRefusedError(refused)).title
             assert ("require" in title.replace("required SLA", "")) is required, title
             assert not title.endswith(" now")
-            assert ("No tier" not in title and "Every tier" not in title) or not required
+            assert (
+                "No tier" not in title and "Every tier" not in title
+            ) or not required
         absent = describe(RequestRefusedError(requiring_absent(decision)))
         assert (absent.status, absent.openai) == (422, (400, "tier_absent"))
-        assert absent.title == "This router does not serve the tier that the request requires"
+        assert (
+            absent.title
+            == "This router does not serve the tier that the request requires"
+        )

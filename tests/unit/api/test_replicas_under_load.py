@@ -16,9 +16,15 @@ from tests.waiting import until
 from tiers.spec import ReplicaStatus
 
 pytestmark = pytest.mark.anyio
-MORE, CLIENTS = 20, 40  # some requests at once for each replica: one that is idle may stay so
-DELAY_S = 0.05  # of a token: engines bound the load, not this process, which has to bring replicas up meanwhile
-PATIENT = {"admission": {"max_wait_s": dict.fromkeys(("interactive", "standard", "batch"), 1e6)}}
+# some requests at once for each replica: one that is idle may stay so
+MORE, CLIENTS = 20, 40
+# of a token: engines bound the load, not this process, which has to bring replicas up meanwhile
+DELAY_S = 0.05
+PATIENT = {
+    "admission": {
+        "max_wait_s": dict.fromkeys(("interactive", "standard", "batch"), 1e6)
+    }
+}
 
 
 class Load:
@@ -37,7 +43,10 @@ class Load:
     async def ask(self, tier: str) -> None:
         while True:
             answer = await self._stack.generate(stream=True, tier=tier)
-            if answer.status_code == httpx.codes.OK and events(answer.text)[-1][0] == "done":
+            if (
+                answer.status_code == httpx.codes.OK
+                and events(answer.text)[-1][0] == "done"
+            ):
                 self.served += 1
             else:
                 self.failed.append(answer.text)
@@ -47,7 +56,10 @@ class Load:
 async def under_load(stack: Stack) -> AsyncIterator[Load]:
     load = Load(stack)
     tiers = [spec.name for spec in stack.fleet.specs]
-    asking = [asyncio.create_task(load.ask(tiers[number % len(tiers)])) for number in range(CLIENTS)]
+    asking = [
+        asyncio.create_task(load.ask(tiers[number % len(tiers)]))
+        for number in range(CLIENTS)
+    ]
     try:
         yield load
     finally:
@@ -57,10 +69,14 @@ async def under_load(stack: Stack) -> AsyncIterator[Load]:
     assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
 
 
-async def test_twenty_replicas_come_and_go_under_load_without_a_failed_request(tmp_path: Path) -> None:
+async def test_twenty_replicas_come_and_go_under_load_without_a_failed_request(
+    tmp_path: Path,
+) -> None:
     """Each of them serves, and afterwards nothing of it is left: no replica, no series, no lease."""
     async with (
-        serving_all(*(FakeEngine(Behaviour(delay_s=DELAY_S)).app for _ in range(MORE))) as urls,
+        serving_all(
+            *(FakeEngine(Behaviour(delay_s=DELAY_S)).app for _ in range(MORE))
+        ) as urls,
         router_stack(tmp_path, PATIENT) as stack,
     ):
         fleet, tiers = stack.fleet, [spec.name for spec in stack.fleet.specs]
@@ -70,14 +86,23 @@ async def test_twenty_replicas_come_and_go_under_load_without_a_failed_request(t
             added = []
             for number, url in enumerate(urls):
                 body = {"tier": tiers[number % len(tiers)], "url": url}
-                answer = await stack.client.post(f"{stack.url}/admin/replicas", json=body)
+                answer = await stack.client.post(
+                    f"{stack.url}/admin/replicas", json=body
+                )
                 assert answer.status_code == httpx.codes.CREATED
                 added.append(answer.json()["id"])
             new = [replica for replica in fleet.replicas if replica.id in added]
-            await until(lambda: all(r.state.status is ReplicaStatus.READY and r.state.served for r in new))
+            await until(
+                lambda: all(
+                    r.state.status is ReplicaStatus.READY and r.state.served
+                    for r in new
+                )
+            )
             assert "fast-1" in (await stack.client.get(f"{stack.url}/metrics")).text
             for name in added:
-                answer = await stack.client.post(f"{stack.url}/admin/replicas/{name}/remove")
+                answer = await stack.client.post(
+                    f"{stack.url}/admin/replicas/{name}/remove"
+                )
                 assert answer.status_code == httpx.codes.ACCEPTED
             await until(lambda: len(fleet.replicas) == len(tiers))
             served = load.served

@@ -26,7 +26,11 @@ ASKED = {"prompt": "hi", "tier": "precise", "max_tokens": 4096, "resumable": Tru
 
 
 def ids(text: str) -> list[str]:
-    return [line.removeprefix("id: ") for line in text.splitlines() if line.startswith("id: ")]
+    return [
+        line.removeprefix("id: ")
+        for line in text.splitlines()
+        if line.startswith("id: ")
+    ]
 
 
 def text_of(text: str) -> str:
@@ -34,7 +38,9 @@ def text_of(text: str) -> str:
 
 
 @asynccontextmanager
-async def begun(stack: Stack, **more: Any) -> AsyncIterator[tuple[httpx.Response, AsyncIterator[str]]]:
+async def begun(
+    stack: Stack, **more: Any
+) -> AsyncIterator[tuple[httpx.Response, AsyncIterator[str]]]:
     """Ask for a resumable stream, on a connection that is closed at the end."""
     async with (
         httpx.AsyncClient(timeout=20, trust_env=False) as client,
@@ -56,7 +62,11 @@ async def some(stack: Stack, count: int) -> str:
 
 async def resume(stack: Stack, last_id: str, **headers: str) -> httpx.Response:
     """Ask as fetch-based clients do: the same request again, with the last id."""
-    return await stack.client.post(f"{stack.url}/generate", json=ASKED, headers={"last-event-id": last_id, **headers})
+    return await stack.client.post(
+        f"{stack.url}/generate",
+        json=ASKED,
+        headers={"last-event-id": last_id, **headers},
+    )
 
 
 async def test_a_lost_stream_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -71,7 +81,8 @@ async def test_a_lost_stream_goes_on_where_it_was(tmp_path: Path) -> None:
         assert numbers == list(range(1, len(WORDS) + 2))
         assert [name for name, _ in events(rest.text)][-1] == "done"
         assert rest.headers["x-qarr-tier"] == "precise"
-        assert sum("messages" in asked for asked in engine.requests) == 1  # the others measure its speed
+        # the others measure its speed
+        assert sum("messages" in asked for asked in engine.requests) == 1
         await until(lambda: engine.running == 0 and stack.leases() == 0)
 
 
@@ -92,7 +103,8 @@ async def test_a_resumed_stream_may_be_lost_again(tmp_path: Path) -> None:
             seen += more[: more.rfind("\n\n") + 2]
         seen += (await resume(stack, ids(seen)[-1])).text
         assert text_of(seen) == "".join(WORDS)
-        assert sum("messages" in asked for asked in engine.requests) == 1  # the others measure its speed
+        # the others measure its speed
+        assert sum("messages" in asked for asked in engine.requests) == 1
 
 
 async def test_what_was_sent_but_not_received_is_replayed(tmp_path: Path) -> None:
@@ -103,7 +115,10 @@ async def test_what_was_sent_but_not_received_is_replayed(tmp_path: Path) -> Non
         stream = whole.headers["x-qarr-stream-id"]
         assert (await resume(stack, f"{stream}.0")).text == whole.text
         assert whole.text.endswith((await resume(stack, f"{stream}.50")).text)
-        assert len(events((await resume(stack, f"{stream}.50")).text)) == len(WORDS) + 1 - 50
+        assert (
+            len(events((await resume(stack, f"{stream}.50")).text))
+            == len(WORDS) + 1 - 50
+        )
 
 
 async def test_a_caller_that_has_everything_is_told_so(tmp_path: Path) -> None:
@@ -120,19 +135,35 @@ async def test_without_asking_nothing_is_kept(tmp_path: Path) -> None:
     """An ordinary stream numbers its events, and cannot be resumed."""
     async with router_stack(tmp_path) as stack:
         answer = await stack.generate()
-        assert ids(answer.text) == [str(n) for n in range(1, len(events(answer.text)) + 1)]
+        assert ids(answer.text) == [
+            str(n) for n in range(1, len(events(answer.text)) + 1)
+        ]
         assert "x-qarr-stream-id" not in answer.headers
         refused = await resume(stack, ids(answer.text)[-1])
-        assert (refused.status_code, refused.json()["type"]) == (404, "urn:qarr:problem:stream-not-found")
+        assert (refused.status_code, refused.json()["type"]) == (
+            404,
+            "urn:qarr:problem:stream-not-found",
+        )
         assert '"resumable": true' in refused.json()["detail"]
 
 
 async def test_ids_that_never_were_are_404(tmp_path: Path) -> None:
     """Whatever a caller takes for an id: a problem that says what to do."""
     async with router_stack(tmp_path) as stack:
-        for wrong in ("x", "x.1", ".", "1", "a.b.c", "é.1", "a" * 5000 + ".1", "x.99999999999999999999"):
+        for wrong in (
+            "x",
+            "x.1",
+            ".",
+            "1",
+            "a.b.c",
+            "é.1",
+            "a" * 5000 + ".1",
+            "x.99999999999999999999",
+        ):
             headers = [(b"last-event-id", wrong.encode("latin-1"))]
-            refused = await stack.client.post(f"{stack.url}/generate", json=ASKED, headers=headers)
+            refused = await stack.client.post(
+                f"{stack.url}/generate", json=ASKED, headers=headers
+            )
             told = refused.status_code, refused.json()["type"]
             assert told == (404, "urn:qarr:problem:stream-not-found"), wrong[:20]
 
@@ -141,7 +172,9 @@ async def test_events_to_come_cannot_be_resumed_from(tmp_path: Path) -> None:
     """A number beyond the newest event is no event."""
     async with router_stack(tmp_path) as stack:
         whole = await stack.client.post(f"{stack.url}/generate", json=ASKED)
-        assert (await resume(stack, f"{whole.headers['x-qarr-stream-id']}.1000")).status_code == 404
+        assert (
+            await resume(stack, f"{whole.headers['x-qarr-stream-id']}.1000")
+        ).status_code == 404
 
 
 async def test_a_stream_that_nobody_resumes_is_aborted(tmp_path: Path) -> None:
@@ -153,7 +186,10 @@ async def test_a_stream_that_nobody_resumes_is_aborted(tmp_path: Path) -> None:
         assert stack.leases() > 0
         await until(lambda: engine.running == 0 and stack.leases() == 0)
         gone = await resume(stack, ids(first)[-1])
-        assert (gone.status_code, gone.json()["type"]) == (410, "urn:qarr:problem:stream-gone")
+        assert (gone.status_code, gone.json()["type"]) == (
+            410,
+            "urn:qarr:problem:stream-gone",
+        )
 
 
 async def test_generation_goes_on_while_nobody_reads(tmp_path: Path) -> None:
@@ -173,10 +209,15 @@ async def test_only_its_own_key_may_resume_a_stream(tmp_path: Path) -> None:
     mine, others = (add_key(path, name)[0] for name in ("mine", "others"))
     async with router_stack(tmp_path, {"auth": {"keys_file": path}}) as stack:
         authorized = {"authorization": f"Bearer {mine}"}
-        whole = await stack.client.post(f"{stack.url}/generate", json=ASKED, headers=authorized)
+        whole = await stack.client.post(
+            f"{stack.url}/generate", json=ASKED, headers=authorized
+        )
         first = ids(whole.text)[0]
         refused = await resume(stack, first, authorization=f"Bearer {others}")
-        assert (refused.status_code, refused.json()["type"]) == (404, "urn:qarr:problem:stream-not-found")
+        assert (refused.status_code, refused.json()["type"]) == (
+            404,
+            "urn:qarr:problem:stream-not-found",
+        )
         assert (await resume(stack, first)).status_code == 401
         assert (await resume(stack, first, **authorized)).status_code == 200
 
@@ -189,18 +230,25 @@ async def test_what_is_kept_is_bounded_and_nothing_is_skipped(tmp_path: Path) ->
         engine.answer, engine.delay_s = words, 0.05
         first = await some(stack, 2)
         engine.delay_s = 0
-        await until_still(lambda: engine.tokens, "the engine to be held back", still_s=0.5)
+        await until_still(
+            lambda: engine.tokens, "the engine to be held back", still_s=0.5
+        )
         assert engine.running == 1
         assert engine.tokens < len(words)
         rest = await resume(stack, ids(first)[-1])
         assert rest.status_code == 200
         assert text_of(first) + text_of(rest.text) == "".join(words)
         early = await resume(stack, ids(first)[0])
-        assert (early.status_code, early.json()["type"]) == (410, "urn:qarr:problem:stream-gone")
+        assert (early.status_code, early.json()["type"]) == (
+            410,
+            "urn:qarr:problem:stream-gone",
+        )
         assert "are no longer kept" in early.json()["detail"]
 
 
-async def test_more_streams_than_may_be_kept_are_served_all_the_same(tmp_path: Path) -> None:
+async def test_more_streams_than_may_be_kept_are_served_all_the_same(
+    tmp_path: Path,
+) -> None:
     """Beyond the bound a stream is an ordinary one, and shows it; one that is over makes room."""
     async with router_stack(tmp_path, {"server": {"resume_streams": 1}}) as stack:
         engine = stack.engines[TierName.PRECISE]
@@ -232,31 +280,45 @@ async def test_the_last_connection_reads_on(tmp_path: Path) -> None:
         assert events(old)[-1][0] == "error"
         assert events(old)[-1][1]["type"] == "urn:qarr:problem:resumed-elsewhere"
         assert text_of(rest.text) == "".join(WORDS[1:])
-        assert sum("messages" in asked for asked in engine.requests) == 1  # the others measure its speed
+        # the others measure its speed
+        assert sum("messages" in asked for asked in engine.requests) == 1
 
 
-async def test_a_caller_that_leaves_before_the_first_token_frees_the_engine(tmp_path: Path) -> None:
+async def test_a_caller_that_leaves_before_the_first_token_frees_the_engine(
+    tmp_path: Path,
+) -> None:
     """Without an id nobody could come back, so nothing is kept."""
     async with router_stack(tmp_path, {"server": {"resume_s": 3600}}) as stack:
         engine = stack.engines[TierName.PRECISE]
         engine.answer, engine.delay_s = ("w ",) * 400, 1.0
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(stack.url.rsplit(":", 1)[1])
+        )
         body = json.dumps(ASKED).encode()
-        writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(
+            b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
+            + body
+        )
         await until(lambda: engine.running)
         writer.close()
         await until(lambda: engine.running == 0 and stack.leases() == 0)
         del reader
 
 
-async def test_what_fails_before_it_begins_is_answered_as_always(tmp_path: Path) -> None:
+async def test_what_fails_before_it_begins_is_answered_as_always(
+    tmp_path: Path,
+) -> None:
     """A resumable stream that no engine begins is a 503 problem, and nothing is kept of it."""
     async with router_stack(tmp_path, {"server": {"resume_streams": 1}}) as stack:
         for engine in stack.engines.values():
             engine.status = 500
         for _ in range(3):
             refused = await stack.client.post(f"{stack.url}/generate", json=ASKED)
-            assert (refused.status_code, refused.json()["type"]) == (503, "urn:qarr:problem:no-engine-answered")
+            assert (refused.status_code, refused.json()["type"]) == (
+                503,
+                "urn:qarr:problem:no-engine-answered",
+            )
         for engine in stack.engines.values():
             engine.status = 200
         answer = await stack.client.post(f"{stack.url}/generate", json=ASKED)
@@ -264,7 +326,9 @@ async def test_what_fails_before_it_begins_is_answered_as_always(tmp_path: Path)
         assert stack.leases() == 0
 
 
-async def test_a_stream_never_ends_cleanly_on_a_caller_that_cannot_have_it(tmp_path: Path) -> None:
+async def test_a_stream_never_ends_cleanly_on_a_caller_that_cannot_have_it(
+    tmp_path: Path,
+) -> None:
     """Wishes that contradict each other are told: a whole answer cannot be resumed."""
     async with router_stack(tmp_path) as stack:
         refused = await stack.generate(resumable=True, stream=False)
@@ -288,7 +352,9 @@ async def test_lost_streams_leave_no_tasks(tmp_path: Path) -> None:
 async def test_streams_that_are_kept_end_with_the_router(tmp_path: Path) -> None:
     """A router that stops does not wait for streams that nobody reads, and leaves no request in an engine."""
     behaviour = Behaviour()
-    async with router_stack(tmp_path, {"server": {"resume_s": 3600}}, precise=behaviour) as stack:
+    async with router_stack(
+        tmp_path, {"server": {"resume_s": 3600}}, precise=behaviour
+    ) as stack:
         behaviour.answer, behaviour.delay_s = ("w ",) * 4000, 0.01
         await some(stack, 2)
         fleet = stack.fleet
@@ -297,7 +363,9 @@ async def test_streams_that_are_kept_end_with_the_router(tmp_path: Path) -> None
     await until(lambda: behaviour.running == 0)
 
 
-BOUNDS = turned({"server": {"resume_streams": 4, "resume_bytes": 40_000, "resume_s": 0.3}}).server
+BOUNDS = turned(
+    {"server": {"resume_streams": 4, "resume_bytes": 40_000, "resume_s": 0.3}}
+).server
 
 
 async def begin(_headers: Any) -> None:
@@ -339,7 +407,11 @@ async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
 
     async def slow(message: Any) -> None:
         await asyncio.sleep(0.005)
-        seen.extend(int(line.rsplit(b".", 1)[1]) for line in message["body"].splitlines() if line.startswith(b"id: "))
+        seen.extend(
+            int(line.rsplit(b".", 1)[1])
+            for line in message["body"].splitlines()
+            if line.startswith(b"id: ")
+        )
 
     go.set()
     await streams.read(*streams.find(f"{stream.id}.{after}", "key"), begin, slow)
@@ -402,8 +474,14 @@ async def test_who_reads_a_stream_that_is_dropped_is_told() -> None:
 async def test_one_key_leaves_others_room(tmp_path: Path) -> None:
     """However many streams a key asks for, it gets a part of what may be kept, and takes no other key's place."""
     keys_file = tmp_path / "keys.json"
-    greedy, other = ({"authorization": f"Bearer {add_key(keys_file, name)[0]}"} for name in ("greedy", "other"))
-    settings = {"auth": {"keys_file": str(keys_file)}, "server": {"resume_streams": 10, "resume_s": 600}}
+    greedy, other = (
+        {"authorization": f"Bearer {add_key(keys_file, name)[0]}"}
+        for name in ("greedy", "other")
+    )
+    settings = {
+        "auth": {"keys_file": str(keys_file)},
+        "server": {"resume_streams": 10, "resume_s": 600},
+    }
     async with router_stack(tmp_path, settings) as stack:
         engine = stack.engines[TierName.PRECISE]
 

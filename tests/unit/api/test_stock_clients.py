@@ -38,7 +38,9 @@ RAW = zlib.compressobj(wbits=-zlib.MAX_WBITS)
 
 @pytest.mark.parametrize("upgrade", ["h2c", "websocket", "TLS/1.2, h2c"])
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_an_upgrade_is_ignored_and_the_body_read(tmp_path: Path, upgrade: str, *, chunked: bool) -> None:
+async def test_an_upgrade_is_ignored_and_the_body_read(
+    tmp_path: Path, upgrade: str, *, chunked: bool
+) -> None:
     """RFC 9110, section 7.8; also if it comes byte by byte or with the next request, and the connection is kept."""
     body = json.dumps(BODIES[CHAT]).encode()
     coded = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
@@ -60,7 +62,9 @@ async def test_an_upgrade_is_ignored_and_the_body_read(tmp_path: Path, upgrade: 
             assert found.count(b"HTTP/1.1 200 OK") == 2
             assert "".join(ANSWER).encode() in found
             writer.close()
-        assert all(asked["messages"] == HI for asked in stack.engines[TierName.FAST].requests)
+        assert all(
+            asked["messages"] == HI for asked in stack.engines[TierName.FAST].requests
+        )
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -87,14 +91,22 @@ async def test_coded_bodies_are_read(tmp_path: Path, path: str) -> None:
     }
     async with router_stack(tmp_path) as stack:
         for (coding, status), body in coded.items():
-            answer = await stack.client.post(stack.url + path, content=body, headers={"content-encoding": coding})
+            answer = await stack.client.post(
+                stack.url + path, content=body, headers={"content-encoding": coding}
+            )
             assert answer.status_code == status, (coding, answer.text)
-            assert status != 415 or answer.headers["accept-encoding"] == "gzip, deflate, zstd"
+            assert (
+                status != 415
+                or answer.headers["accept-encoding"] == "gzip, deflate, zstd"
+            )
 
 
 async def test_a_key_comes_in_any_header_to_every_endpoint(tmp_path: Path) -> None:
     """As OpenAI's, Anthropic's and Azure's clients send it; twice the same is one, two are refused."""
-    (key, _), (other, _) = add_key(tmp_path / "keys.json", "ci", tiers=("fast",)), add_key(tmp_path / "keys.json", "b")
+    (key, _), (other, _) = (
+        add_key(tmp_path / "keys.json", "ci", tiers=("fast",)),
+        add_key(tmp_path / "keys.json", "b"),
+    )
     settings = {"auth": {"keys_file": str(tmp_path / "keys.json")}}
     async with router_stack(tmp_path, settings) as stack:
         ask = stack.client.request
@@ -104,46 +116,91 @@ async def test_a_key_comes_in_any_header_to_every_endpoint(tmp_path: Path) -> No
             ("GET", "/tiers", None),
         ]
         for method, path, body in asked:
-            bearer, theirs, azures = {"authorization": f"bearer {key}"}, {"x-api-key": key}, {"api-key": key}
+            bearer, theirs, azures = (
+                {"authorization": f"bearer {key}"},
+                {"x-api-key": key},
+                {"api-key": key},
+            )
             for headers in (bearer, theirs, azures, {**bearer, **theirs}):
                 answer = await ask(method, stack.url + path, json=body, headers=headers)
                 assert answer.status_code == 200, (path, answer.text)
             assert ("request-id" in answer.headers) is path.startswith("/v1/messages")
-            for headers in ({}, {**bearer, "x-api-key": other}, {"authorization": "Basic eA=="}):
+            for headers in (
+                {},
+                {**bearer, "x-api-key": other},
+                {"authorization": "Basic eA=="},
+            ):
                 answer = await ask(method, stack.url + path, json=body, headers=headers)
                 assert (answer.status_code, key in answer.text) == (401, False)
-        listed = (await stack.client.get(f"{stack.url}/v1/models", headers={"x-api-key": key})).json()["data"]
-        assert {card["id"]: card["tiers"] for card in listed} == {name: ["fast"] for name in ("auto", "qarr", "fast")}
-        lost = await stack.client.get(f"{stack.url}/v1/models/precise", headers={"x-api-key": key})
-        assert (lost.status_code, "precise" in lost.json()["error"]["message"].partition(":")[2]) == (404, False)
+        listed = (
+            await stack.client.get(f"{stack.url}/v1/models", headers={"x-api-key": key})
+        ).json()["data"]
+        assert {card["id"]: card["tiers"] for card in listed} == {
+            name: ["fast"] for name in ("auto", "qarr", "fast")
+        }
+        lost = await stack.client.get(
+            f"{stack.url}/v1/models/precise", headers={"x-api-key": key}
+        )
+        assert (
+            lost.status_code,
+            "precise" in lost.json()["error"]["message"].partition(":")[2],
+        ) == (404, False)
 
 
 @pytest.mark.parametrize("keys", [False, True])
 async def test_pages_of_allowed_origins_may_ask(tmp_path: Path, *, keys: bool) -> None:
     key = add_key(tmp_path / "keys.json", "ci")[0] if keys else ""
-    settings = {"auth": {"keys_file": str(tmp_path / "keys.json")}, "server": {"cors_origins": [PAGE]}}
+    settings = {
+        "auth": {"keys_file": str(tmp_path / "keys.json")},
+        "server": {"cors_origins": [PAGE]},
+    }
     async with router_stack(tmp_path, settings) as stack:
-        wish = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-qarr-tier"}
+        wish = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,x-qarr-tier",
+        }
         for path in BODIES:
-            asked = await stack.client.options(stack.url + path, headers={"origin": PAGE, **wish})
-            assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGE)
-            assert asked.headers["access-control-allow-headers"] == wish["access-control-request-headers"]
-            asked = await stack.client.options(stack.url + path, headers={"origin": "https://else.where", **wish})
-            assert (asked.status_code, "access-control-allow-origin" in asked.headers) == (400, False)
+            asked = await stack.client.options(
+                stack.url + path, headers={"origin": PAGE, **wish}
+            )
+            assert (
+                asked.status_code,
+                asked.headers["access-control-allow-origin"],
+            ) == (200, PAGE)
+            assert (
+                asked.headers["access-control-allow-headers"]
+                == wish["access-control-request-headers"]
+            )
+            asked = await stack.client.options(
+                stack.url + path, headers={"origin": "https://else.where", **wish}
+            )
+            assert (
+                asked.status_code,
+                "access-control-allow-origin" in asked.headers,
+            ) == (400, False)
         for body in (BODIES[CHAT], BODIES[CHAT] | {"stream": True}, {"model": "none"}):
             headers = {"origin": PAGE, "sec-fetch-site": "cross-site", "x-api-key": key}
-            answer = await stack.client.post(stack.url + CHAT, json=body, headers=headers)
-            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (
+            answer = await stack.client.post(
+                stack.url + CHAT, json=body, headers=headers
+            )
+            assert (
+                answer.status_code,
+                answer.headers["access-control-allow-origin"],
+            ) == (
                 404 if "model" in body else 200,
                 PAGE,
             )
             assert answer.headers["access-control-expose-headers"] == "*"
         headers = {"origin": "https://else.where", "sec-fetch-site": "cross-site"}
-        answer = await stack.client.post(stack.url + CHAT, json=BODIES[CHAT], headers=headers)
+        answer = await stack.client.post(
+            stack.url + CHAT, json=BODIES[CHAT], headers=headers
+        )
         assert answer.status_code == (401 if keys else 403)
 
 
-@pytest.mark.parametrize("origin", ["https://a.example/", "a.example", "https://a.example/path", "null", ""])
+@pytest.mark.parametrize(
+    "origin", ["https://a.example/", "a.example", "https://a.example/path", "null", ""]
+)
 def test_an_origin_is_a_scheme_and_a_host(origin: str) -> None:
     with pytest.raises(SettingsError, match=r"server\.cors_origins\.0"):
         load_settings(None, {"server": {"cors_origins": [origin]}})
@@ -164,14 +221,23 @@ async def test_an_answer_without_a_limit_ends_with_the_context(
 ) -> None:
     """Such a request is refused only when the prompt alone is too long; what the caller did not send is not sent."""
     tiers = {name: {"max_model_len": 4096} for name in ("fast", "balanced", "precise")}
-    async with router_stack(tmp_path, {"tiers": tiers}, fast=Behaviour(max_model_len=4096)) as stack:
-        answer = await stack.client.post(stack.url + path, json={"model": "auto", **body} if path[:2] == "/v" else body)
+    async with router_stack(
+        tmp_path, {"tiers": tiers}, fast=Behaviour(max_model_len=4096)
+    ) as stack:
+        answer = await stack.client.post(
+            stack.url + path,
+            json={"model": "auto", **body} if path[:2] == "/v" else body,
+        )
         assert answer.status_code == 200, answer.text
         sent = stack.engines[TierName(answer.headers["x-qarr-tier"])].requests[-1]
         asked = sent.get("max_tokens", sent.get("max_output_tokens"))
         assert asked is limit if path != "/generate" else 1 <= asked < 256
         field = next(iter(body))
-        longer = list(range(4096)) if path == COMPLETIONS else [{"role": "user", "content": "ab " * 4200}]
+        longer = (
+            list(range(4096))
+            if path == COMPLETIONS
+            else [{"role": "user", "content": "ab " * 4200}]
+        )
         longer = {field: "ab " * 4200 if path == "/generate" else longer}
         refused = await stack.client.post(stack.url + path, json={**body, **longer})
         assert refused.status_code == (422 if path == "/generate" else 400)

@@ -20,7 +20,10 @@ from tiers.spec import ReplicaStatus, TemplateTokens, TierName
 
 TEMPLATE = TemplateTokens(alone=10, with_system=15, further_pair=10)
 CONTEXTS = {
-    "tiers": {name: {"max_model_len": size} for name, size in (("fast", 100), ("balanced", 150), ("precise", 200))}
+    "tiers": {
+        name: {"max_model_len": size}
+        for name, size in (("fast", 100), ("balanced", 150), ("precise", 200))
+    }
 }
 
 
@@ -85,25 +88,44 @@ def test_what_must_stay_and_does_not_fit_is_not_cut() -> None:
     assert cutter("oldest", total([CHAT[0], CHAT[-1]]) - 1).chat(CHAT, 0) is None
     assert cutter("oldest", 60).chat(CHAT, 40) is None
     assert cutter("middle", 20).chat(CHAT, 0) is None
-    assert cutter("middle", 20).chat([{"role": "user", "content": [{"type": "text", "text": "a " * 90}]}], 0) is None
+    assert (
+        cutter("middle", 20).chat(
+            [{"role": "user", "content": [{"type": "text", "text": "a " * 90}]}], 0
+        )
+        is None
+    )
 
 
 def test_an_agents_old_steps_go_with_their_results() -> None:
     """After the last message of the user, calls are dropped with what they returned; the latest step stays."""
-    steps = [step for n in range(4) for step in (said("assistant", "x", n, tool_calls=CALL), said("tool", "y", 20))]
+    steps = [
+        step
+        for n in range(4)
+        for step in (said("assistant", "x", n, tool_calls=CALL), said("tool", "y", 20))
+    ]
     chat = [said("user", "q", 5), *steps]
     made = cutter("oldest", total([chat[0], *steps[4:]])).chat(chat, 0)
     assert made == [chat[0], *steps[4:]]
-    assert cutter("oldest", total([chat[0], *steps[6:]])).chat(chat, 0) == [chat[0], *steps[6:]]
+    assert cutter("oldest", total([chat[0], *steps[6:]])).chat(chat, 0) == [
+        chat[0],
+        *steps[6:],
+    ]
     assert cutter("oldest", total([chat[0], *steps[6:]]) - 1).chat(chat, 0) is None
 
 
-@pytest.mark.parametrize("counter", [Words(), EstimatingCounter()], ids=["exact", "estimating"])
+@pytest.mark.parametrize(
+    "counter", [Words(), EstimatingCounter()], ids=["exact", "estimating"]
+)
 @pytest.mark.parametrize("most", [1, 7, 50, 999])
-def test_a_text_is_cut_at_its_front_or_in_its_middle(counter: TokenCounter, most: int) -> None:
+def test_a_text_is_cut_at_its_front_or_in_its_middle(
+    counter: TokenCounter, most: int
+) -> None:
     """To nearly as many tokens as it may have and never more, whatever they are."""
     text = " ".join(f"w{n}" for n in range(1000))
-    end, both = cutter("oldest", 0, counter).text(text, most), cutter("middle", 0, counter).text(text, most)
+    end, both = (
+        cutter("oldest", 0, counter).text(text, most),
+        cutter("middle", 0, counter).text(text, most),
+    )
     for kept in (end, both):
         assert most - 6 <= counter.count(kept) <= most
     assert text.endswith(end)
@@ -115,19 +137,29 @@ def test_a_text_is_cut_at_its_front_or_in_its_middle(counter: TokenCounter, most
 
 def test_the_middle_of_the_longest_message_goes() -> None:
     """The system prompt's never, and the others stay whole."""
-    chat = [said("system", "s", 300), said("user", "a", 20), said("assistant", "b", 200), said("user", "c", 20)]
+    chat = [
+        said("system", "s", 300),
+        said("user", "a", 20),
+        said("assistant", "b", 200),
+        said("user", "c", 20),
+    ]
     made = cutter("middle", 450).chat(chat, 0)
     assert made is not None
     assert [made[n] for n in (0, 1, 3)] == [chat[n] for n in (0, 1, 3)]
     assert 440 <= total(made) <= 450
 
 
-@pytest.mark.parametrize(("how", "left"), [("oldest", [6, 7, 8, 9]), ("middle", [0, 1, 8, 9])])
+@pytest.mark.parametrize(
+    ("how", "left"), [("oldest", [6, 7, 8, 9]), ("middle", [0, 1, 8, 9])]
+)
 def test_ids_are_cut_to_the_token(how: Truncate, left: list[int]) -> None:
     """Several prompts each by themselves; what fits stays as it is."""
     assert cut_prompts(list(range(10)), cutter(how, 4)) == left
     assert cut_prompts([list(range(10)), [1, 2]], cutter(how, 4)) == [left, [1, 2]]
-    assert cut_prompts(["a b", "c " * 20], cutter(how, 4)) == ["a b", cutter(how, 4).text("c " * 20, 4)]
+    assert cut_prompts(["a b", "c " * 20], cutter(how, 4)) == [
+        "a b",
+        cutter(how, 4).text("c " * 20, 4),
+    ]
     assert cut_prompts(list(range(10)), cutter("middle", 1)) == [0]
 
 
@@ -139,22 +171,37 @@ async def test_truncation_is_asked_for_and_disclosed(tmp_path: Path) -> None:
     """Without the wish it is the old error; with it a header, the record and ``/route`` say what was cut."""
     async with router_stack(tmp_path, CONTEXTS) as stack:
         body = {"prompt": LONG, "max_tokens": 20, "stream": False}
-        assert (await stack.client.post(f"{stack.url}/generate", json=body)).status_code == 422
+        assert (
+            await stack.client.post(f"{stack.url}/generate", json=body)
+        ).status_code == 422
         for how in ("oldest", "middle"):
             body["truncate"] = how
             answer = await stack.client.post(f"{stack.url}/generate", json=body)
-            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "precise")
+            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (
+                200,
+                "precise",
+            )
             told = answer.headers["x-qarr-truncated"]
             assert told.startswith(f"{how}; dropped_tokens=")
             assert told.endswith("; dropped_messages=0")
-            assert len(stack.engines[TierName.PRECISE].requests[-1]["messages"][0]["content"]) < len(LONG)
-            record = (await stack.client.get(f"{stack.url}/requests")).json()["requests"][0]
+            assert len(
+                stack.engines[TierName.PRECISE].requests[-1]["messages"][0]["content"]
+            ) < len(LONG)
+            record = (await stack.client.get(f"{stack.url}/requests")).json()[
+                "requests"
+            ][0]
             assert record["truncated"] == told
             route = (await stack.client.post(f"{stack.url}/route", json=body)).json()
             assert (route["truncated"], route["prompt_tokens"] <= 180) == (told, True)
-        refused = await stack.client.post(f"{stack.url}/generate", json={**body, "truncate": "newest"})
+        refused = await stack.client.post(
+            f"{stack.url}/generate", json={**body, "truncate": "newest"}
+        )
         assert refused.json()["errors"] == [
-            {"field": "truncate", "problem": "should be 'oldest' or 'middle'", "allowed": "oldest or middle"}
+            {
+                "field": "truncate",
+                "problem": "should be 'oldest' or 'middle'",
+                "allowed": "oldest or middle",
+            }
         ]
 
 
@@ -164,19 +211,33 @@ async def test_a_tier_that_holds_it_all_is_preferred_to_a_cut(tmp_path: Path) ->
     async with router_stack(tmp_path, CONTEXTS) as stack:
         url, middle = (
             f"{stack.url}/generate",
-            {"prompt": "word " * 100, "max_tokens": 10, "truncate": "oldest", "stream": False},
+            {
+                "prompt": "word " * 100,
+                "max_tokens": 10,
+                "truncate": "oldest",
+                "stream": False,
+            },
         )
         whole = await stack.client.post(url, json={**middle, "tier": "fast"})
         assert "x-qarr-truncated" not in whole.headers
         assert whole.headers["x-qarr-tier"] != "fast"
-        for more in ({"tier": "fast", "tier_policy": "require"}, {"provider": {"only": ["fast"]}}):
+        for more in (
+            {"tier": "fast", "tier_policy": "require"},
+            {"provider": {"only": ["fast"]}},
+        ):
             cut = await stack.client.post(url, json={**middle, **more})
-            assert (cut.headers["x-qarr-tier"], "x-qarr-truncated" in cut.headers) == ("fast", True)
+            assert (cut.headers["x-qarr-tier"], "x-qarr-truncated" in cut.headers) == (
+                "fast",
+                True,
+            )
         for replica in stack.fleet.replicas:
             if replica.spec.name is not TierName.FAST:
                 replica.mark(ReplicaStatus.UNREACHABLE)
         left = await stack.client.post(url, json=middle)
-        assert (left.headers["x-qarr-tier"], "x-qarr-truncated" in left.headers) == ("fast", True)
+        assert (left.headers["x-qarr-tier"], "x-qarr-truncated" in left.headers) == (
+            "fast",
+            True,
+        )
 
 
 @pytest.mark.anyio
@@ -188,20 +249,36 @@ async def test_openais_bodies_are_cut_by_header_or_member(tmp_path: Path) -> Non
             *[said(r, "word", 300) for r in ("user", "assistant")],
             said("user", "q", 9),
         ]
-        client = openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=0)
+        client = openai.AsyncOpenAI(
+            base_url=f"{stack.url}/v1", api_key="unused", max_retries=0
+        )
         asked: dict[str, Any] = {"model": "auto", "messages": chat, "max_tokens": 20}
         with pytest.raises(openai.BadRequestError, match="context"):
             await client.chat.completions.create(**asked)
-        for way in ({"extra_headers": {"x-qarr-truncate": "oldest"}}, {"extra_body": {"qarr": {"truncate": "oldest"}}}):
+        for way in (
+            {"extra_headers": {"x-qarr-truncate": "oldest"}},
+            {"extra_body": {"qarr": {"truncate": "oldest"}}},
+        ):
             raw = await client.chat.completions.with_raw_response.create(**asked, **way)
             assert raw.headers["x-qarr-truncated"].endswith("dropped_messages=2")
             sent = stack.engines[TierName(raw.headers["x-qarr-tier"])].requests[-1]
             assert (sent["messages"], sent["max_tokens"]) == ([chat[0], chat[-1]], 20)
         completion = await client.completions.with_raw_response.create(
-            model="auto", prompt=LONG, max_tokens=20, extra_body={"qarr": {"truncate": "middle"}}
+            model="auto",
+            prompt=LONG,
+            max_tokens=20,
+            extra_body={"qarr": {"truncate": "middle"}},
         )
         assert completion.headers["x-qarr-truncated"].startswith("middle; ")
         await client.close()
-        body = {"model": "auto", "messages": chat, "max_tokens": 20, "qarr": {"truncate": "oldest"}}
+        body = {
+            "model": "auto",
+            "messages": chat,
+            "max_tokens": 20,
+            "qarr": {"truncate": "oldest"},
+        }
         other = await stack.client.post(f"{stack.url}/v1/messages", json=body)
-        assert (other.status_code, "truncate: is not supported at /v1/messages" in other.text) == (400, True)
+        assert (
+            other.status_code,
+            "truncate: is not supported at /v1/messages" in other.text,
+        ) == (400, True)

@@ -16,12 +16,21 @@ from pathlib import Path
 import pytest
 
 from router.auth.access import KeyStore
-from router.auth.api_keys import KeysError, add_key, read_key_file, read_keys, revoke_key, switch_keys
+from router.auth.api_keys import (
+    KeysError,
+    add_key,
+    read_key_file,
+    read_keys,
+    revoke_key,
+    switch_keys,
+)
 from router.deployment.listening import ListenError, open_keys
 from router.settings import load_settings
 
 SERVICE_UID = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+as_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can give a file to another user"
+)
 ADD = "from pathlib import Path; from router.auth.api_keys import add_key; import sys; add_key(Path(sys.argv[1]), sys.argv[2])"
 
 
@@ -58,8 +67,15 @@ def test_root_changes_keys_for_the_routers_user(tmp_path: Path) -> None:
     add_key(path, "one")
     add_key(path, "two")
     revoke_key(path, "one")
-    for made in (path, path.with_name("keys.json.lock"), path.parent, path.parent.parent):
-        assert (made.stat().st_uid, made.stat().st_gid) == (SERVICE_UID, SERVICE_UID), made
+    for made in (
+        path,
+        path.with_name("keys.json.lock"),
+        path.parent,
+        path.parent.parent,
+    ):
+        assert (made.stat().st_uid, made.stat().st_gid) == (SERVICE_UID, SERVICE_UID), (
+            made
+        )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     os.chown(path, SERVICE_UID, 0)  # a file of a group that the folder is not of
     revoke_key(path, "two")
@@ -67,13 +83,18 @@ def test_root_changes_keys_for_the_routers_user(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_user_who_cannot_keep_the_owner_is_refused(tmp_path: Path, keys_file: Path) -> None:
+def test_a_user_who_cannot_keep_the_owner_is_refused(
+    tmp_path: Path, keys_file: Path
+) -> None:
     """Who may write to the folder, but is neither the file's owner nor root, changes nothing and is told whose it is."""
     add_key(keys_file, "one")
     before = keys_file.read_bytes()
     keys_file.chmod(0o644)
     keys_file.with_name("keys.json.lock").chmod(0o644)
-    with acting_as(SERVICE_UID, tmp_path), pytest.raises(KeysError, match="belongs to root"):
+    with (
+        acting_as(SERVICE_UID, tmp_path),
+        pytest.raises(KeysError, match="belongs to root"),
+    ):
         add_key(keys_file, "two")
     assert keys_file.read_bytes() == before
     assert names(tmp_path) == {"keys.json", "keys.json.lock"}
@@ -82,7 +103,9 @@ def test_a_user_who_cannot_keep_the_owner_is_refused(tmp_path: Path, keys_file: 
 @contextmanager
 def acting_as(uid: int, folder: Path) -> Iterator[None]:
     """Let this process act as another user, who may write to a folder and pass those above it."""
-    above = [parent for parent in folder.parents if not parent.stat().st_mode & stat.S_IXOTH]
+    above = [
+        parent for parent in folder.parents if not parent.stat().st_mode & stat.S_IXOTH
+    ]
     modes = {path: path.stat().st_mode for path in [folder, *above]}
     for path in above:
         path.chmod(modes[path] | stat.S_IXOTH)
@@ -110,7 +133,11 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
     first, _ = add_key(link, "one")
     second, _ = add_key(link, "two")
     assert link.is_symlink()
-    assert [KeyStore(path).find(key).name for path in (real, link) for key in (first, second)] == ["one", "two"] * 2
+    assert [
+        KeyStore(path).find(key).name
+        for path in (real, link)
+        for key in (first, second)
+    ] == ["one", "two"] * 2
     store = KeyStore(link)
     revoke_key(real, "one")
     assert [caller.name for caller in store.callers] == ["two"]
@@ -131,9 +158,17 @@ def test_a_file_that_is_mounted_alone_is_overwritten(tmp_path: Path) -> None:
     enter = [unshare, *root, "--mount", "sh", "-c"]
     mount = 'mount --bind "$1" "$2"'
     files = ["sh", str(source), str(mounted)]
-    if subprocess.run([*enter, mount, *files], capture_output=True, timeout=60, check=False).returncode:
+    if subprocess.run(
+        [*enter, mount, *files], capture_output=True, timeout=60, check=False
+    ).returncode:
         pytest.skip("this user may mount nothing")
-    add = [*enter, mount + ' && exec "$3" -c "$4" "$2" two', *files, sys.executable, ADD]
+    add = [
+        *enter,
+        mount + ' && exec "$3" -c "$4" "$2" two',
+        *files,
+        sys.executable,
+        ADD,
+    ]
     done = subprocess.run(add, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "mounted alone" in done.stderr
@@ -157,7 +192,17 @@ def test_an_error_leaves_no_temporary_file(keys_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a\nb", "\x1b[31mred", "right\u202eleft", "zero\u200bwidth", " a", "a ", " ", "a\x00"]
+    "name",
+    [
+        "a\nb",
+        "\x1b[31mred",
+        "right\u202eleft",
+        "zero\u200bwidth",
+        " a",
+        "a ",
+        " ",
+        "a\x00",
+    ],
 )
 def test_names_are_what_they_look_like(name: str, keys_file: Path) -> None:
     """Control characters, and spaces that nobody sees, are refused; a file of an earlier release is read all the same."""
@@ -170,7 +215,9 @@ def test_names_are_what_they_look_like(name: str, keys_file: Path) -> None:
     assert [key.name for key in read_keys(keys_file)] == ["pla\nin"]
 
 
-@pytest.mark.parametrize("name", ["Ann Müller", "批处理", "team-7/batch [eu]", "a" * 100])
+@pytest.mark.parametrize(
+    "name", ["Ann Müller", "批处理", "team-7/batch [eu]", "a" * 100]
+)
 def test_names_may_be_any_text(name: str, keys_file: Path) -> None:
     assert add_key(keys_file, name)[1].name == name
 
@@ -196,7 +243,8 @@ def test_keys_are_switched_off_and_on(keys_file: Path) -> None:
     switch_keys(keys_file, on=True)
     assert store.required
     assert [store.find(key).name for key in (first, second)] == ["one", "two"]
-    assert '"required"' not in keys_file.read_text()  # routers of older releases read it
+    # routers of older releases read it
+    assert '"required"' not in keys_file.read_text()
 
 
 def test_there_is_a_way_back_from_a_file_that_is_gone(keys_file: Path) -> None:
@@ -215,7 +263,9 @@ def test_there_is_a_way_back_from_a_file_that_is_gone(keys_file: Path) -> None:
     assert store.notes == []
 
 
-def test_keys_are_not_off_where_others_reach_the_router(keys_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_are_not_off_where_others_reach_the_router(
+    keys_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Neither at its start nor while it runs, unless the settings say so; the keys from before stay in force."""
     key, _ = add_key(keys_file, "one")
     given = {"server": {"host": "0.0.0.0"}, "auth": {"keys_file": str(keys_file)}}
@@ -226,6 +276,8 @@ def test_keys_are_not_off_where_others_reach_the_router(keys_file: Path, caplog:
     assert "auth.allow_keyless" in caplog.text
     with pytest.raises(ListenError, match="qarr keys on"):
         open_keys(load_settings(None, given))
-    assert not open_keys(load_settings(None, {"auth": {"keys_file": str(keys_file)}})).required
+    assert not open_keys(
+        load_settings(None, {"auth": {"keys_file": str(keys_file)}})
+    ).required
     given["auth"]["allow_keyless"] = True  # type: ignore[index]
     assert not open_keys(load_settings(None, given)).required

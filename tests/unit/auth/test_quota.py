@@ -15,7 +15,15 @@ import pytest
 from redis.asyncio import Redis
 
 from router.auth.api_keys import Caller, Quota
-from router.auth.quota import WINDOW_S, LocalLedger, OverQuotaError, QuotaGrant, Quotas, Refund, _names
+from router.auth.quota import (
+    WINDOW_S,
+    LocalLedger,
+    OverQuotaError,
+    QuotaGrant,
+    Quotas,
+    Refund,
+    _names,
+)
 from tests.conftest import RedisServer
 from tests.redis_processes import redis_cluster, relay_to
 from tests.waiting import until
@@ -23,7 +31,12 @@ from tests.waiting import until
 pytestmark = pytest.mark.anyio
 
 
-def caller(key_id: str, requests: int | None = None, tokens: int | None = None, at_once: int | None = None) -> Caller:
+def caller(
+    key_id: str,
+    requests: int | None = None,
+    tokens: int | None = None,
+    at_once: int | None = None,
+) -> Caller:
     return Caller(key_id, key_id, quota=Quota(requests, tokens, at_once))
 
 
@@ -100,16 +113,27 @@ async def test_what_is_not_used_comes_back() -> None:
     await again.settle(None)
     headers: dict[str, str] = {}
     assert await quotas.enter(who, 1, headers)
-    assert (headers["x-ratelimit-remaining-requests"], headers["x-ratelimit-remaining-tokens"]) == ("1", "69")
+    assert (
+        headers["x-ratelimit-remaining-requests"],
+        headers["x-ratelimit-remaining-tokens"],
+    ) == ("1", "69")
 
 
-async def test_routers_share_redis(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_routers_share_redis(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 20,000 requests through three routers' ledgers on one Redis exactly each key's quota is let in."""
-    for room in ("redis_link", "auth.quota"):  # on a busy machine too: else a router counts alone
+    # on a busy machine too: else a router counts alone
+    for room in ("redis_link", "auth.quota"):
         monkeypatch.setattr(f"router.{room}.REDIS_TIMEOUT_S", 60)
     source = random.Random(13)
     callers = [
-        caller(f"s{n}", requests=source.randint(1, 180), tokens=source.randint(100, 1800), at_once=10_000)
+        caller(
+            f"s{n}",
+            requests=source.randint(1, 180),
+            tokens=source.randint(100, 1800),
+            at_once=10_000,
+        )
         for n in range(40)
     ]
     routers = [Quotas(redis_server.url) for _ in range(3)]
@@ -131,7 +155,9 @@ async def test_routers_share_redis(redis_server: RedisServer, monkeypatch: pytes
     seconds = time.monotonic() - started
     wanted = Counter(who.key_id for who in asked)
     for who in callers:
-        quota = min(who.quota.requests_per_minute or 0, (who.quota.tokens_per_minute or 0) // 10)
+        quota = min(
+            who.quota.requests_per_minute or 0, (who.quota.tokens_per_minute or 0) // 10
+        )
         if seconds < WINDOW_S:
             assert let_in[who.key_id] == min(quota, wanted[who.key_id]), who
         assert let_in[who.key_id] <= quota * (1 + int(seconds // WINDOW_S))
@@ -174,7 +200,10 @@ async def test_redis_counts_as_the_local_ledger_does(redis_server: RedisServer) 
 
 @asynccontextmanager
 async def sharing(redis_server: RedisServer) -> AsyncIterator[tuple[Quotas, Any]]:
-    quotas, operator = Quotas(redis_server.url), Redis.from_url(redis_server.url, decode_responses=True)
+    quotas, operator = (
+        Quotas(redis_server.url),
+        Redis.from_url(redis_server.url, decode_responses=True),
+    )
     try:
         yield quotas, operator
     finally:
@@ -185,7 +214,10 @@ async def sharing(redis_server: RedisServer) -> AsyncIterator[tuple[Quotas, Any]
 async def held(operator: Any, who: Caller) -> tuple[int, int, int]:
     counts, slots = _names(who.key_id)
     found = await operator.hgetall(counts)
-    amounts = [sum(int(n) for field, n in found.items() if field.endswith(kind)) for kind in "rt"]
+    amounts = [
+        sum(int(n) for field, n in found.items() if field.endswith(kind))
+        for kind in "rt"
+    ]
     return await operator.zcard(slots), amounts[0], amounts[1]
 
 
@@ -195,11 +227,20 @@ async def test_a_router_without_redis_counts_alone(redis_server: RedisServer) ->
     async with sharing(redis_server) as (quotas, _):
         assert await enters(quotas, who)
         redis_server.pause()
-        assert [await enters(quotas, who) is not None for _ in range(4)] == [True, True, True, False]
+        assert [await enters(quotas, who) is not None for _ in range(4)] == [
+            True,
+            True,
+            True,
+            False,
+        ]
         redis_server.resume()
         await until(lambda: not quotas._lost)
         # Redis counted the one before its pause, and none that came during it.
-        assert [await enters(quotas, who) is not None for _ in range(3)] == [True, True, False]
+        assert [await enters(quotas, who) is not None for _ in range(3)] == [
+            True,
+            True,
+            False,
+        ]
 
 
 BREAK = {
@@ -209,7 +250,9 @@ BREAK = {
 
 
 @pytest.mark.parametrize("how", BREAK)
-async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer, how: str) -> None:
+async def test_an_error_reply_is_an_outage_and_no_more(
+    redis_server: RedisServer, how: str
+) -> None:
     """Whatever Redis says instead of counting, requests are let in, and later Redis has what was taken before, settled."""
     who = caller(how, requests=50, tokens=1000, at_once=10)
     async with sharing(redis_server) as (quotas, operator):
@@ -229,7 +272,9 @@ async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer
         assert await held(operator, who) == (1, 1, 10)
 
 
-async def test_what_redis_did_not_answer_never_counts(redis_server: RedisServer) -> None:
+async def test_what_redis_did_not_answer_never_counts(
+    redis_server: RedisServer,
+) -> None:
     """Requests that a hung Redis is asked to let in leave nothing behind when it gets to them: nobody waits for them."""
     who = caller("ghosts", requests=100, at_once=4)
     async with sharing(redis_server) as (quotas, operator):
@@ -237,15 +282,20 @@ async def test_what_redis_did_not_answer_never_counts(redis_server: RedisServer)
         redis_server.pause()
         hung = await asyncio.gather(*(quotas.enter(who, 1, {}) for _ in range(4)))
         redis_server.resume()
-        assert (await held(operator, who))[:2] == (2, 2)  # the operator's question comes after theirs
+        # the operator's question comes after theirs
+        assert (await held(operator, who))[:2] == (2, 2)
         for grant in (*healthy, *hung):
             assert grant is not None
             await grant.settle(1)
         await until(lambda: not quotas._lost)
-        assert [await enters(quotas, who) is not None for _ in range(5)] == [True] * 4 + [False]
+        assert [await enters(quotas, who) is not None for _ in range(5)] == [
+            True
+        ] * 4 + [False]
 
 
-async def test_what_redis_did_in_time_but_could_not_say_is_given_back(redis_server: RedisServer) -> None:
+async def test_what_redis_did_in_time_but_could_not_say_is_given_back(
+    redis_server: RedisServer,
+) -> None:
     """A slot that Redis gave, and whose answer came too late, is free again once Redis answers."""
     who = caller("unheard", requests=100, tokens=1000, at_once=1)
     async with sharing(redis_server) as (quotas, operator):
@@ -260,7 +310,9 @@ async def test_what_redis_did_in_time_but_could_not_say_is_given_back(redis_serv
         assert await held(operator, who) == (0, 0, 0)
 
 
-async def test_nobody_waits_for_a_redis_that_hangs(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_for_a_redis_that_hangs(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many requests arrive while Redis hangs, and however long, one task tries it: it is asked for none of them."""
     monkeypatch.setattr("router.auth.quota.REDIS_RETRY_S", 0.05)
     who = caller("crowd", requests=1000)
@@ -274,11 +326,15 @@ async def test_nobody_waits_for_a_redis_that_hangs(redis_server: RedisServer, mo
             await asyncio.gather(*(enters(quotas, who) for _ in range(50)))
         redis_server.resume()
         await until(lambda: not quotas._lost)
-        asked = (await operator.info("commandstats"))["cmdstat_evalsha"]  # fails where no test loaded it
-        assert asked["calls"] - asked["failed_calls"] < 20  # the keeper, and who found out; not each of 150 requests
+        # fails where no test loaded it
+        asked = (await operator.info("commandstats"))["cmdstat_evalsha"]
+        # the keeper, and who found out; not each of 150 requests
+        assert asked["calls"] - asked["failed_calls"] < 20
 
 
-async def test_what_was_taken_before_an_outage_is_given_back_after_it(redis_server: RedisServer) -> None:
+async def test_what_was_taken_before_an_outage_is_given_back_after_it(
+    redis_server: RedisServer,
+) -> None:
     """Requests that end while Redis hangs do not wait for it, and their slots and tokens are there once it is back."""
     who = caller("spanning", tokens=1000, at_once=3)
     async with sharing(redis_server) as (quotas, operator):
@@ -300,11 +356,15 @@ async def test_giving_back_twice_counts_once(redis_server: RedisServer) -> None:
         assert grant is not None
         assert quotas._shared is not None
         for _ in range(2):
-            await quotas._shared.give_back(grant._demand._replace(requests=0, tokens=30))
+            await quotas._shared.give_back(
+                grant._demand._replace(requests=0, tokens=30)
+            )
         assert await held(operator, who) == (0, 1, 70)
 
 
-async def test_a_redis_whose_clock_was_set_ahead_is_asked_again(redis_server: RedisServer) -> None:
+async def test_a_redis_whose_clock_was_set_ahead_is_asked_again(
+    redis_server: RedisServer,
+) -> None:
     """A take that Redis finds too late, by a clock that is not the one it was, is repeated and counted once."""
     who = caller("ahead", requests=10)
     async with sharing(redis_server) as (quotas, operator):
@@ -315,7 +375,9 @@ async def test_a_redis_whose_clock_was_set_ahead_is_asked_again(redis_server: Re
         assert (await held(operator, who))[:2] == (1, 1)
 
 
-async def test_a_clock_that_is_set_back_keeps_nobody_out(redis_server: RedisServer) -> None:
+async def test_a_clock_that_is_set_back_keeps_nobody_out(
+    redis_server: RedisServer,
+) -> None:
     """What was counted by a clock that was an hour ahead is used up for a minute, not for an hour and a minute."""
     who, now = caller("back", requests=3, at_once=3), time.time()
     clock = Clock()
@@ -328,7 +390,9 @@ async def test_a_clock_that_is_set_back_keeps_nobody_out(redis_server: RedisServ
     assert (usage.denied, usage.wait_s <= WINDOW_S + 1) == ("requests", True)
     async with sharing(redis_server) as (quotas, operator):
         counts, slots = _names(who.key_id)
-        await operator.hset(counts, mapping={f"{int(now) + 3600}r": 2, f"{int(now) + 3600}t": 2})
+        await operator.hset(
+            counts, mapping={f"{int(now) + 3600}r": 2, f"{int(now) + 3600}t": 2}
+        )
         await operator.zadd(slots, {"dead": now + 3600})
         assert await enters(quotas, who)
         with pytest.raises(OverQuotaError) as over:
@@ -338,7 +402,9 @@ async def test_a_clock_that_is_set_back_keeps_nobody_out(redis_server: RedisServ
         assert await operator.zscore(slots, "dead") < now + 600
 
 
-async def test_slots_of_a_dead_router_come_back(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slots_of_a_dead_router_come_back(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A router that dies keeps no slot for long; one that lives keeps those of its long requests."""
     monkeypatch.setattr("router.auth.quota.LEASE_S", 3)
     monkeypatch.setattr("router.auth.quota.RENEW_S", 0.3)
@@ -360,7 +426,10 @@ async def test_slots_of_a_dead_router_come_back(redis_server: RedisServer, monke
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_what_is_used_beyond_counts_when_it_is_used(redis_server: RedisServer, shared: bool) -> None:  # noqa: FBT001
+async def test_what_is_used_beyond_counts_when_it_is_used(
+    redis_server: RedisServer,
+    shared: bool,  # noqa: FBT001
+) -> None:
     """An answer that used more than was taken in advance uses up the present minute."""
     quotas = Quotas(redis_server.url if shared else "")
     who = caller(f"beyond-{shared}", tokens=100)
@@ -375,7 +444,9 @@ async def test_what_is_used_beyond_counts_when_it_is_used(redis_server: RedisSer
         await quotas.aclose()
 
 
-async def test_a_client_that_is_cancelled_twice_leaves_no_slot(redis_server: RedisServer) -> None:
+async def test_a_client_that_is_cancelled_twice_leaves_no_slot(
+    redis_server: RedisServer,
+) -> None:
     """Whenever it is cancelled, and again while its slot is given back: slot and counts are there for the next one."""
     who = caller("twice cancelled", requests=1000, at_once=1)
     async with sharing(redis_server) as (quotas, operator):
@@ -395,19 +466,28 @@ async def test_a_client_that_is_cancelled_twice_leaves_no_slot(redis_server: Red
             assert await held(operator, who) == (0, 0, 0)
 
 
-async def test_quotas_follow_a_failover(own_redis: RedisServer, redis_server: RedisServer) -> None:
+async def test_quotas_follow_a_failover(
+    own_redis: RedisServer, redis_server: RedisServer
+) -> None:
     """Behind one address another Redis serves, while the old one refuses to write and stays up."""
     who = caller("followed", requests=100, at_once=3)
     async with relay_to(own_redis) as relay, sharing(own_redis) as (_, old_operator):
         quotas = Quotas(relay.url)
         try:
             open_requests = [await quotas.enter(who, 1, {}) for _ in range(2)]
-            await old_operator.execute_command("REPLICAOF", "127.0.0.1", str(redis_server.port))
+            await old_operator.execute_command(
+                "REPLICAOF", "127.0.0.1", str(redis_server.port)
+            )
             relay.target = redis_server
             await until(lambda: redis_server.port in relay.opened)
             await until(lambda: not quotas._lost)
-            async with Redis.from_url(redis_server.url, decode_responses=True) as operator:
-                await until(lambda: _holds(operator, who, 2), "the slots of open requests to be held there")
+            async with Redis.from_url(
+                redis_server.url, decode_responses=True
+            ) as operator:
+                await until(
+                    lambda: _holds(operator, who, 2),
+                    "the slots of open requests to be held there",
+                )
                 assert await quotas.enter(who, 1, {})
                 with pytest.raises(OverQuotaError):
                     await quotas.enter(who, 1, {})
@@ -423,7 +503,9 @@ async def _holds(operator: Any, who: Caller, slots: int) -> bool:
     return (await held(operator, who))[0] == slots
 
 
-async def test_slots_of_open_requests_are_held_again_in_a_redis_that_was_emptied(own_redis: RedisServer) -> None:
+async def test_slots_of_open_requests_are_held_again_in_a_redis_that_was_emptied(
+    own_redis: RedisServer,
+) -> None:
     """One that ends meanwhile is not, and the loss is noticed while no request comes."""
     who = caller("emptied", at_once=2)
     async with sharing(own_redis) as (quotas, operator):
@@ -433,7 +515,10 @@ async def test_slots_of_open_requests_are_held_again_in_a_redis_that_was_emptied
         await until(lambda: quotas._name)
         await operator.flushall()
         await ends.settle(1)
-        await until(lambda: _holds(operator, who, 1), "the slot of the open request to be held again")
+        await until(
+            lambda: _holds(operator, who, 1),
+            "the slot of the open request to be held again",
+        )
         await until(lambda: not quotas._lost)
         assert await enters(quotas, who)
         assert await enters(quotas, who) is None
@@ -448,7 +533,9 @@ async def test_a_cluster_counts_quotas(tmp_path: Path) -> None:
         routers = [Quotas(node.url) for node in nodes[:2]]
         try:
             for who in callers:
-                assert [await enters(routers[n % 2], who) is not None for n in range(3)] == [True, True, False]
+                assert [
+                    await enters(routers[n % 2], who) is not None for n in range(3)
+                ] == [True, True, False]
             assert not any(router._lost for router in routers)
         finally:
             for router in routers:

@@ -46,8 +46,14 @@ from tiers.spec import TierName
 pytestmark = pytest.mark.anyio
 ISSUER, AUDIENCE = "https://issuer.example", "qarr"
 MAKERS: dict[str, tuple[Callable[[], Any], Any]] = {
-    "RS256": (lambda: rsa.generate_private_key(65537, 2048), jwt.algorithms.RSAAlgorithm),
-    "ES256": (lambda: ec.generate_private_key(ec.SECP256R1()), jwt.algorithms.ECAlgorithm),
+    "RS256": (
+        lambda: rsa.generate_private_key(65537, 2048),
+        jwt.algorithms.RSAAlgorithm,
+    ),
+    "ES256": (
+        lambda: ec.generate_private_key(ec.SECP256R1()),
+        jwt.algorithms.ECAlgorithm,
+    ),
     "EdDSA": (ed25519.Ed25519PrivateKey.generate, jwt.algorithms.OKPAlgorithm),
 }
 
@@ -75,10 +81,23 @@ class Issuer:
     @property
     def jwks(self) -> str:
         public = self._kind.to_jwk(self.key.public_key(), as_dict=True)
-        return json.dumps({"keys": [{**public, "kid": self.kid}, {"kty": "oct", "kid": "secret", "k": "c2VjcmV0"}]})
+        return json.dumps(
+            {
+                "keys": [
+                    {**public, "kid": self.kid},
+                    {"kty": "oct", "kid": "secret", "k": "c2VjcmV0"},
+                ]
+            }
+        )
 
     def sign(self, **claims: Any) -> str:
-        given = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": time.time() + 300, **claims}
+        given = {
+            "iss": ISSUER,
+            "aud": AUDIENCE,
+            "sub": "alice",
+            "exp": time.time() + 300,
+            **claims,
+        }
         kept = {name: value for name, value in given.items() if value is not None}
         return jwt.encode(kept, self.key, self.algorithm, headers={"kid": self.kid})
 
@@ -99,15 +118,25 @@ def published(tmp_path: Path, issuer: Issuer) -> Path:
 
 
 @pytest.mark.parametrize("algorithm", MAKERS)
-async def test_a_token_has_the_rights_of_its_claims(tmp_path: Path, algorithm: str) -> None:
+async def test_a_token_has_the_rights_of_its_claims(
+    tmp_path: Path, algorithm: str
+) -> None:
     """Its subject and its rights make the same caller as a key with these rights."""
     issuer = Issuer(algorithm)
     tokens = Tokens(settings_of(published(tmp_path, issuer)))
     assert tokens.find(issuer.sign()) == Caller("jwt:alice", "alice")
-    rights = {"tiers": ["fast"], "max_priority": "batch", "requests_per_minute": 3, "admin": True, "over": "refuse"}
+    rights = {
+        "tiers": ["fast"],
+        "max_priority": "batch",
+        "requests_per_minute": 3,
+        "admin": True,
+        "over": "refuse",
+    }
     found = tokens.find(issuer.sign(sub="b@x.example", qarr=rights))
     fast = frozenset({TierName.FAST})
-    assert found == Caller("jwt:b@x.example", "b@x.example", fast, "refuse", "batch", Quota(3), admin=True)
+    assert found == Caller(
+        "jwt:b@x.example", "b@x.example", fast, "refuse", "batch", Quota(3), admin=True
+    )
     assert tokens.holds(found)
     assert tokens.find(issuer.sign(qarr={"overflow": True})).overflow
     assert len(tokens.find(issuer.sign(sub="x" * 500)).key_id) <= 64
@@ -116,10 +145,28 @@ async def test_a_token_has_the_rights_of_its_claims(tmp_path: Path, algorithm: s
 async def test_no_two_subjects_are_one_caller(tmp_path: Path) -> None:
     issuer = Issuer()
     tokens = Tokens(settings_of(published(tmp_path, issuer)))
-    subjects = ["a b", "ä", "x" * 57, "x" * 58, "a", "A", "jwt:a", " a", "a ", "a|b", "sha256:a"]
+    subjects = [
+        "a b",
+        "ä",
+        "x" * 57,
+        "x" * 58,
+        "a",
+        "A",
+        "jwt:a",
+        " a",
+        "a ",
+        "a|b",
+        "sha256:a",
+    ]
     ids = [tokens.find(issuer.sign(sub=subject)).key_id for subject in subjects]
-    more = [each.removeprefix("jwt:") for each in ids] + [each.rpartition(":")[2] for each in ids]
-    ids += [tokens.find(issuer.sign(sub=subject)).key_id for subject in more if subject not in subjects]
+    more = [each.removeprefix("jwt:") for each in ids] + [
+        each.rpartition(":")[2] for each in ids
+    ]
+    ids += [
+        tokens.find(issuer.sign(sub=subject)).key_id
+        for subject in more
+        if subject not in subjects
+    ]
     assert len({*ids}) == len({*subjects, *more})
     assert max(map(len, ids)) <= 64
 
@@ -143,7 +190,9 @@ async def test_no_two_subjects_are_one_caller(tmp_path: Path) -> None:
         ({"qarr": {"team": "red"}}, "there is no team 'red'"),
     ],
 )
-async def test_a_refusal_says_why_without_the_token(tmp_path: Path, claims: dict[str, Any], told: str) -> None:
+async def test_a_refusal_says_why_without_the_token(
+    tmp_path: Path, claims: dict[str, Any], told: str
+) -> None:
     """Each fault of a token has its text, which does not hold the token."""
     issuer = Issuer()
     token = issuer.sign(**claims)
@@ -173,7 +222,9 @@ async def test_only_the_issuers_signature_counts(tmp_path: Path) -> None:
             tokens.find(nonsense)
 
 
-async def test_checked_tokens_are_remembered_until_the_keys_change(tmp_path: Path) -> None:
+async def test_checked_tokens_are_remembered_until_the_keys_change(
+    tmp_path: Path,
+) -> None:
     """A token is checked once; when its key is published no longer, it is refused at once."""
     issuer = Issuer()
     file = published(tmp_path, issuer)
@@ -193,7 +244,11 @@ async def test_checked_tokens_are_remembered_until_the_keys_change(tmp_path: Pat
 
 def test_settings_are_checked(tmp_path: Path) -> None:
     """Only asymmetric algorithms, a whole issuer, and addresses that nobody can listen in on are allowed."""
-    whole = {"issuer": ISSUER, "audience": AUDIENCE, "jwks": "https://issuer.example/jwks"}
+    whole = {
+        "issuer": ISSUER,
+        "audience": AUDIENCE,
+        "jwks": "https://issuer.example/jwks",
+    }
     load_settings(None, {"jwt": whole})
     for wrong, told in (
         ({"jwks": ""}, "given together"),
@@ -214,12 +269,23 @@ def test_settings_are_checked(tmp_path: Path) -> None:
 async def test_the_documented_settings_and_claims_are_valid(tmp_path: Path) -> None:
     """The examples in docs/security.md are settings as they may be, and claims that make a caller."""
     text = (ROOT / "docs/security.md").read_text("utf-8").partition("\n## HTTPS")[2]
-    tls, given = (tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL))
-    (claims,) = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL))
+    tls, given = (
+        tomllib.loads(block)
+        for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    )
+    (claims,) = (
+        json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    )
     settings, issuer = load_settings(None, {**tls, **given}), Issuer()
-    tokens = Tokens(settings.jwt.model_copy(update={"jwks": str(published(tmp_path, issuer))}))
+    tokens = Tokens(
+        settings.jwt.model_copy(update={"jwks": str(published(tmp_path, issuer))})
+    )
     caller = tokens.find(issuer.sign(**{**claims, "exp": time.time() + 300}))
-    assert (caller.key_id, caller.max_priority, caller.quota) == ("jwt:alice", "standard", Quota(60))
+    assert (caller.key_id, caller.max_priority, caller.quota) == (
+        "jwt:alice",
+        "standard",
+        Quota(60),
+    )
     assert caller.tiers == {TierName.FAST, TierName.BALANCED}
 
 
@@ -230,7 +296,11 @@ async def test_keys_serve_beside_tokens(tmp_path: Path) -> None:
         None,
         {
             "auth": {"keys_file": keys},
-            "jwt": {"issuer": ISSUER, "audience": AUDIENCE, "jwks": str(published(tmp_path, issuer))},
+            "jwt": {
+                "issuer": ISSUER,
+                "audience": AUDIENCE,
+                "jwks": str(published(tmp_path, issuer)),
+            },
         },
     )
     access = open_access(settings)
@@ -245,10 +315,16 @@ async def test_keys_serve_beside_tokens(tmp_path: Path) -> None:
     assert [(account.id, [limit.name for limit in account.limits]) for account in found.accounts] == [
         ("key:jwt:alice", ["money_per_day"]), ("team:shop", ["engine_seconds_per_month"]),
     ]  # fmt: skip
-    assert (found.team, found.over_budget, access.holds(found)) == ("shop", "cheapest", True)
+    assert (found.team, found.over_budget, access.holds(found)) == (
+        "shop",
+        "cheapest",
+        True,
+    )
     set_team(keys, "shop")
     access.use(open_access(settings))
-    assert [account.id for account in access.find(issuer.sign(qarr=rights)).accounts] == ["key:jwt:alice"]
+    assert [
+        account.id for account in access.find(issuer.sign(qarr=rights)).accounts
+    ] == ["key:jwt:alice"]
     assert KeyStore(keys).find(key).name == "me"
     assert open_access(settings).find(key).name == "me"
 
@@ -272,7 +348,9 @@ async def issuing() -> AsyncIterator[tuple[Issuer, str]]:
             issuer.answers.set()
 
 
-async def test_rotated_keys_are_fetched_when_a_token_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rotated_keys_are_fetched_when_a_token_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An unknown key is fetched, but not for every token; while the issuer hangs or fails the last keys stay in force."""
     clock = Clock()
     async with issuing() as (issuer, url):
@@ -284,7 +362,8 @@ async def test_rotated_keys_are_fetched_when_a_token_names_them(monkeypatch: pyt
         assert tokens.find(token).name == "alice"
         issuer.rotate("second")
         await asyncio.gather(*(tokens.renew() for _ in range(20)))
-        assert issuer.asked == 1  # within AGAIN_S there is one fetch, whatever tokens come
+        # within AGAIN_S there is one fetch, whatever tokens come
+        assert issuer.asked == 1
         clock.at += module.AGAIN_S
         await asyncio.gather(*(tokens.renew() for _ in range(20)))
         assert issuer.asked == 2
@@ -331,25 +410,41 @@ async def test_a_router_serves_callers_with_tokens(tmp_path: Path) -> None:
         }
         async with own_router(tmp_path, **given) as router:
 
-            async def ask(token: str, path: str = "/generate", **body: Any) -> httpx.Response:
+            async def ask(
+                token: str, path: str = "/generate", **body: Any
+            ) -> httpx.Response:
                 async with connection(authorization=f"Bearer {token}") as client:
-                    return await client.post(f"{router.url}{path}", json={"prompt": "hi", "max_tokens": 4, **body})
+                    return await client.post(
+                        f"{router.url}{path}",
+                        json={"prompt": "hi", "max_tokens": 4, **body},
+                    )
 
             answer = await ask(issuer.sign(qarr={"tiers": ["balanced"]}))
-            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (httpx.codes.OK, "balanced")
+            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (
+                httpx.codes.OK,
+                "balanced",
+            )
             refused = await ask(issuer.sign(exp=1000))
             assert refused.status_code == httpx.codes.UNAUTHORIZED
             assert "has expired" in refused.json()["detail"]
             limited = issuer.sign(sub="bob", qarr={"requests_per_minute": 1})
             assert [(await ask(limited)).status_code for _ in range(2)] == [200, 429]
-            assert (await ask(issuer.sign(), "/admin/reload")).status_code == httpx.codes.FORBIDDEN
-            assert (await ask(issuer.sign(qarr={"admin": True}), "/admin/reload")).status_code == httpx.codes.OK
+            assert (
+                await ask(issuer.sign(), "/admin/reload")
+            ).status_code == httpx.codes.FORBIDDEN
+            assert (
+                await ask(issuer.sign(qarr={"admin": True}), "/admin/reload")
+            ).status_code == httpx.codes.OK
             await until(lambda: "jwt:bob" in router.errors.read_text())
             async with connection() as client:
-                assert (await client.get(f"{router.url}/tiers")).status_code == httpx.codes.UNAUTHORIZED
+                assert (
+                    await client.get(f"{router.url}/tiers")
+                ).status_code == httpx.codes.UNAUTHORIZED
 
 
-async def test_while_the_issuer_is_away_tokens_are_asked_for_again(tmp_path: Path) -> None:
+async def test_while_the_issuer_is_away_tokens_are_asked_for_again(
+    tmp_path: Path,
+) -> None:
     """Not refused for good, which SDKs do not try again: also those of a key that it has published meanwhile."""
     clock = Clock()
     async with issuing() as (issuer, url):
@@ -361,12 +456,22 @@ async def test_while_the_issuer_is_away_tokens_are_asked_for_again(tmp_path: Pat
             with pytest.raises(IssuerUnreachableError) as away:
                 access.find(issuer.sign())
             problem = describe(away.value)
-            assert (problem.status, problem.retry_after_s, access.ready) == (503, 10, in_force)
-            assert access.notes == ["the keys of the tokens' issuer (jwt.jwks) cannot be read"]
+            assert (problem.status, problem.retry_after_s, access.ready) == (
+                503,
+                10,
+                in_force,
+            )
+            assert access.notes == [
+                "the keys of the tokens' issuer (jwt.jwks) cannot be read"
+            ]
             issuer.status = 200
             clock.at += module.AGAIN_S
             await tokens.renew()
-            assert (access.find(issuer.sign()).name, access.notes, access.ready) == ("alice", [], True)
+            assert (access.find(issuer.sign()).name, access.notes, access.ready) == (
+                "alice",
+                [],
+                True,
+            )
             issuer.status = 500
             issuer.rotate("next")
             clock.at += module.AGAIN_S
@@ -378,7 +483,9 @@ async def test_an_issuer_is_taken_over_by_a_reload(tmp_path: Path) -> None:
     text = f'[jwt]\nissuer = "{ISSUER}"\naudience = "{AUDIENCE}"\njwks = "{{}}"\n'
     file.write_text("")
     keys = str(tmp_path / "none.json")
-    async with own_router(tmp_path, QARR_CONFIG=str(file), QARR_AUTH__KEYS_FILE=keys) as router:
+    async with own_router(
+        tmp_path, QARR_CONFIG=str(file), QARR_AUTH__KEYS_FILE=keys
+    ) as router:
         file.write_text(text.format(tmp_path / "none"))
         assert "jwt.jwks" in (await router.qarr("reload")).stderr
         assert (await router.generate()).status_code == httpx.codes.OK
@@ -386,4 +493,6 @@ async def test_an_issuer_is_taken_over_by_a_reload(tmp_path: Path) -> None:
         assert (await router.qarr("reload")).returncode == 0
         assert (await router.generate()).status_code == httpx.codes.UNAUTHORIZED
         async with connection(authorization=f"Bearer {issuer.sign()}") as client:
-            assert (await client.get(f"{router.url}/tiers")).status_code == httpx.codes.OK
+            assert (
+                await client.get(f"{router.url}/tiers")
+            ).status_code == httpx.codes.OK

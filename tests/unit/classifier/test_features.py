@@ -22,11 +22,20 @@ from tests.unit.classifier.cases import ASKS, CONTAINS, CONTAINS_AND_ASKS, NEITH
 from tests.unit.classifier.small_talk_cases import NO_SMALL_TALK, SMALL_TALK
 
 COUNTER = EstimatingCounter()
-ASKS_SHARE, CONTAINS_SHARE, NEITHER_SHARE, LANGUAGE_SHARE, CLASS_SHARE = 0.9, 0.9, 0.9, 0.73, 0.85
+ASKS_SHARE, CONTAINS_SHARE, NEITHER_SHARE, LANGUAGE_SHARE, CLASS_SHARE = (
+    0.9,
+    0.9,
+    0.9,
+    0.73,
+    0.85,
+)
 SMALL_TALK_SHARE = 0.55
 FALSE_SMALL_TALK = 0.02
 SURE = 0.6  # the policy's: below, other classes count too
-LONG_PROSE = "The committee met again in the spring and spoke about the harbour at length. " * 120
+LONG_PROSE = (
+    "The committee met again in the spring and spoke about the harbour at length. "
+    * 120
+)
 
 
 def read(text: str) -> PromptFeatures:
@@ -52,10 +61,14 @@ def language_fits(expected: str, found: str | None) -> bool:
     ],
     ids=["asks", "contains", "both", "neither"],
 )
-def test_code_is_found(cases: tuple[tuple[str, str], ...], expected: tuple[bool, bool], share: float) -> None:
+def test_code_is_found(
+    cases: tuple[tuple[str, str], ...], expected: tuple[bool, bool], share: float
+) -> None:
     """Code held and asked for is told apart, in many languages; data, mathematics and talk of programs are neither."""
     found = [(prompt, read(prompt)) for _, prompt in cases]
-    wrong = [prompt for prompt, f in found if (f.contains_code, f.asks_for_code) != expected]
+    wrong = [
+        prompt for prompt, f in found if (f.contains_code, f.asks_for_code) != expected
+    ]
     assert len(wrong) <= (1 - share) * len(cases), wrong
     for _, features in found:
         assert features.has_code or features.language is None
@@ -66,9 +79,14 @@ def test_code_is_found(cases: tuple[tuple[str, str], ...], expected: tuple[bool,
     ("prompt", "contains", "asks"),
     [
         ("```\nx = f(1)\n```\nwhat does it print?", True, False),
-        ('Traceback (most recent call last):\n  File "a.py", line 1\nKeyError: 1', True, False),
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 1\nKeyError: 1',
+            True,
+            False,
+        ),
         ("def f(x):\n    return x * 2", True, False),
-        ("SELECT name FROM users WHERE age > 30;", True, None),  # pasted alone: nobody can tell what is wanted
+        # pasted alone: nobody can tell what is wanted
+        ("SELECT name FROM users WHERE age > 30;", True, None),
         ("Write a Python function that adds two numbers.", False, True),
         ("hi", False, False),
         ("hello", False, False),
@@ -113,8 +131,16 @@ def test_simple_questions_and_requests_are_no_small_talk(prompt: str) -> None:
 
 def test_small_talk_is_told_from_simple_questions() -> None:
     """On prompts that were never trained on: hardly a question is taken for small talk, whose answer would be worse."""
-    found = [prompt for prompt in SMALL_TALK if read(prompt).prompt_class is PromptClass.SMALL_TALK]
-    wrong = [prompt for prompt in NO_SMALL_TALK if read(prompt).prompt_class is PromptClass.SMALL_TALK]
+    found = [
+        prompt
+        for prompt in SMALL_TALK
+        if read(prompt).prompt_class is PromptClass.SMALL_TALK
+    ]
+    wrong = [
+        prompt
+        for prompt in NO_SMALL_TALK
+        if read(prompt).prompt_class is PromptClass.SMALL_TALK
+    ]
     missed = set(SMALL_TALK) - set(found)
     assert len(wrong) <= FALSE_SMALL_TALK * len(NO_SMALL_TALK), wrong
     assert len(missed) <= (1 - SMALL_TALK_SHARE) * len(SMALL_TALK), missed
@@ -128,7 +154,11 @@ def test_the_cases_of_small_talk_were_not_trained_on() -> None:
         for line in file.read_text("utf-8").splitlines()
         if line
     }
-    assert not [prompt for prompt in (*SMALL_TALK, *NO_SMALL_TALK) if letters_of(prompt) in learned]
+    assert not [
+        prompt
+        for prompt in (*SMALL_TALK, *NO_SMALL_TALK)
+        if letters_of(prompt) in learned
+    ]
 
 
 def test_a_short_reply_in_a_long_chat_is_no_small_talk() -> None:
@@ -136,18 +166,36 @@ def test_a_short_reply_in_a_long_chat_is_no_small_talk() -> None:
     tokens = COUNTER.count("ok")
     kinds = [
         extract("ok", COUNTER, tokens + context).prompt_class
-        for context in (0, SMALL_TALK_CONTEXT_TOKENS, SMALL_TALK_CONTEXT_TOKENS + 1, LONG_TOKENS)
+        for context in (
+            0,
+            SMALL_TALK_CONTEXT_TOKENS,
+            SMALL_TALK_CONTEXT_TOKENS + 1,
+            LONG_TOKENS,
+        )
     ]
-    assert kinds == [PromptClass.SMALL_TALK, PromptClass.SMALL_TALK, PromptClass.CHAT, PromptClass.LONG_CONTEXT]
+    assert kinds == [
+        PromptClass.SMALL_TALK,
+        PromptClass.SMALL_TALK,
+        PromptClass.CHAT,
+        PromptClass.LONG_CONTEXT,
+    ]
 
 
-@pytest.mark.parametrize("prompt", ["yes", "No.", "sure!", "ok", "好的", "What's up?", "BUENOS DÍAS", "arigato!!"])
+@pytest.mark.parametrize(
+    "prompt",
+    ["yes", "No.", "sure!", "ok", "好的", "What's up?", "BUENOS DÍAS", "arigato!!"],
+)
 def test_known_small_talk_is_found_whatever_its_case_and_marks(prompt: str) -> None:
     assert read(prompt).prompt_class is PromptClass.SMALL_TALK
 
 
 @pytest.mark.parametrize(
-    "prompt", ["What's up with the price of eggs?", "Good job interview answers", "Sure, prove it."]
+    "prompt",
+    [
+        "What's up with the price of eggs?",
+        "Good job interview answers",
+        "Sure, prove it.",
+    ],
 )
 def test_known_small_talk_within_a_request_is_none(prompt: str) -> None:
     assert read(prompt).prompt_class is not PromptClass.SMALL_TALK
@@ -157,21 +205,32 @@ def test_known_small_talk_is_kept_as_it_is_compared() -> None:
     known = known_small_talk()
     assert len(known) > 1500
     assert not [text for text in known if words_of(text) != text]
-    assert not [prompt for prompt in (*SMALL_TALK, *NO_SMALL_TALK) if words_of(prompt) in known]
+    assert not [
+        prompt for prompt in (*SMALL_TALK, *NO_SMALL_TALK) if words_of(prompt) in known
+    ]
 
 
 def test_a_long_text_is_no_small_talk() -> None:
     """A question may hide between courtesies."""
     courtesies = "hello, how are you? "
     assert read(courtesies).prompt_class is PromptClass.SMALL_TALK
-    assert read(courtesies * SMALL_TALK_TOKENS).prompt_class is not PromptClass.SMALL_TALK
+    assert (
+        read(courtesies * SMALL_TALK_TOKENS).prompt_class is not PromptClass.SMALL_TALK
+    )
 
 
 def test_languages_are_found() -> None:
     """Of code that is found, the language is the expected one mostly."""
-    found = [(language, prompt, read(prompt)) for language, prompt in (*ASKS, *CONTAINS, *CONTAINS_AND_ASKS)]
+    found = [
+        (language, prompt, read(prompt))
+        for language, prompt in (*ASKS, *CONTAINS, *CONTAINS_AND_ASKS)
+    ]
     with_code = [case for case in found if case[2].has_code]
-    wrong = [(prompt, f.language) for language, prompt, f in with_code if not language_fits(language, f.language)]
+    wrong = [
+        (prompt, f.language)
+        for language, prompt, f in with_code
+        if not language_fits(language, f.language)
+    ]
     assert len(wrong) <= (1 - LANGUAGE_SHARE) * len(with_code), wrong
 
 
@@ -181,11 +240,26 @@ CLASSES = (
     ("Why is the sky blue?", PromptClass.CHAT),
     ("What is the tallest mountain in Africa?", PromptClass.CHAT),
     ("Can you recommend a good book for a long flight?", PromptClass.CHAT),
-    ("A train covers 240 miles in 4 hours. What is its average speed?", PromptClass.MATH),
-    ("Solve the equation 3x + 5 = 20 and prove that the solution is unique.", PromptClass.MATH),
-    ("Prove that the product of two odd integers is odd. Think step by step.", PromptClass.MATH),
-    ("Extract all the dates from the following text as JSON: on May 3 we met.", PromptClass.EXTRACTION),
-    ("Classify the sentiment of the feedback below.\n\nThe soup was cold.", PromptClass.EXTRACTION),
+    (
+        "A train covers 240 miles in 4 hours. What is its average speed?",
+        PromptClass.MATH,
+    ),
+    (
+        "Solve the equation 3x + 5 = 20 and prove that the solution is unique.",
+        PromptClass.MATH,
+    ),
+    (
+        "Prove that the product of two odd integers is odd. Think step by step.",
+        PromptClass.MATH,
+    ),
+    (
+        "Extract all the dates from the following text as JSON: on May 3 we met.",
+        PromptClass.EXTRACTION,
+    ),
+    (
+        "Classify the sentiment of the feedback below.\n\nThe soup was cold.",
+        PromptClass.EXTRACTION,
+    ),
     ("Write a short story about a lighthouse keeper.", PromptClass.WRITING),
     ("Draft a polite email to my landlord about the heating.", PromptClass.WRITING),
     ("I want you to act as a stand-up comedian.", PromptClass.CHAT),
@@ -205,7 +279,11 @@ CLASSES = (
 def test_prompt_classes() -> None:
     """Nearly every class is recognised, and nothing is named of a text that says nothing."""
     found = [(prompt, prompt_class, read(prompt)) for prompt, prompt_class in CLASSES]
-    wrong = [(prompt[:50], f.prompt_class) for prompt, prompt_class, f in found if f.prompt_class is not prompt_class]
+    wrong = [
+        (prompt[:50], f.prompt_class)
+        for prompt, prompt_class, f in found
+        if f.prompt_class is not prompt_class
+    ]
     assert len(wrong) <= (1 - CLASS_SHARE) * len(found), wrong
     assert all(0 <= features.confidence <= 1 for _, _, features in found)
     for prompt in ("", "....!!"):
@@ -227,7 +305,9 @@ def test_words_are_what_stands_between_white_space(text: str) -> None:
 def test_certain_marks_are_named() -> None:
     """What shows code for certain is named in words."""
     assert read("what is this?\n```python\nx = 1\n```").signals == ("fenced block",)
-    assert read('Traceback (most recent call last):\n  File "a.py", line 1\nKeyError: 1').signals == ("traceback",)
+    assert read(
+        'Traceback (most recent call last):\n  File "a.py", line 1\nKeyError: 1'
+    ).signals == ("traceback",)
     assert read("What time is dinner?").signals == ()
 
 

@@ -33,7 +33,12 @@ TEXT = st.text(st.characters(), max_size=300)  # unpaired surrogates too
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("def getName(x1):", "def getname ( x 1 ):"), ("Été à Paris", "été à paris"), ("a == b\n", "a == b ⏎"), ("", "∅")],
+    [
+        ("def getName(x1):", "def getname ( x 1 ):"),
+        ("Été à Paris", "été à paris"),
+        ("a == b\n", "a == b ⏎"),
+        ("", "∅"),
+    ],
 )
 def test_lines(text: str, expected: str) -> None:
     """Words are apart from marks, digits and line breaks; a text of which nothing is left has a part of its own."""
@@ -43,7 +48,11 @@ def test_lines(text: str, expected: str) -> None:
 def test_long_texts_are_read_at_both_ends() -> None:
     """Of a long text the middle is not read."""
     head, tail = "a " * (HEAD_CHARS // 2), "b " * (TAIL_CHARS // 2)
-    assert line_of(f"{head}middle{tail}") == line_of(f"{head}another{tail}") == f"{line_of(head)} ⏎ {line_of(tail)}"
+    assert (
+        line_of(f"{head}middle{tail}")
+        == line_of(f"{head}another{tail}")
+        == f"{line_of(head)} ⏎ {line_of(tail)}"
+    )
 
 
 def test_marks_are_found_at_the_start_of_a_line() -> None:
@@ -62,14 +71,22 @@ def test_plain_text_is_read_alike_beside_other_scripts(text: str) -> None:
 @given(TEXT)
 def test_whatever_is_read_what_is_found_are_probabilities(text: str) -> None:
     found = shipped_model().predict(text)
-    for value in (found.has_code, found.asks_for_code, found.contains_code, found.beyond_trivial, found.complex):
+    for value in (
+        found.has_code,
+        found.asks_for_code,
+        found.contains_code,
+        found.beyond_trivial,
+        found.complex,
+    ):
         assert 0 <= value <= 1
     assert len(found.classes) == len(JUDGED)
     assert sum(found.classes) == pytest.approx(1)
     assert found.language is None or found.has_code >= 0.5
 
 
-@pytest.mark.parametrize("unit", ["a", "\u0301", "(", "\ud800", "[{", "写", " ", "\n", "0", "😀", "\0"])
+@pytest.mark.parametrize(
+    "unit", ["a", "\u0301", "(", "\ud800", "[{", "写", " ", "\n", "0", "😀", "\0"]
+)
 def test_hostile_texts_are_read_in_part(unit: str) -> None:
     """Of a megabyte of one character an excerpt is read: the work is bounded."""
     text = unit * (1_000_000 // len(unit))
@@ -118,10 +135,15 @@ def test_any_text_is_explained(text: str) -> None:
 
 def test_the_pairs_that_ask_for_code_weigh_most() -> None:
     """What is told of two words is what they say alone, beyond an empty text."""
-    told, model = explain("please write quicksort in rust for my aunt", most=3)["asks"], shipped_model()
+    told, model = (
+        explain("please write quicksort in rust for my aunt", most=3)["asks"],
+        shipped_model(),
+    )
     assert {"write quicksort", "in rust"} & {pair for pair, _ in told}
     pair, weight = told[0]
-    assert weight == pytest.approx(model.read(pair, 0)[0][1] - model.read("", 0)[0][1], abs=0.01)
+    assert weight == pytest.approx(
+        model.read(pair, 0)[0][1] - model.read("", 0)[0][1], abs=0.01
+    )
 
 
 def test_shipped_weights_say_where_they_come_from() -> None:
@@ -140,16 +162,21 @@ def test_what_is_no_weights_file_is_refused(content: bytes, tmp_path: Path) -> N
     with pytest.raises(WeightsError, match="cannot read"):
         load_model(file)
     file.write_bytes(content)
-    about = json.loads(WEIGHTS_FILE.with_name(ABOUT_FILE).read_text("utf-8")) | {"sha256": digest(file)}
+    about = json.loads(WEIGHTS_FILE.with_name(ABOUT_FILE).read_text("utf-8")) | {
+        "sha256": digest(file)
+    }
     (tmp_path / ABOUT_FILE).write_text(json.dumps(about), "utf-8")
     with pytest.raises(WeightsError, match="cannot read"):
         load_model(file)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"sha256": "0"}, "not written with"), ({"outputs": []}, "other outputs")]
+    ("change", "message"),
+    [({"sha256": "0"}, "not written with"), ({"outputs": []}, "other outputs")],
 )
-def test_weights_of_other_code_are_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_weights_of_other_code_are_refused(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
     """A file that was not written with its calibration, or has other outputs, is not used."""
     file = Path(shutil.copy(WEIGHTS_FILE, tmp_path))
     about = json.loads(WEIGHTS_FILE.with_name(ABOUT_FILE).read_text("utf-8")) | change
@@ -175,7 +202,9 @@ def write_prompts(file: Path) -> None:
                 "language": language if code else None,
                 "class": "code" if code else rng.choice(("chat", "writing")),
                 "complexity": "moderate" if number % 3 else "trivial",
-                "source": f"written:{number % 5}" if number % 4 else f"pool {number % 7}",
+                "source": f"written:{number % 5}"
+                if number % 4
+                else f"pool {number % 7}",
             }
         )
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
@@ -186,7 +215,13 @@ def test_one_command_writes_the_same_files_twice(tmp_path: Path) -> None:
     write_prompts(tmp_path / "written.jsonl")
     outputs = [tmp_path / name / WEIGHTS_FILE.name for name in ("a", "b")]
     script = ROOT / "scripts/train_classifier.py"
-    command = [ROOT / ".venv-classifier/bin/python", script, "--data", tmp_path, "--output"]
+    command = [
+        ROOT / ".venv-classifier/bin/python",
+        script,
+        "--data",
+        tmp_path,
+        "--output",
+    ]
     for output in outputs:
         output.parent.mkdir()
     trained = [subprocess.Popen([*command, output]) for output in outputs]
@@ -195,7 +230,10 @@ def test_one_command_writes_the_same_files_twice(tmp_path: Path) -> None:
         first, second = (output.with_name(name).read_bytes() for output in outputs)
         assert first == second
     model = load_model(outputs[0])
-    asked, told = model.predict("write a lua function for a garden"), model.predict("tell me about the page of my aunt")
+    asked, told = (
+        model.predict("write a lua function for a garden"),
+        model.predict("tell me about the page of my aunt"),
+    )
     assert asked.asks_for_code > 0.5 > told.has_code
     assert asked.language == "lua"
     assert model.about["prompts"]["written"] == 900

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from classifier import EstimatingCounter, PromptFeatures, SecondLook, WeightsError, extract, load_second_look
+from classifier import (
+    EstimatingCounter,
+    PromptFeatures,
+    SecondLook,
+    WeightsError,
+    extract,
+    load_second_look,
+)
 from classifier.model import CLASSES, OUTPUTS, SMALL_TALK, shipped_model
 from classifier.second_look import MODEL, TOKENIZER
 from tests.unit.classifier.cases import ASKS, CONTAINS, NEITHER
@@ -49,11 +56,15 @@ def test_it_says_nothing_of_small_talk(second: SecondLook) -> None:
 
 def test_it_is_right_where_the_first_look_is_in_doubt(second: SecondLook) -> None:
     """It settles most of what is in doubt, says so, and is not asked twice."""
-    right = {prompt: True for _, prompt in (*ASKS, *CONTAINS)} | {prompt: False for _, prompt in NEITHER}
+    right = {prompt: True for _, prompt in (*ASKS, *CONTAINS)} | {
+        prompt: False for _, prompt in NEITHER
+    }
     doubtful = [prompt for prompt in right if read(prompt).doubtful]
     found = {prompt: read(prompt, *second.read(prompt)) for prompt in doubtful}
     assert doubtful
-    assert all("second look" in each.signals and not each.doubtful for each in found.values())
+    assert all(
+        "second look" in each.signals and not each.doubtful for each in found.values()
+    )
     settled = sum(found[prompt].has_code is right[prompt] for prompt in doubtful)
     assert settled >= sum(read(prompt).has_code is right[prompt] for prompt in doubtful)
 

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from classifier import EstimatingCounter, ModelTokenCounter, TokenizerError
 
@@ -39,7 +48,8 @@ BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def byte_level(
-    pre_tokenizer: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None
+    pre_tokenizer: pre_tokenizers.PreTokenizer,
+    normalizer: normalizers.Normalizer | None = None,
 ) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
@@ -48,7 +58,10 @@ def byte_level(
         tokenizer.normalizer = normalizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+        vocab_size=500,
+        initial_alphabet=alphabet,
+        special_tokens=["<|end|>"],
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TRAINING, trainer)
     return tokenizer
@@ -57,7 +70,9 @@ def byte_level(
 def fewer_bytes() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<|end|>"))
     tokenizer.pre_tokenizer = BYTE_LEVEL
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|end|>"], show_progress=False
+    )
     tokenizer.train_from_iterator(TRAINING, trainer)
     return tokenizer
 
@@ -65,7 +80,9 @@ def fewer_bytes() -> Tokenizer:
 def unigram() -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
     tokenizer.train_from_iterator(TRAINING, trainer)
     return tokenizer
 
@@ -73,7 +90,9 @@ def unigram() -> Tokenizer:
 def word_piece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"], show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=300, special_tokens=["[UNK]"], show_progress=False
+    )
     tokenizer.train_from_iterator(TRAINING, trainer)
     return tokenizer
 
@@ -85,12 +104,16 @@ def greedy_added_token() -> Tokenizer:
 
 
 def digits(*, individual: bool) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=individual), BYTE_LEVEL])
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=individual), BYTE_LEVEL]
+    )
 
 
 def llama() -> pre_tokenizers.PreTokenizer:
     split = pre_tokenizers.Split(Regex(LLAMA), "isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 FAST = {
@@ -102,7 +125,11 @@ FAST = {
     "nfkc": byte_level(BYTE_LEVEL, normalizers.NFKC()),
     "fewer_bytes": fewer_bytes(),
 }
-SLOW = {"unigram": unigram(), "word_piece": word_piece(), "greedy_added_token": greedy_added_token()}
+SLOW = {
+    "unigram": unigram(),
+    "word_piece": word_piece(),
+    "greedy_added_token": greedy_added_token(),
+}
 PAIRS = {name: (t, ModelTokenCounter(t.to_str())) for name, t in (FAST | SLOW).items()}
 
 
@@ -127,7 +154,10 @@ def test_backend(name: str) -> None:
     assert counter.exact
 
 
-@given(st.sampled_from(sorted(PAIRS)), st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
+@given(
+    st.sampled_from(sorted(PAIRS)),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=80),
+)
 def test_any_text_has_the_reference_ids(name: str, text: str) -> None:
     """No text that Unicode allows has other ids than the reference gives."""
     tokenizer, counter = PAIRS[name]
@@ -136,7 +166,10 @@ def test_any_text_has_the_reference_ids(name: str, text: str) -> None:
 
 @given(
     st.sampled_from(sorted(PAIRS)),
-    st.text("aes'tTlLvV 019\n\r\t.,!<|end>\u00e9\u0301\u0663\u00bd\u3000\u00a0\u017f", max_size=80),
+    st.text(
+        "aes'tTlLvV 019\n\r\t.,!<|end>\u00e9\u0301\u0663\u00bd\u3000\u00a0\u017f",
+        max_size=80,
+    ),
 )
 def test_any_mixture_of_boundaries_has_the_reference_ids(name: str, text: str) -> None:
     """No mixture of contractions, digits, white space and special tokens is split otherwise."""
@@ -148,7 +181,10 @@ def test_any_mixture_of_boundaries_has_the_reference_ids(name: str, text: str) -
 def test_long_text_is_counted_in_pieces(name: str) -> None:
     _, counter = PAIRS[name]
     for text in ("The capital of France is Paris. " * 4000, " " * 120_000):
-        assert abs(counter.count(text) - len(counter.encode(text))) <= 2 * len(text) // 50_000
+        assert (
+            abs(counter.count(text) - len(counter.encode(text)))
+            <= 2 * len(text) // 50_000
+        )
     assert counter.count(" " * 2_000_000) == 2_000_000 // 3
 
 
@@ -161,10 +197,14 @@ def test_lone_surrogates_count_as_replacement_characters() -> None:
 def test_from_file(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     FAST["byte_level"].save(str(path))
-    assert ModelTokenCounter.from_file(path).count("hello world") == len(reference(FAST["byte_level"], "hello world"))
+    assert ModelTokenCounter.from_file(path).count("hello world") == len(
+        reference(FAST["byte_level"], "hello world")
+    )
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": 1}'])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": 1}']
+)
 def test_bad_files_are_named(tmp_path: Path, content: bytes | None) -> None:
     """A file that is missing or is no tokenizer raises an error of our own."""
     path = tmp_path / "tokenizer.json"

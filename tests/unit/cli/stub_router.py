@@ -53,7 +53,9 @@ def stub_router(**answers: tuple[int, Any]) -> Iterator[StubRouter]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, body = stub.answer(self.command, self.path, self.headers["authorization"])
+            status, body = stub.answer(
+                self.command, self.path, self.headers["authorization"]
+            )
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()

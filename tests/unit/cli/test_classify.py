@@ -17,24 +17,51 @@ from tiers.spec import STANDARD_TIERS, ReplicaStatus
 @pytest.fixture(autouse=True)
 def _no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QARR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("QARR_SERVER__PORT", "9")  # where no router runs, whatever else this machine does
+    # where no router runs, whatever else this machine does
+    monkeypatch.setenv("QARR_SERVER__PORT", "9")
 
 
 def test_the_prompt_is_an_argument_or_standard_input() -> None:
     """Both give the same; without a tokenizer that is said."""
     given, read = qarr("classify", "2 * 3?"), qarr("classify", stdin="2 * 3?")
-    assert (given.stdout, "(estimated)" in given.stdout, "are estimated" in given.stderr) == (read.stdout, True, True)
+    assert (
+        given.stdout,
+        "(estimated)" in given.stdout,
+        "are estimated" in given.stderr,
+    ) == (read.stdout, True, True)
 
 
 def test_the_running_router_is_asked() -> None:
     """What it would do is told; without one, that none answers, and what an idle fleet would do."""
     routed = {"tier": "precise", "reason": "class math: measured"}
-    with stub_router(**{"GET /tiers": (200, {}), "POST /route": (200, routed)}) as router:
-        found = json.loads(qarr("classify", "--json", "What is 17 * 23?", "--url", router.url, "--key", "k").stdout)
-        assert (found["tier"], found["reason"], set(router.keys)) == ("precise", "class math: measured", {"Bearer k"})
+    with stub_router(
+        **{"GET /tiers": (200, {}), "POST /route": (200, routed)}
+    ) as router:
+        found = json.loads(
+            qarr(
+                "classify",
+                "--json",
+                "What is 17 * 23?",
+                "--url",
+                router.url,
+                "--key",
+                "k",
+            ).stdout
+        )
+        assert (found["tier"], found["reason"], set(router.keys)) == (
+            "precise",
+            "class math: measured",
+            {"Bearer k"},
+        )
         router.answers["POST /route"] = (400, {"detail": "too long"})
-        found = json.loads(qarr("classify", "--json", "What is 17 * 23?", "--url", router.url).stdout)
-        assert (found["tier"], found["reason"], found["class"]) == (None, "too long", "math")
+        found = json.loads(
+            qarr("classify", "--json", "What is 17 * 23?", "--url", router.url).stdout
+        )
+        assert (found["tier"], found["reason"], found["class"]) == (
+            None,
+            "too long",
+            "math",
+        )
     done = qarr("classify", "What is 17 * 23?", "--url", router.url)
     assert "no router answers at" in done.stderr
     assert "an idle fleet without measurements: math" in done.stdout
@@ -43,22 +70,43 @@ def test_the_running_router_is_asked() -> None:
 def test_what_weighed_most_is_told() -> None:
     """Each reason names an output, a piece of the prompt and its log-odds, for programs and for people."""
     prompt = "Write a Python function that merges two sorted lists."
-    assert "write a" in dict(json.loads(qarr("classify", "--json", prompt).stdout)["why"]["asks"])
-    lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in qarr("classify", prompt).stdout.splitlines() if line)
+    assert "write a" in dict(
+        json.loads(qarr("classify", "--json", prompt).stdout)["why"]["asks"]
+    )
+    lines = dict(
+        re.split(r" {2,}", line, maxsplit=1)
+        for line in qarr("classify", prompt).stdout.splitlines()
+        if line
+    )
     assert (lines["code"], "'write a' +" in lines["asks"]) == ("asks for python", True)
 
 
 def test_an_empty_prompt_is_one() -> None:
     """An empty argument is the prompt, not a reason to read standard input."""
-    assert json.loads(qarr("classify", "--json", "", stdin="Write a Python function").stdout)["class"] != "code"
+    assert (
+        json.loads(
+            qarr("classify", "--json", "", stdin="Write a Python function").stdout
+        )["class"]
+        != "code"
+    )
 
 
 def test_the_tier_follows_the_settings() -> None:
     """The same prompt moves with the policy and the model's size; one that fits no tier has none, and the reason says so."""
     code = "Write a Python function that merges two sorted lists."
-    for parameters, loss, tier in (("8e9", "0.1", "balanced"), ("8e9", "0", "precise"), ("1e8", "0.1", "precise")):
-        settings = {"QARR_POLICY__MODEL_PARAMETERS": parameters, "QARR_POLICY__MAX_LOSS__CODE": loss}
-        assert json.loads(qarr("classify", "--json", code, **settings).stdout)["tier"] == tier
+    for parameters, loss, tier in (
+        ("8e9", "0.1", "balanced"),
+        ("8e9", "0", "precise"),
+        ("1e8", "0.1", "precise"),
+    ):
+        settings = {
+            "QARR_POLICY__MODEL_PARAMETERS": parameters,
+            "QARR_POLICY__MAX_LOSS__CODE": loss,
+        }
+        assert (
+            json.loads(qarr("classify", "--json", code, **settings).stdout)["tier"]
+            == tier
+        )
     found = json.loads(qarr("classify", "--json", "word " * 20_000).stdout)
     assert found["tier"] is None
     assert found["reason"]
@@ -66,8 +114,15 @@ def test_the_tier_follows_the_settings() -> None:
 
 def test_lines_keep_their_order_and_language() -> None:
     """One compact object for each line, blank ones left out; text that JSON escapes is read."""
-    done = qarr("classify", "--jsonl", stdin='{"text": "hi"}\n\n{"text": "\\u00fcben", "more": 1}\n')
-    assert [json.loads(line)["tokens"] > 0 for line in done.stdout.splitlines()] == [True, True]
+    done = qarr(
+        "classify",
+        "--jsonl",
+        stdin='{"text": "hi"}\n\n{"text": "\\u00fcben", "more": 1}\n',
+    )
+    assert [json.loads(line)["tokens"] > 0 for line in done.stdout.splitlines()] == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("line", ["nonsense", '{"prompt": "hi"}', '{"text": 7}', "[]"])
@@ -79,9 +134,15 @@ def test_the_bad_line_is_named(line: str) -> None:
 
 def test_the_idle_fleet_has_a_ready_replica_in_each_tier() -> None:
     """With the limits of the settings and nothing in flight."""
-    fleet = idle_fleet(load_settings(None, {"tiers": {"fast": {"max_model_len": 100, "max_in_flight": 3}}}))
+    fleet = idle_fleet(
+        load_settings(
+            None, {"tiers": {"fast": {"max_model_len": 100, "max_in_flight": 3}}}
+        )
+    )
     assert [tier.spec.name for tier in fleet.tiers] == list(STANDARD_TIERS)
     assert [tier.spec.max_model_len for tier in fleet.tiers] == [100, 4096, 8192]
     assert fleet.tiers[0].spec.max_in_flight == 3
-    assert {r.status for tier in fleet.tiers for r in tier.replicas} == {ReplicaStatus.READY}
+    assert {r.status for tier in fleet.tiers for r in tier.replicas} == {
+        ReplicaStatus.READY
+    }
     assert {r.in_flight for tier in fleet.tiers for r in tier.replicas} == {0}

@@ -14,7 +14,9 @@ from tiers.errors import OperationError
 
 def test_it_sends_the_key_and_returns_the_object() -> None:
     """A slash at the end of the URL does not count; the method is GET unless another is given."""
-    with stub_router(**{"GET /tiers": (200, {"model": "m"}), "POST /admin/x": (202, {"id": "1"})}) as router:
+    with stub_router(
+        **{"GET /tiers": (200, {"model": "m"}), "POST /admin/x": (202, {"id": "1"})}
+    ) as router:
         client = RouterApiClient(f"{router.url}/", "secret")
         assert client.ask("/tiers") == {"model": "m"}
         assert client.ask("/admin/x", "POST") == {"id": "1"}
@@ -28,30 +30,52 @@ def test_it_sends_the_key_and_returns_the_object() -> None:
         ((), {"QARR_SERVER__PORT": "{0}"}, 0),
         (("--config", "{file}"), {"QARR_SERVER__HOST": "0.0.0.0"}, 1),
         ((), {"QARR_SERVER__PORT": "{0}", "QARR_URL": "http://127.0.0.1:{1}"}, 1),
-        (("--url", "http://127.0.0.1:{0}"), {"QARR_URL": "http://127.0.0.1:{1}", "QARR_SERVER__PORT": "1"}, 0),
+        (
+            ("--url", "http://127.0.0.1:{0}"),
+            {"QARR_URL": "http://127.0.0.1:{1}", "QARR_SERVER__PORT": "1"},
+            0,
+        ),
     ],
 )
-@pytest.mark.parametrize("command", [("reload",), ("adapters",), ("tiers", "drain", "x"), ("top",)])
+@pytest.mark.parametrize(
+    "command", [("reload",), ("adapters",), ("tiers", "drain", "x"), ("top",)]
+)
 def test_the_router_of_the_settings_is_asked(
-    command: tuple[str, ...], args: tuple[str, ...], variables: dict[str, str], asked: int, tmp_path: Path
+    command: tuple[str, ...],
+    args: tuple[str, ...],
+    variables: dict[str, str],
+    asked: int,
+    tmp_path: Path,
 ) -> None:
     """``--url`` comes before ``QARR_URL``, which comes before the settings; the command names the router on standard error."""
     with stub_router() as first, stub_router() as second:
-        ports, file = [router.url.rpartition(":")[2] for router in (first, second)], tmp_path / "qarr.toml"
+        ports, file = (
+            [router.url.rpartition(":")[2] for router in (first, second)],
+            tmp_path / "qarr.toml",
+        )
         file.write_text(f"[server]\nport = {ports[1]}\n")
         done = qarr(
             *command,
             *(arg.format(*ports, file=file) for arg in args),
             **{name: value.format(*ports) for name, value in variables.items()},
         )
-    assert [bool(router.asked) for router in (first, second)] == [asked == 0, asked == 1]
+    assert [bool(router.asked) for router in (first, second)] == [
+        asked == 0,
+        asked == 1,
+    ]
     assert f"router http://127.0.0.1:{ports[asked]}\n" in done.stderr
 
 
 def test_the_routers_address_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that is not known is asked for; an option before a subcommand, which would not get it, is refused."""
     for command in ("tiers", "adapters"):
-        before = qarr(command, "--url", "http://127.0.0.1:9", "drain" if command == "tiers" else "unload", "x")
+        before = qarr(
+            command,
+            "--url",
+            "http://127.0.0.1:9",
+            "drain" if command == "tiers" else "unload",
+            "x",
+        )
         assert (before.exit_code, "give --url after" in before.stderr) == (2, True)
     monkeypatch.setenv("QARR_SERVER__HOST", "::")
     assert find_router("") == ("http://[::1]:8080", True)
@@ -82,12 +106,17 @@ def test_without_a_key_no_header_is_sent() -> None:
 )
 def test_refusals_say_why(answer: tuple[int, object], key: str, said: str) -> None:
     """The router's own detail if there is one."""
-    with stub_router(**{"GET /x": answer}) as router, pytest.raises(OperationError) as caught:
+    with (
+        stub_router(**{"GET /x": answer}) as router,
+        pytest.raises(OperationError) as caught,
+    ):
         RouterApiClient(router.url, key).ask("/x")
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://h", "http://", "http://h:port"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:9", "ftp://h", "http://", "http://h:port"]
+)
 def test_no_answer_names_the_address(url: str) -> None:
     """Whatever is wrong with the address, it is named with what to do."""
     with pytest.raises(OperationError, match="'make up' starts one") as caught:
@@ -99,23 +128,50 @@ ENGINE = {"GET /version": (200, {"version": "0.11.0"})}
 
 
 @pytest.mark.parametrize(
-    "command", [("tiers",), ("top", "--once"), ("adapters",), ("tiers", "drain", "x"), ("profile", "latency")]
+    "command",
+    [
+        ("tiers",),
+        ("top", "--once"),
+        ("adapters",),
+        ("tiers", "drain", "x"),
+        ("profile", "latency"),
+    ],
 )
-def test_the_address_of_an_engine_is_told_as_one(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_address_of_an_engine_is_told_as_one(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
     """vLLM answers every path that it does not know in the same words, and has a version."""
     with stub_router(**ENGINE) as engine:
         engine.unknown = {"detail": "Not Found"}
-        done = qarr(*command, "--url", engine.url, QARR_POLICY__PROFILES=str(tmp_path), QARR_CACHE_DIR=str(tmp_path))
+        done = qarr(
+            *command,
+            "--url",
+            engine.url,
+            QARR_POLICY__PROFILES=str(tmp_path),
+            QARR_CACHE_DIR=str(tmp_path),
+        )
     said = f"{engine.url} is an engine (vLLM 0.11.0), not a router: give the router's address with --url or QARR_URL"
     assert str(done.exception) == said
 
 
 def test_what_is_neither_router_nor_engine_is_asked_about(tmp_path: Path) -> None:
     """Any other server, and one whose version is no vLLM's."""
-    for answers in ({}, {"GET /version": (200, b"1.0")}, {"GET /version": (200, {"v": 1})}):
+    for answers in (
+        {},
+        {"GET /version": (200, b"1.0")},
+        {"GET /version": (200, {"v": 1})},
+    ):
         with stub_router(**answers) as other:
             other.unknown = {"detail": "Not Found"}
-            done = qarr("profile", "latency", "--url", other.url, QARR_POLICY__PROFILES=str(tmp_path))
+            done = qarr(
+                "profile",
+                "latency",
+                "--url",
+                other.url,
+                QARR_POLICY__PROFILES=str(tmp_path),
+            )
             assert "/tiers answered HTTP 404: is this a router?" in str(done.exception)
-            with pytest.raises(OperationError, match="/tiers answered HTTP 404: is this a router"):
+            with pytest.raises(
+                OperationError, match="/tiers answered HTTP 404: is this a router"
+            ):
                 RouterApiClient(other.url, "").ask("/tiers")

@@ -10,7 +10,16 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from router.cli.common import Progress, clock, fail, http_url, plain, print_table, printable, tier_settings
+from router.cli.common import (
+    Progress,
+    clock,
+    fail,
+    http_url,
+    plain,
+    print_table,
+    printable,
+    tier_settings,
+)
 from router.settings import load_settings
 
 
@@ -35,13 +44,20 @@ def test_control_characters_become_spaces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:80"), ("::1", "http://[::1]:80"), ("h", "http://h:80")]
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("::1", "http://[::1]:80"),
+        ("h", "http://h:80"),
+    ],
 )
 def test_urls_of_hosts(host: str, url: str) -> None:
     assert http_url(host, 80) == url
 
 
-def test_tables_are_not_markup_and_have_a_width_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_not_markup_and_have_a_width_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A name with brackets is printed whole, and a piped table is not cut to 80 columns."""
     table = Table("name", "detail", box=None)
     table.add_row("[red]x", "y" * 100)
@@ -55,7 +71,11 @@ def test_clock_counts_from_the_start() -> None:
 
 
 def test_tiers_by_rising_precision() -> None:
-    assert [tier.max_model_len for tier in tier_settings(load_settings())] == [2048, 4096, 8192]
+    assert [tier.max_model_len for tier in tier_settings(load_settings())] == [
+        2048,
+        4096,
+        8192,
+    ]
 
 
 def test_progress_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,5 +83,9 @@ def test_progress_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("step [1]", "step [1]", "step [2]", "step [1]"):
         log(line)
     captured = capsys.readouterr()
-    assert [line.partition(" s ")[2] for line in captured.err.splitlines()] == ["step [1]", "step [2]", "step [1]"]
+    assert [line.partition(" s ")[2] for line in captured.err.splitlines()] == [
+        "step [1]",
+        "step [2]",
+        "step [1]",
+    ]
     assert captured.out == ""

@@ -61,19 +61,38 @@ def one(check: str, **how: Any) -> tuple[Health, str, str]:
     return finding.health, finding.found, finding.then
 
 
-def context(overrides: dict[str, Any] | None = None, url: str = "http://127.0.0.1:9", key: str = "") -> CheckContext:
+def context(
+    overrides: dict[str, Any] | None = None,
+    url: str = "http://127.0.0.1:9",
+    key: str = "",
+) -> CheckContext:
     return CheckContext(load_settings(None, overrides), url=url, key=key)
 
 
 def checkpoint(folder: Path, tier: TierName = TierName.FAST) -> Path:
     folder.mkdir(parents=True)
-    header = json.dumps({"w": {"dtype": "U8", "shape": [1000], "data_offsets": [0, 1000]}}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1000))
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [1000], "data_offsets": [0, 1000]}}
+    ).encode()
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(1000)
+    )
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
-    config = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 8, "num_key_value_heads": 1}
+    config = {
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "num_key_value_heads": 1,
+    }
     (folder / "config.json").write_text(json.dumps(config))
-    seal(folder, tier, model="m", base_digest="b", made={"method": "made up", "versions": {}})
+    seal(
+        folder,
+        tier,
+        model="m",
+        base_digest="b",
+        made={"method": "made up", "versions": {}},
+    )
     return folder
 
 
@@ -84,7 +103,10 @@ def test_a_machine_without_anything(tmp_path: Path) -> None:
     assert not [f for f in findings if "could not be checked" in f.found]
     assert all(f.then for f in findings if f.health is not OK)
     assert one("checkpoints")[2].startswith("'qarr model prepare'")
-    assert one("router")[:2] == (OK, next(f.found for f in findings if f.check == "router"))
+    assert one("router")[:2] == (
+        OK,
+        next(f.found for f in findings if f.check == "router"),
+    )
     assert "is free" in one("router port")[1]
     assert not (tmp_path / "cache").exists(), "a check has made something"
 
@@ -100,8 +122,12 @@ def test_settings_that_are_not_valid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_tier_has_nothing_to_choose() -> None:
     tiers = {name: {"replicas": 0} for name in ("fast", "balanced", "precise")}
-    alone = context({"tiers": tiers | {"precise": {"urls": ["http://127.0.0.1:9"], "replicas": 0}}})
-    assert next(iter(served_tiers(alone))).found.startswith("precise: nothing to choose; queue, quotas, failover")
+    alone = context(
+        {"tiers": tiers | {"precise": {"urls": ["http://127.0.0.1:9"], "replicas": 0}}}
+    )
+    assert next(iter(served_tiers(alone))).found.startswith(
+        "precise: nothing to choose; queue, quotas, failover"
+    )
     assert next(iter(served_tiers(context()))).found == "fast, balanced, precise"
 
 
@@ -119,18 +145,35 @@ def test_taken_ports(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "set " in findings[check].then
 
 
-def test_another_routers_engines_are_no_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_routers_engines_are_no_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """They are told by the guard above them, and what to do if they are to be checked, or a second router is to start."""
     listens = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); s.accept()"
-    argv = [sys.executable, "-I", "-S", GUARD, tmp_path / "log", sys.executable, "-c", listens]
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        GUARD,
+        tmp_path / "log",
+        sys.executable,
+        "-c",
+        listens,
+    ]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
-        while not (tmp_path / "log").exists() or not (said := (tmp_path / "log").read_text()).endswith("\n"):
+        while not (tmp_path / "log").exists() or not (
+            said := (tmp_path / "log").read_text()
+        ).endswith("\n"):
             assert guard.poll() is None
         monkeypatch.setenv("QARR_ENGINE__BASE_PORT", said.strip())
         for tier in ("BALANCED", "PRECISE"):  # whose ports other tests may have
             monkeypatch.setenv(f"QARR_TIERS__{tier}__REPLICAS", "0")
         health, text, then = one("engine ports")
-        assert (health, text.partition(":")[0], "engines of another router" in text) == (WARNING, said.strip(), True)
+        assert (
+            health,
+            text.partition(":")[0],
+            "engines of another router" in text,
+        ) == (WARNING, said.strip(), True)
         assert "--url" in then
         guard.stdin.close()
 
@@ -167,12 +210,17 @@ def test_checkpoints(tmp_path: Path) -> None:
     weights.write_bytes(whole)
     (folder / "tokenizer.json").write_text('{"version": "2.0"}')
     assert "tokenizer changed" in judged()[1]
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "other.safetensors"}}')
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"w": "other.safetensors"}}'
+    )
     with pytest.raises(CheckpointError, match=r"other\.safetensors is missing"):
         check_whole(folder)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff" * 64, struct.pack("<Q", 4) + b"{}{}", struct.pack("<Q", 2) + b"[]"])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff" * 64, struct.pack("<Q", 4) + b"{}{}", struct.pack("<Q", 2) + b"[]"],
+)
 def test_weights_that_are_none(data: bytes, tmp_path: Path) -> None:
     """Whatever lies there, it is told as a checkpoint's fault."""
     (tmp_path / "model.safetensors").write_bytes(data)
@@ -182,10 +230,19 @@ def test_weights_that_are_none(data: bytes, tmp_path: Path) -> None:
 
 def test_given_checkpoints_are_checked(tmp_path: Path) -> None:
     """A folder from the settings needs no manifest; it is whole or not, and there is nothing to compare it with."""
-    given = context({"tiers": {"fast": {"checkpoint": (folder := checkpoint(tmp_path / "own"))}}})
+    given = context(
+        {"tiers": {"fast": {"checkpoint": (folder := checkpoint(tmp_path / "own"))}}}
+    )
     missing, own = checks.checkpoints(given)
-    assert (missing.health, missing.found.partition(" of ")[0]) == (WARNING, "balanced, precise")
-    assert (own.check, own.health, own.found) == ("checkpoint fast", OK, "own: unknown, files complete, no manifest")
+    assert (missing.health, missing.found.partition(" of ")[0]) == (
+        WARNING,
+        "balanced, precise",
+    )
+    assert (own.check, own.health, own.found) == (
+        "checkpoint fast",
+        OK,
+        "own: unknown, files complete, no manifest",
+    )
     (folder / "model.safetensors").write_bytes(b"cut off")
     broken = list(checks.checkpoints(given))[1]
     assert (broken.health, "tiers.fast.checkpoint" in broken.then) == (PROBLEM, True)
@@ -220,14 +277,21 @@ def test_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute", "health"), [("7.5", WARNING), ("8.6", WARNING), ("8.9", OK), ("9.0", OK), ("[N/A]", WARNING)]
+    ("compute", "health"),
+    [("7.5", WARNING), ("8.6", WARNING), ("8.9", OK), ("9.0", OK), ("[N/A]", WARNING)],
 )
 def test_what_a_gpu_means(compute: str, health: Health) -> None:
-    assert judge_gpu(["0", "a GPU", "550.1", compute, "81559", "81000"]).health is health
+    assert (
+        judge_gpu(["0", "a GPU", "550.1", compute, "81559", "81000"]).health is health
+    )
 
 
-def on_machine(monkeypatch: pytest.MonkeyPatch, instructions: InstructionSet | None, *gpus: Gpu) -> None:
-    monkeypatch.setattr(checks, "read_machine", lambda: Machine((0, 1), 24 * GIB, gpus, instructions))
+def on_machine(
+    monkeypatch: pytest.MonkeyPatch, instructions: InstructionSet | None, *gpus: Gpu
+) -> None:
+    monkeypatch.setattr(
+        checks, "read_machine", lambda: Machine((0, 1), 24 * GIB, gpus, instructions)
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,11 +303,18 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, instructions: InstructionSet | N
             "QARR's kernel, in float32 (oneDNN has none for AVX2)",
         ),
         (InstructionSet.AVX512, "QARR's kernel (no AMX)", "vLLM's (oneDNN)"),
-        (InstructionSet.AMX, "vLLM's kernel (AMX)", "vLLM's (oneDNN, small layers by AMX)"),
+        (
+            InstructionSet.AMX,
+            "vLLM's kernel (AMX)",
+            "vLLM's (oneDNN, small layers by AMX)",
+        ),
     ],
 )
 def test_which_kernels_will_compute_the_tiers(
-    instructions: InstructionSet, fast: str, precise: str, monkeypatch: pytest.MonkeyPatch
+    instructions: InstructionSet,
+    fast: str,
+    precise: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_machine(monkeypatch, instructions)
     assert one("kernels")[:2] == (
@@ -251,30 +322,57 @@ def test_which_kernels_will_compute_the_tiers(
     )  # fmt: skip
 
 
-def test_nothing_is_said_of_kernels_that_vllm_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_said_of_kernels_that_vllm_chooses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """On GPUs; on processors that no engine runs on; for engines elsewhere; of a given checkpoint's layers not too much."""
     on_machine(monkeypatch, InstructionSet.AVX512, Gpu(0, "H200", 141 * GIB, 140 * GIB))
     assert one("kernels")[:2] == (OK, "vLLM chooses them by the GPU")
     on_machine(monkeypatch, None)
     assert found("kernels") == []
     on_machine(monkeypatch, InstructionSet.AVX512)
-    elsewhere = context({"tiers": {name: {"urls": (f"http://{name}:1",)} for name in STANDARD_TIERS}})
-    assert next(iter(checks.kernels(elsewhere))).found == "none needed: every tier runs elsewhere"
+    elsewhere = context(
+        {"tiers": {name: {"urls": (f"http://{name}:1",)} for name in STANDARD_TIERS}}
+    )
+    assert (
+        next(iter(checks.kernels(elsewhere))).found
+        == "none needed: every tier runs elsewhere"
+    )
     folder = checkpoint(tmp_path / "own")
     quantization = {"quant_method": "fp8"}
-    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    (folder / "config.json").write_text(
+        json.dumps({"quantization_config": quantization})
+    )
     given = context(
-        {"tiers": {"fast": {"checkpoint": folder}, "balanced": {"checkpoint": checkpoint(tmp_path / "odd")}}}
+        {
+            "tiers": {
+                "fast": {"checkpoint": folder},
+                "balanced": {"checkpoint": checkpoint(tmp_path / "odd")},
+            }
+        }
     )
     fast, balanced, precise = next(iter(checks.kernels(given))).found.split("; ")
-    assert fast == "fast: FP8 by QARR's kernel, or vLLM's for layers that it does not take"
-    assert (balanced, precise) == ("balanced: vLLM chooses (format unknown)", "precise: BF16 by vLLM's (oneDNN)")
+    assert (
+        fast == "fast: FP8 by QARR's kernel, or vLLM's for layers that it does not take"
+    )
+    assert (balanced, precise) == (
+        "balanced: vLLM chooses (format unknown)",
+        "precise: BF16 by vLLM's (oneDNN)",
+    )
 
 
-async def doctor(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+async def doctor(
+    *args: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     argv = [QARR, "doctor", "--json", *args]
     return await asyncio.to_thread(
-        subprocess.run, argv, capture_output=True, text=True, check=False, env=env, timeout=60
+        subprocess.run,
+        argv,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+        timeout=60,
     )
 
 
@@ -306,14 +404,30 @@ def test_what_a_fleet_means() -> None:
         {**plain, "id": "c", "state": "starting", "detail": "restart 1"},
         {**plain, "id": "d", "state": "failed", "detail": "exited\nmore"},
     ]
-    tiers = [{"tier": "fast", "replicas": replicas}, {"tier": "precise", "replicas": []}]
-    assert [f.health for f in judge_fleet({"tiers": tiers})] == [OK, WARNING, WARNING, PROBLEM, OK]
+    tiers = [
+        {"tier": "fast", "replicas": replicas},
+        {"tier": "precise", "replicas": []},
+    ]
+    assert [f.health for f in judge_fleet({"tiers": tiers})] == [
+        OK,
+        WARNING,
+        WARNING,
+        PROBLEM,
+        OK,
+    ]
 
 
 def test_what_is_measured_is_said() -> None:
     """How far it is, what is known, and what to run where nobody measures by itself."""
     every = list(STANDARD_TIERS)
-    now = {"state": "running", "what": "quality", "done": 84, "total": 192, "detail": "", "since": 0.0}
+    now = {
+        "state": "running",
+        "what": "quality",
+        "done": 84,
+        "total": 192,
+        "detail": "",
+        "since": 0.0,
+    }
     found = judge_profiling({**now, "measured": {"latency": every, "quality": []}})
     assert (found.health, found.found) == (
         OK, "quality, 84 of 192, running; measured: latency of fast balanced precise",
@@ -322,7 +436,12 @@ def test_what_is_measured_is_said() -> None:
     found = judge_profiling({**off, "measured": {"latency": every, "quality": []}})
     assert (found.health, found.then) == (WARNING, "run 'qarr profile quality'")
     assert "profile.auto is false" in found.found
-    assert judge_profiling({**off, "measured": {"latency": every, "quality": every}}).health is OK
+    assert (
+        judge_profiling(
+            {**off, "measured": {"latency": every, "quality": every}}
+        ).health
+        is OK
+    )
 
 
 def test_a_check_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,8 +473,14 @@ def test_tiers_with_urls_are_not_local() -> None:
     """Nothing is needed here for them: no checkpoint, no environment, no port."""
     tiers = {name: {"urls": (f"http://{name}:1",)} for name in STANDARD_TIERS}
     elsewhere = context({"tiers": tiers, "engine": {"python": "/none"}})
-    (found,), (environment,) = checks.checkpoints(elsewhere), checks.engine_environment(elsewhere)
-    assert (found.found, environment.found) == ("none needed: every tier runs elsewhere", "none, and none needed")
+    (found,), (environment,) = (
+        checks.checkpoints(elsewhere),
+        checks.engine_environment(elsewhere),
+    )
+    assert (found.found, environment.found) == (
+        "none needed: every tier runs elsewhere",
+        "none, and none needed",
+    )
     assert list(checks.engine_ports(elsewhere)) == []
 
 
@@ -363,9 +488,14 @@ def test_engine_ports_of_the_running_router_are_no_problem() -> None:
     """Those that its fleet names; another program's port is one."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        overrides = {"engine": {"base_port": port}, "tiers": {name: {"replicas": 0} for name in ("fast", "balanced")}}
+        overrides = {
+            "engine": {"base_port": port},
+            "tiers": {name: {"replicas": 0} for name in ("fast", "balanced")},
+        }
         for url, health in ((f"http://127.0.0.1:{port}", OK), (None, PROBLEM)):
-            with stub_router(**{"GET /tiers": (200, {"tiers": [{"replicas": [{"url": url}]}]})}) as router:
+            with stub_router(
+                **{"GET /tiers": (200, {"tiers": [{"replicas": [{"url": url}]}]})}
+            ) as router:
                 (found,) = checks.engine_ports(context(overrides, router.url))
                 assert found.health is health
 
@@ -382,11 +512,20 @@ def test_the_port_of_a_router_is_not_a_problem() -> None:
     assert (found.health, found.found) == (OK, "any free one")
 
 
-PROFILING = {"state": "off", "what": None, "total": 0, "done": 0, "detail": "", "measured": {}, "pointless": {}}
+PROFILING = {
+    "state": "off",
+    "what": None,
+    "total": 0,
+    "done": 0,
+    "detail": "",
+    "measured": {},
+    "pointless": {},
+}
 FLEET = {"tiers": [], "profiling": PROFILING}
 SLOW = {
     "tiers": [],
-    "profiling": PROFILING | {"pointless": {"balanced": "balanced may not pay: here a token takes 94 ms"}},
+    "profiling": PROFILING
+    | {"pointless": {"balanced": "balanced may not pay: here a token takes 94 ms"}},
 }
 
 
@@ -394,16 +533,46 @@ SLOW = {
     ("answers", "healths"),
     [
         ({"GET /healthz": (500, {})}, [PROBLEM]),
-        ({"GET /healthz": (200, {}), "GET /readyz": (503, {}), "GET /tiers": (200, FLEET)}, [PROBLEM, OK]),
-        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (401, {})}, [OK, WARNING]),
-        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (200, FLEET)}, [OK, OK]),
-        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (200, SLOW)}, [OK, OK, OK]),
+        (
+            {
+                "GET /healthz": (200, {}),
+                "GET /readyz": (503, {}),
+                "GET /tiers": (200, FLEET),
+            },
+            [PROBLEM, OK],
+        ),
+        (
+            {
+                "GET /healthz": (200, {}),
+                "GET /readyz": (200, {}),
+                "GET /tiers": (401, {}),
+            },
+            [OK, WARNING],
+        ),
+        (
+            {
+                "GET /healthz": (200, {}),
+                "GET /readyz": (200, {}),
+                "GET /tiers": (200, FLEET),
+            },
+            [OK, OK],
+        ),
+        (
+            {
+                "GET /healthz": (200, {}),
+                "GET /readyz": (200, {}),
+                "GET /tiers": (200, SLOW),
+            },
+            [OK, OK, OK],
+        ),
     ],
 )
 def test_what_runs(answers: dict[str, tuple[int, Any]], healths: list[Health]) -> None:
     """No router, one that is not ready, one that wants a key, one that is well; only the fleet is asked for with the key."""
     with stub_router(**answers) as router:
-        assert [f.health for f in checks.running_router(context(None, router.url, "secret"))] == healths
+        assert [
+            f.health for f in checks.running_router(context(None, router.url, "secret"))
+        ] == healths
     sent = dict(zip(router.asked, router.keys, strict=True))
     assert sent.get("GET /tiers", "Bearer secret") == "Bearer secret"
 
@@ -417,7 +586,13 @@ def test_the_address_of_an_engine_is_a_problem() -> None:
 
 def test_tiers_without_an_engine() -> None:
     """Left out on purpose, being prepared, or failed with its reason; a drained replica can be resumed."""
-    preparing = {"what": "quantizing", "done": 0, "total": 0, "remaining_s": None, "failed": None}
+    preparing = {
+        "what": "quantizing",
+        "done": 0,
+        "total": 0,
+        "remaining_s": None,
+        "failed": None,
+    }
     none = {"replicas": [], "detail": None}
     tiers = [
         {"tier": "fast", "state": "left_out", "preparing": None, **none},
@@ -433,9 +608,22 @@ def test_tiers_without_an_engine() -> None:
     ]
     left_out, waiting, prepared_, failed = judge_fleet({"tiers": tiers})
     assert (left_out.health, left_out.check) == (OK, "tier fast")
-    assert (waiting.health, waiting.found) == (WARNING, "none of its engines is known yet")
-    assert (prepared_.health, prepared_.found) == (WARNING, "is being prepared: quantizing")
+    assert (waiting.health, waiting.found) == (
+        WARNING,
+        "none of its engines is known yet",
+    )
+    assert (prepared_.health, prepared_.found) == (
+        WARNING,
+        "is being prepared: quantizing",
+    )
     assert (failed.health, failed.found) == (PROBLEM, "has no checkpoint: disk full")
-    drained = {"id": "fast-0", "state": "draining", "detail": None, "breaker": "closed", "served": 0, "failed": 0}
+    drained = {
+        "id": "fast-0",
+        "state": "draining",
+        "detail": None,
+        "breaker": "closed",
+        "served": 0,
+        "failed": 0,
+    }
     (finding,) = judge_fleet({"tiers": [{"tier": "fast", "replicas": [drained]}]})
     assert "qarr tiers resume" in finding.then

@@ -15,13 +15,17 @@ async def statuses(own: OwnRouter, key: str) -> tuple[int, int]:
     """Return the statuses of a request without a key, and of one with a key."""
     without = await own.generate(stream=False)
     async with connection(authorization=f"Bearer {key}") as client:
-        given = await client.post(f"{own.url}/generate", json={"prompt": "hi", "stream": False})
+        given = await client.post(
+            f"{own.url}/generate", json={"prompt": "hi", "stream": False}
+        )
     return without.status_code, given.status_code
 
 
 async def test_the_first_key_and_back(tmp_path: Path) -> None:
     """Nothing is locked unasked; each change is in force when its command ends; and each dead end has a way back."""
-    async with own_router(tmp_path, QARR_AUTH__KEYS_FILE=str(tmp_path / "keys.json")) as own:
+    async with own_router(
+        tmp_path, QARR_AUTH__KEYS_FILE=str(tmp_path / "keys.json")
+    ) as own:
         unasked = await own.qarr("keys", "add", "ops", "--admin")
         assert unasked.returncode == 2
         assert f"{own.url} serves everyone without a key" in unasked.stderr
@@ -54,7 +58,9 @@ async def test_the_first_key_and_back(tmp_path: Path) -> None:
 
 async def test_a_router_on_another_port_is_found(tmp_path: Path) -> None:
     """By the socket over which it can be taken over, where the settings do not name its port."""
-    async with own_router(tmp_path, QARR_AUTH__KEYS_FILE=str(tmp_path / "keys.json")) as own:
+    async with own_router(
+        tmp_path, QARR_AUTH__KEYS_FILE=str(tmp_path / "keys.json")
+    ) as own:
         own.env["QARR_SERVER__PORT"] = "0"
         unasked = await own.qarr("keys", "add", "ops")
         assert unasked.returncode == 2

@@ -36,13 +36,39 @@ def test_the_key_is_on_standard_output_alone(file: Path) -> None:
 
 def test_rights_come_from_the_options(file: Path) -> None:
     """What is not given stays at its default: all tiers, no limits, no operator."""
-    options = ["--tier", "fast", "--tier", "balanced", "--over", "refuse", "--max-priority", "batch", "--admin"]
-    assert qarr("keys", "add", "a", *options, "--requests-per-minute", "7").exit_code == 0
+    options = [
+        "--tier",
+        "fast",
+        "--tier",
+        "balanced",
+        "--over",
+        "refuse",
+        "--max-priority",
+        "batch",
+        "--admin",
+    ]
+    assert (
+        qarr("keys", "add", "a", *options, "--requests-per-minute", "7").exit_code == 0
+    )
     assert qarr("keys", "add", "b").exit_code == 0
     own, default = read_keys(file)
-    assert (own.tiers, own.over, own.max_priority, own.admin) == (("fast", "balanced"), "refuse", "batch", True)
-    assert (own.requests_per_minute, own.tokens_per_minute, own.concurrent_requests) == (7, None, None)
-    assert (default.tiers, default.over, default.max_priority, default.admin) == (None, "clamp", "interactive", False)
+    assert (own.tiers, own.over, own.max_priority, own.admin) == (
+        ("fast", "balanced"),
+        "refuse",
+        "batch",
+        True,
+    )
+    assert (
+        own.requests_per_minute,
+        own.tokens_per_minute,
+        own.concurrent_requests,
+    ) == (7, None, None)
+    assert (default.tiers, default.over, default.max_priority, default.admin) == (
+        None,
+        "clamp",
+        "interactive",
+        False,
+    )
 
 
 def test_the_list_shows_rights_and_no_hash(file: Path) -> None:
@@ -53,7 +79,18 @@ def test_the_list_shows_rights_and_no_hash(file: Path) -> None:
     shown = qarr("keys", "list").stdout
     ann, ben = shown.splitlines()[1:]
     assert ann.split()[1] == "[red]Ann"
-    assert ann.split()[3:] == ["in", "force", "fast", "interactive", "(clamp)", "-", "-", "3", "-", "-"]
+    assert ann.split()[3:] == [
+        "in",
+        "force",
+        "fast",
+        "interactive",
+        "(clamp)",
+        "-",
+        "-",
+        "3",
+        "-",
+        "-",
+    ]
     assert "revoked 20" in ben
     assert ben.split()[-1] == "yes"
     records = json.loads(qarr("keys", "list", "--json").stdout)
@@ -73,36 +110,93 @@ def test_unknown_keys_cannot_be_revoked(file: Path) -> None:
     assert not file.exists()
 
 
-@pytest.mark.parametrize("options", [["--over", "ignore"], ["--max-priority", "urgent"], ["--tier", "huge"]])
+@pytest.mark.parametrize(
+    "options", [["--over", "ignore"], ["--max-priority", "urgent"], ["--tier", "huge"]]
+)
 def test_unknown_rights_are_refused(options: list[str], file: Path) -> None:
     assert qarr("keys", "add", "a", *options).exit_code != 0
     assert not file.exists()
-    assert "/no/k cannot be written" in str(qarr("keys", "add", "a", QARR_AUTH__KEYS_FILE="/proc/no/k").exception)
+    assert "/no/k cannot be written" in str(
+        qarr("keys", "add", "a", QARR_AUTH__KEYS_FILE="/proc/no/k").exception
+    )
 
 
-def test_keys_have_budgets_teams_and_an_end(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_have_budgets_teams_and_an_end(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As given; a team must be there, money needs a price, and a key that ends says so in the list."""
     assert qarr("keys", "team", "blue").exit_code != 0
     assert not file.exists()
-    assert qarr("keys", "add", "a", "--engine-seconds-day", "1.5", "--over-budget", "cheapest").exit_code == 0
-    assert "5 engine-seconds a month" in qarr("keys", "team", "blue", "--engine-seconds-month", "5").stdout
-    for bad in (["--team", "red"], ["--money-day", "2"], ["--engine-seconds-day", "0"], ["--over-budget", "never"]):
+    assert (
+        qarr(
+            "keys",
+            "add",
+            "a",
+            "--engine-seconds-day",
+            "1.5",
+            "--over-budget",
+            "cheapest",
+        ).exit_code
+        == 0
+    )
+    assert (
+        "5 engine-seconds a month"
+        in qarr("keys", "team", "blue", "--engine-seconds-month", "5").stdout
+    )
+    for bad in (
+        ["--team", "red"],
+        ["--money-day", "2"],
+        ["--engine-seconds-day", "0"],
+        ["--over-budget", "never"],
+    ):
         done = qarr("keys", "add", "b", *bad)
-        assert (done.exit_code != 0, isinstance(done.exception, KeysError)) == (True, True), bad
+        assert (done.exit_code != 0, isinstance(done.exception, KeysError)) == (
+            True,
+            True,
+        ), bad
     monkeypatch.setenv("QARR_BUDGETS__REPLICA_HOUR", "4")
-    assert qarr("keys", "add", "b", "--team", "blue", "--money-day", "2", "--expires", "2099-01-31").exit_code == 0
+    assert (
+        qarr(
+            "keys",
+            "add",
+            "b",
+            "--team",
+            "blue",
+            "--money-day",
+            "2",
+            "--expires",
+            "2099-01-31",
+        ).exit_code
+        == 0
+    )
     first, second = read_keys(file)
-    assert (first.engine_seconds_per_day, first.over_budget, first.expires) == (1.5, "cheapest", None)
-    assert (second.team, second.money_per_day, str(second.expires)) == ("blue", 2, "2099-02-01 00:00:00+00:00")
+    assert (first.engine_seconds_per_day, first.over_budget, first.expires) == (
+        1.5,
+        "cheapest",
+        None,
+    )
+    assert (second.team, second.money_per_day, str(second.expires)) == (
+        "blue",
+        2,
+        "2099-02-01 00:00:00+00:00",
+    )
     assert "until 2099-02-01" in qarr("keys", "list").stdout
 
 
-def health(version: str | None, *, required: bool, reasons: tuple[str, ...] = ()) -> tuple[int, Any]:
+def health(
+    version: str | None, *, required: bool, reasons: tuple[str, ...] = ()
+) -> tuple[int, Any]:
     """Return what a router says of its keys; a router that has no tier yet says it with a 503."""
-    return 503, {"status": "degraded", "reasons": reasons, "keys": {"required": required, "version": version}}
+    return 503, {
+        "status": "degraded",
+        "reasons": reasons,
+        "keys": {"required": required, "version": version},
+    }
 
 
-def test_the_first_key_of_a_running_router_is_asked_for(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_key_of_a_running_router_is_asked_for(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before it is made: nobody who answers, and whoever says no, makes none; yes, and --yes, make it."""
     monkeypatch.setattr("router.cli.key_followers.FOLLOW_S", 0.1)
     with stub_router(**{"GET /health": health(None, required=False)}) as router:
@@ -110,7 +204,10 @@ def test_the_first_key_of_a_running_router_is_asked_for(file: Path, monkeypatch:
             asked = qarr("keys", "add", "a", "--url", router.url, stdin=answer)
             assert isinstance(asked.exception, KeysError)
             assert "--yes" in str(asked.exception)
-            assert f"{router.url} serves everyone without a key" in asked.stderr.replace("\n", " ")
+            assert (
+                f"{router.url} serves everyone without a key"
+                in asked.stderr.replace("\n", " ")
+            )
             assert "qarr keys off" in asked.stderr
             assert not file.exists()
         made = qarr("keys", "add", "a", "--url", router.url, stdin="y\n")
@@ -118,14 +215,20 @@ def test_the_first_key_of_a_running_router_is_asked_for(file: Path, monkeypatch:
         assert made.stdout.startswith("qarr-")
         assert len(made.stdout.split()) == 1
         assert "reads another file" in made.stderr.replace("\n", " ")
-        assert qarr("keys", "add", "b", "--url", router.url).exit_code == 0  # the second one locks nobody out
+        # the second one locks nobody out
+        assert qarr("keys", "add", "b", "--url", router.url).exit_code == 0
         file.unlink()
         assert qarr("keys", "add", "a", "--yes", "--url", router.url).exit_code == 0
 
 
 def test_nobody_is_asked_where_no_keyless_router_is_seen(file: Path) -> None:
     """Not where keys are needed already, as by an issuer, nor of a server that does not say; it is told what was looked at."""
-    for answer in (health(None, required=True), (200, {"status": "healthy"}), (200, b"<html>"), (404, {})):
+    for answer in (
+        health(None, required=True),
+        (200, {"status": "healthy"}),
+        (200, b"<html>"),
+        (404, {}),
+    ):
         with stub_router(**{"GET /health": answer}) as router:
             done = qarr("keys", "add", "a", "--url", router.url)
         assert done.exit_code == 0, answer
@@ -135,13 +238,17 @@ def test_nobody_is_asked_where_no_keyless_router_is_seen(file: Path) -> None:
     assert "no running router was seen" in done.stderr
 
 
-def test_a_change_waits_for_the_router(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_waits_for_the_router(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until it says that it has the file's content; one that keeps the old one is an error, with its own reasons."""
     monkeypatch.setattr("router.cli.key_followers.FOLLOW_S", 0.1)
     qarr("keys", "add", "a")
     old = version_of(file.read_bytes())
     said = ("the key file cannot be used: the keys read before stay in force",)
-    with stub_router(**{"GET /health": health(old, required=True, reasons=said)}) as router:
+    with stub_router(
+        **{"GET /health": health(old, required=True, reasons=said)}
+    ) as router:
         done = qarr("keys", "revoke", "a", "--url", router.url)
         assert done.stdout.startswith("revoked key")
         assert isinstance(done.exception, KeysError)
@@ -157,14 +264,19 @@ def test_a_change_waits_for_the_router(file: Path, monkeypatch: pytest.MonkeyPat
         def get(self, key: str, default: Any = None) -> Any:
             del key, default
             self.asked += 1
-            return health(version_of(file.read_bytes()) if self.asked > 2 else "before", required=True)
+            return health(
+                version_of(file.read_bytes()) if self.asked > 2 else "before",
+                required=True,
+            )
 
     monkeypatch.setattr("router.cli.key_followers.FOLLOW_S", 30)
     with stub_router() as router:
         router.answers = Following()
         done = qarr("keys", "team", "blue", "--url", router.url)
         assert done.exit_code == 0
-        assert f"the router at {router.url} has taken it over" in done.stderr.replace("\n", " ")
+        assert f"the router at {router.url} has taken it over" in done.stderr.replace(
+            "\n", " "
+        )
 
 
 def test_keys_are_switched_off_and_on(file: Path) -> None:
@@ -184,7 +296,14 @@ def test_keys_are_switched_off_and_on(file: Path) -> None:
     ("settings", "says"),
     [
         ({"QARR_SERVER__HOST": "0.0.0.0"}, "auth.allow_keyless = true"),
-        ({"QARR_JWT__ISSUER": "https://a/", "QARR_JWT__AUDIENCE": "q", "QARR_JWT__JWKS": "/none"}, "jwt.issuer is set"),
+        (
+            {
+                "QARR_JWT__ISSUER": "https://a/",
+                "QARR_JWT__AUDIENCE": "q",
+                "QARR_JWT__JWKS": "/none",
+            },
+            "jwt.issuer is set",
+        ),
     ],
 )
 def test_keys_are_not_switched_off_where_that_opens_nothing_or_too_much(
@@ -193,19 +312,40 @@ def test_keys_are_not_switched_off_where_that_opens_nothing_or_too_much(
     assert says in str(qarr("keys", "off", **settings).exception)
     assert not file.exists()
     if "QARR_SERVER__HOST" in settings:
-        assert qarr("keys", "off", **settings, QARR_AUTH__ALLOW_KEYLESS="true").exit_code == 0
+        assert (
+            qarr("keys", "off", **settings, QARR_AUTH__ALLOW_KEYLESS="true").exit_code
+            == 0
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "ends"),
-    [("30d", "2026-12-24 12:00:00"), ("12h", "2026-11-25 00:00:00"), ("2026-11-24", "2026-11-25 00:00:00")],
+    [
+        ("30d", "2026-12-24 12:00:00"),
+        ("12h", "2026-11-25 00:00:00"),
+        ("2026-11-24", "2026-11-25 00:00:00"),
+    ],
 )
 def test_when_a_key_ends(text: str, ends: str) -> None:
     """After days or hours, or at the end of a day in UTC."""
-    assert f"{expiry(text, datetime(2026, 11, 24, 12, tzinfo=UTC)):%Y-%m-%d %H:%M:%S}" == ends
+    assert (
+        f"{expiry(text, datetime(2026, 11, 24, 12, tzinfo=UTC)):%Y-%m-%d %H:%M:%S}"
+        == ends
+    )
 
 
-@pytest.mark.parametrize("text", ["2026-11-23", "0d", "30", "tomorrow", "2026-02-30", "9999999d", "2026-11-24T10:00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2026-11-23",
+        "0d",
+        "30",
+        "tomorrow",
+        "2026-02-30",
+        "9999999d",
+        "2026-11-24T10:00",
+    ],
+)
 def test_no_key_ends_in_the_past(text: str) -> None:
     """Nor at a time that is none, or beyond all calendars."""
     with pytest.raises(KeysError, match=r"--expires .*2027-01-31"):

@@ -28,9 +28,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lines = [
         {"at": now - 200_000, "level": "info", "message": "long ago"},
         {"at": now - 7200, "level": "warning", "message": "two hours"},
-        {"at": now - 60, "level": "error", "message": "now \x1b[2J", "trace_id": TRACE, "request_id": REQUEST},
+        {
+            "at": now - 60,
+            "level": "error",
+            "message": "now \x1b[2J",
+            "trace_id": TRACE,
+            "request_id": REQUEST,
+        },
     ]
-    (tmp_path / "router-8080.log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "router-8080.log").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     return tmp_path
 
 
@@ -57,7 +65,15 @@ def test_lines_of_one_trace_or_request(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("since", "count"),
-    [("90s", 1), ("1.5m", 1), ("3h", 2), ("1d", 2), ("4d", 3), ("2020-01-01", 3), ("2020-01-01T10:00", 3)],
+    [
+        ("90s", 1),
+        ("1.5m", 1),
+        ("3h", 2),
+        ("1d", 2),
+        ("4d", 3),
+        ("2020-01-01", 3),
+        ("2020-01-01T10:00", 3),
+    ],
 )
 def test_since_an_age_or_a_date(folder: Path, since: str, count: int) -> None:
     assert len(shown("--since", since)) == count
@@ -73,18 +89,29 @@ def test_other_times_are_errors(folder: Path, since: str) -> None:
 def test_the_number_of_lines(folder: Path) -> None:
     """By default the last hundred; with --since all of them, unless a number is given too."""
     with (folder / "router-8080.log").open("a") as file:
-        file.writelines(json.dumps({"at": time.time(), "level": "info", "message": str(n)}) + "\n" for n in range(150))
+        file.writelines(
+            json.dumps({"at": time.time(), "level": "info", "message": str(n)}) + "\n"
+            for n in range(150)
+        )
     assert [line.split()[-1] for line in shown()][:2] == ["50", "51"]
     assert len(shown("--since", "30d")) == 153
-    assert [line.split()[-1] for line in shown("--since", "30d", "-n", "2")] == ["148", "149"]
+    assert [line.split()[-1] for line in shown("--since", "30d", "-n", "2")] == [
+        "148",
+        "149",
+    ]
     assert shown("-n", "0") == []
 
 
 def test_the_level_is_the_lowest_shown(folder: Path) -> None:
-    assert [len(shown("--level", level)) for level in ("debug", "warning", "error", "critical")] == [3, 2, 1, 0]
+    assert [
+        len(shown("--level", level))
+        for level in ("debug", "warning", "error", "critical")
+    ] == [3, 2, 1, 0]
 
 
-def test_targets_that_are_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_that_are_not_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert str(qarr("logs", "fast").exception).endswith("known: router-8080")
     monkeypatch.setenv("QARR_ENGINE__LOG_DIR", str(folder / "none"))
     assert "there is no log of anything" in str(qarr("logs").exception)
@@ -93,7 +120,9 @@ def test_targets_that_are_not_there(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("option", ["--trace", "--request"])
 def test_ids_are_long_enough_to_mean_one(folder: Path, option: str) -> None:
-    assert "at least the first 6 characters" in str(qarr("logs", option, "abcde").exception)
+    assert "at least the first 6 characters" in str(
+        qarr("logs", option, "abcde").exception
+    )
 
 
 VLLM = """\
@@ -106,23 +135,47 @@ ValueError: broken
 """
 
 
-def test_engines_and_routers_are_merged_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_and_routers_are_merged_by_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lines without a time stay with the line above; an older file comes first; a trace finds its request's engine lines."""
     monkeypatch.setenv("QARR_ENGINE__LOG_DIR", str(tmp_path))
     year = time.localtime().tm_year - (time.strftime("%m-%d") < "11-21")
     at = time.mktime((year, 11, 21, 14, 14, 7, 0, 0, -1))
     (tmp_path / "fast-0.log").write_text(VLLM)
-    (tmp_path / "fast-0.log.1").write_text("INFO 11-21 13:59:58 [a.py:1] the start before\n")
-    line = {"at": at, "level": "info", "message": "between", "request_id": "cdcdcd", "trace_id": TRACE}
+    (tmp_path / "fast-0.log.1").write_text(
+        "INFO 11-21 13:59:58 [a.py:1] the start before\n"
+    )
+    line = {
+        "at": at,
+        "level": "info",
+        "message": "between",
+        "request_id": "cdcdcd",
+        "trace_id": TRACE,
+    }
     (tmp_path / "router-8080.log").write_text(json.dumps(line) + "\n")
     said = [text.split(maxsplit=4)[-1] for text in shown()]
-    order = ("the start before", "vLLM starts", "between", "it broke", "Traceback", "ValueError", "ended")
+    order = (
+        "the start before",
+        "vLLM starts",
+        "between",
+        "it broke",
+        "Traceback",
+        "ValueError",
+        "ended",
+    )
     places = [next(n for n, text in enumerate(said) if part in text) for part in order]
     assert places == sorted(places)
-    assert [part in text for text, part in zip(shown("--trace", TRACE[:8]), ("between", "ended"), strict=True)] == [
-        True
-    ] * 2
-    assert [part in text for text, part in zip(shown("--level", "error"), order[3:6], strict=True)] == [True] * 3
+    assert [
+        part in text
+        for text, part in zip(
+            shown("--trace", TRACE[:8]), ("between", "ended"), strict=True
+        )
+    ] == [True] * 2
+    assert [
+        part in text
+        for text, part in zip(shown("--level", "error"), order[3:6], strict=True)
+    ] == [True] * 3
     assert len(shown("fast")) == 7
 
 
@@ -133,7 +186,9 @@ async def test_the_command_follows(tmp_path: Path) -> None:
     log.write_text("INFO 11-21 14:14:05 [a.py:1] first\n")
     env = {**os.environ, "QARR_ENGINE__LOG_DIR": str(tmp_path)}
     with out.open("wb") as output:
-        process = subprocess.Popen([QARR, "logs", "fast", "-f"], stdout=output, stderr=output, env=env)
+        process = subprocess.Popen(
+            [QARR, "logs", "fast", "-f"], stdout=output, stderr=output, env=env
+        )
     try:
         await until(lambda: "first" in out.read_text())
         for number in range(400):  # until the command has begun to follow

@@ -19,12 +19,21 @@ from tests.waiting import within
 QARR = Path(sys.executable).with_name("qarr")
 
 
-def qarr(*args: str, stdin: str | bytes = "", **env: str) -> subprocess.CompletedProcess[str]:
+def qarr(
+    *args: str, stdin: str | bytes = "", **env: str
+) -> subprocess.CompletedProcess[str]:
     given = stdin.encode() if isinstance(stdin, str) else stdin
     done = subprocess.run(
-        [QARR, *args], input=given, capture_output=True, env={**os.environ, **env}, timeout=60, check=False
+        [QARR, *args],
+        input=given,
+        capture_output=True,
+        env={**os.environ, **env},
+        timeout=60,
+        check=False,
     )
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+    return subprocess.CompletedProcess(
+        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
 
 
 def test_version() -> None:
@@ -42,13 +51,35 @@ def test_help_explains(command: tuple[str, ...]) -> None:
 def test_classify_jsonl(tmp_path: Path) -> None:
     """One JSON object a line, in order, with the promised fields; non-ASCII and blank lines pass."""
     lines = '{"text": "hi"}\n\n{"text": "Schreibe eine Python-Funktion, die Primzahlen z\u00e4hlt"}\n'
-    done = qarr("classify", "--jsonl", stdin=lines, QARR_CACHE_DIR=str(tmp_path), QARR_SERVER__PORT="9")
+    done = qarr(
+        "classify",
+        "--jsonl",
+        stdin=lines,
+        QARR_CACHE_DIR=str(tmp_path),
+        QARR_SERVER__PORT="9",
+    )
     assert done.returncode == 0, done.stderr
     greeting, code = [json.loads(line) for line in done.stdout.splitlines()]
-    fields = {"contains_code", "asks_for_code", "language", "class", "confidence", "tokens", "tier"}
+    fields = {
+        "contains_code",
+        "asks_for_code",
+        "language",
+        "class",
+        "confidence",
+        "tokens",
+        "tier",
+    }
     assert fields <= greeting.keys()
-    assert (greeting["class"], greeting["tier"], greeting["asks_for_code"]) == ("small_talk", "fast", False)
-    assert (code["class"], code["asks_for_code"], code["language"]) == ("code", True, "python")
+    assert (greeting["class"], greeting["tier"], greeting["asks_for_code"]) == (
+        "small_talk",
+        "fast",
+        False,
+    )
+    assert (code["class"], code["asks_for_code"], code["language"]) == (
+        "code",
+        True,
+        "python",
+    )
     assert code["tier"] != "fast"
 
 
@@ -61,10 +92,18 @@ def test_wrong_setting_ends_with_its_name() -> None:
 
 def test_variables_of_opentelemetry_that_cannot_be_used_are_told() -> None:
     """In one line each, whatever the command; what is installed stays."""
-    done = qarr("classify", "hi", OTEL_PROPAGATORS="xray, tracecontext,b3", OTEL_PYTHON_CONTEXT="none_such")
+    done = qarr(
+        "classify",
+        "hi",
+        OTEL_PROPAGATORS="xray, tracecontext,b3",
+        OTEL_PYTHON_CONTEXT="none_such",
+    )
     told = [line for line in done.stderr.splitlines() if "OTEL_" in line]
     assert (done.returncode, len(told), "Traceback" in done.stderr) == (0, 2, False)
-    assert "OTEL_PROPAGATORS=xray, tracecontext,b3: xray, b3 is not installed and left out; installed: " in told[0]
+    assert (
+        "OTEL_PROPAGATORS=xray, tracecontext,b3: xray, b3 is not installed and left out; installed: "
+        in told[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +112,11 @@ def test_variables_of_opentelemetry_that_cannot_be_used_are_told() -> None:
         ({}, 2, "set QARR_CACHE_DIR"),
         ({"XDG_STATE_HOME": "{0}", "XDG_CONFIG_HOME": "{0}"}, 2, "set QARR_CACHE_DIR"),
         ({"QARR_CACHE_DIR": "{0}"}, 0, "<cache>/.config/qarr/keys.json"),
-        ({"QARR_CACHE_DIR": "{0}", "XDG_CONFIG_HOME": "{0}-etc"}, 0, "<config>/keys.json"),
+        (
+            {"QARR_CACHE_DIR": "{0}", "XDG_CONFIG_HOME": "{0}-etc"},
+            0,
+            "<config>/keys.json",
+        ),
         ({"XDG_CACHE_HOME": "{0}"}, 0, "<cache>/models"),
     ],
 )
@@ -81,10 +124,24 @@ def test_a_user_without_a_home_is_told_what_to_set(
     given: dict[str, str], status: int, said: str, tmp_path: Path
 ) -> None:
     """As in containers with any user id: no HOME, no entry among the users. ``QARR_CACHE_DIR`` is enough."""
-    nobody = ["unshare", "--user", "--map-user=12345", "--map-group=12345", QARR, "settings"]
-    env = {"PATH": os.environ["PATH"], **{name: value.format(tmp_path) for name, value in given.items()}}
-    done = subprocess.run(nobody, capture_output=True, text=True, env=env, timeout=60, check=False)
-    assert (done.returncode, said in done.stdout + done.stderr) == (status, True), done.stderr
+    nobody = [
+        "unshare",
+        "--user",
+        "--map-user=12345",
+        "--map-group=12345",
+        QARR,
+        "settings",
+    ]
+    env = {
+        "PATH": os.environ["PATH"],
+        **{name: value.format(tmp_path) for name, value in given.items()},
+    }
+    done = subprocess.run(
+        nobody, capture_output=True, text=True, env=env, timeout=60, check=False
+    )
+    assert (done.returncode, said in done.stdout + done.stderr) == (status, True), (
+        done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -99,8 +156,16 @@ def test_serve_without_engines_says_what_to_give() -> None:
     ("args", "settings", "said"),
     [
         (("--fast", "notaurl"), {}, "tiers.fast.urls.0: not an address"),
-        (("--fast", "http://h:1", "--tokenizer", "/nope"), {}, "--tokenizer: /nope is no folder"),
-        (("--fast", "http://h:1", "--tokenizer", "/proc"), {}, "--tokenizer: /proc has no tokenizer.json"),
+        (
+            ("--fast", "http://h:1", "--tokenizer", "/nope"),
+            {},
+            "--tokenizer: /nope is no folder",
+        ),
+        (
+            ("--fast", "http://h:1", "--tokenizer", "/proc"),
+            {},
+            "--tokenizer: /proc has no tokenizer.json",
+        ),
         (
             ("--fast", "http://h:1"),
             {"QARR_TELEMETRY__DECISION_LOG": "/proc/none/log"},
@@ -118,7 +183,9 @@ def test_serve_without_engines_says_what_to_give() -> None:
         ),
     ],
 )
-def test_serve_refuses_what_would_fail_later(args: tuple[str, ...], settings: dict[str, str], said: str) -> None:
+def test_serve_refuses_what_would_fail_later(
+    args: tuple[str, ...], settings: dict[str, str], said: str
+) -> None:
     """Status 2 at the start, with what is wrong and by which name it was given."""
     done = qarr("serve", "--port", "0", *args, **settings)
     assert done.returncode == 2
@@ -137,15 +204,31 @@ def test_classify_refuses_a_folder_without_a_tokenizer() -> None:
 async def test_any_free_port_is_printed(tmp_path: Path) -> None:
     """With port 0 the address is on standard error before any engine is ready, and serves."""
     for args, more in ((["--port", "0"], {}), ([], {"QARR_SERVER__PORT": "0"})):
-        env = {**os.environ, **more, "QARR_ENGINE__LOG_DIR": str(tmp_path), "QARR_SERVER__RUNTIME_DIR": str(tmp_path)}
+        env = {
+            **os.environ,
+            **more,
+            "QARR_ENGINE__LOG_DIR": str(tmp_path),
+            "QARR_SERVER__RUNTIME_DIR": str(tmp_path),
+        }
         process = await asyncio.create_subprocess_exec(
-            QARR, "serve", "--fast", "http://127.0.0.1:9", *args, env=env, stderr=asyncio.subprocess.PIPE
+            QARR,
+            "serve",
+            "--fast",
+            "http://127.0.0.1:9",
+            *args,
+            env=env,
+            stderr=asyncio.subprocess.PIPE,
         )
         assert process.stderr is not None
         seen = ""
         try:
-            async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as client:
-                while (named := re.search(r"listening on (http://127\.0\.0\.1:\d+);", seen)) is None:
+            async with (
+                asyncio.timeout(60),
+                httpx.AsyncClient(trust_env=False) as client,
+            ):
+                while (
+                    named := re.search(r"listening on (http://127\.0\.0\.1:\d+);", seen)
+                ) is None:
                     seen += (await process.stderr.readline()).decode()
                 # The port is taken before anything is served: a connection waits until the router accepts it.
                 assert (await client.get(f"{named[1]}/healthz")).status_code == 200
@@ -158,13 +241,21 @@ def test_taken_port_ends_before_anything_starts() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        done = qarr("serve", "--fast", "http://127.0.0.1:1", "--port", str(taken.getsockname()[1]))
+        done = qarr(
+            "serve",
+            "--fast",
+            "http://127.0.0.1:1",
+            "--port",
+            str(taken.getsockname()[1]),
+        )
     assert done.returncode == 2
     assert "cannot listen" in done.stderr
 
 
 def test_up_without_engine_environment_says_how_to_make_it(tmp_path: Path) -> None:
     """Missing environments are named with the command that makes them."""
-    done = qarr("up", "--port", "0", "--model", "no such model", QARR_CACHE_DIR=str(tmp_path))
+    done = qarr(
+        "up", "--port", "0", "--model", "no such model", QARR_CACHE_DIR=str(tmp_path)
+    )
     assert done.returncode == 2
     assert "neither a folder" in done.stderr

@@ -61,12 +61,22 @@ def test_a_plan_and_what_it_is_compared_with() -> None:
 def test_several_precisions_pay_where_traffic_has_a_peak() -> None:
     """70B in BF16 with 4 bits for the peak costs less than BF16 alone, and keeps a budget that FP8 alone does not."""
     text = plan(
-        *("--model", str(CONFIGS / "llama-3.3-70b.json"), "--gpus", "H100", "--load", "6/s"),
+        *(
+            "--model",
+            str(CONFIGS / "llama-3.3-70b.json"),
+            "--gpus",
+            "H100",
+            "--load",
+            "6/s",
+        ),
         *("--mix", "coding", "--loss", "0.3", "--day", "0.3,0.5,1,2.2"),
     )
     flat = " ".join(text.split())
     assert "1 x 4 bits and 1 x BF16 cost 19.95 USD an hour and lose none" in flat
-    assert "FP8 alone costs 15.96 USD an hour and loses 0.45 answers of 100, over the budget" in flat
+    assert (
+        "FP8 alone costs 15.96 USD an hour and loses 0.45 answers of 100, over the budget"
+        in flat
+    )
     assert "6 requests/s in the mean and 13.2 at the peak" in flat
     assert "planned 1 fast on 1 x H100, 1 precise on 4 x H100" in flat
 
@@ -76,23 +86,50 @@ def test_two_kinds_of_gpus_and_settings(tmp_path: Path) -> None:
     prices, file = tmp_path / "prices.json", tmp_path / "settings.toml"
     prices.write_text('{"currency": "EUR", "per_gpu_hour": {"A100": 2, "L4": 0.5}}')
     found = read(
-        *("--model", LLAMA, "--gpus", "2xA100,8xL4", "--load", "24/s", "--mix", "coding", "--loss", "0.2"),
+        *(
+            "--model",
+            LLAMA,
+            "--gpus",
+            "2xA100,8xL4",
+            "--load",
+            "24/s",
+            "--mix",
+            "coding",
+            "--loss",
+            "0.2",
+        ),
         *("--prices", str(prices), "--write", str(file)),
     )
     planned = found["plan"]
     assert set(planned["gpus"]) == {"A100", "L4"}
     assert planned["answers_lost"] <= 0.002
-    assert planned["cost_per_hour"] == pytest.approx(planned["gpus"]["A100"] * 2 + planned["gpus"]["L4"] * 0.5)
+    assert planned["cost_per_hour"] == pytest.approx(
+        planned["gpus"]["A100"] * 2 + planned["gpus"]["L4"] * 0.5
+    )
     settings = load_settings(file)
     replicas = {tier: settings.tiers.of(tier).replicas for tier in STANDARD_TIERS}
     assert replicas == {
-        tier: sum(each["replicas"] for each in planned["engines"] if each["tier"] == tier) for tier in STANDARD_TIERS
+        tier: sum(
+            each["replicas"] for each in planned["engines"] if each["tier"] == tier
+        )
+        for tier in STANDARD_TIERS
     }
 
 
 def test_engines_of_a_tier_have_one_size() -> None:
     """Its settings hold one. The cheapest fleet of any sizes had BF16 on two GPUs and on four."""
-    planned = read("--model", LLAMA, "--gpus", "8xL4", "--load", "16/s", "--mix", "coding", "--loss", "0.2")["plan"]
+    planned = read(
+        "--model",
+        LLAMA,
+        "--gpus",
+        "8xL4",
+        "--load",
+        "16/s",
+        "--mix",
+        "coding",
+        "--loss",
+        "0.2",
+    )["plan"]
     sizes = {(each["tier"], each["gpus_per_replica"]) for each in planned["engines"]}
     assert len(sizes) == len({tier for tier, _ in sizes}) > 1
 
@@ -106,7 +143,11 @@ def test_engines_of_a_tier_have_one_size() -> None:
     ],
 )
 def test_what_up_starts_on_gpus(
-    gpus: tuple[int, str], model: str, planned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: tuple[int, str],
+    model: str,
+    planned: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of what these GPUs carry, 80 % at least loss; where the settings name tiers, or there are no GPUs, nothing."""
     settings = load_settings(None, {"model": {"name": str(CONFIGS / f"{model}.json")}})
@@ -118,8 +159,17 @@ def test_what_up_starts_on_gpus(
     found = tiers_for_gpus(settings) or ({}, "")
     assert found[1] == planned
     used = load_settings(None, {"tiers": found[0]}).tiers
-    assert sum(used.of(tier).replicas_here * used.of(tier).tensor_parallel for tier in STANDARD_TIERS) == gpus[0]
-    assert tiers_for_gpus(load_settings(None, {"tiers": {"fast": {"replicas": 0}}})) is None
+    assert (
+        sum(
+            used.of(tier).replicas_here * used.of(tier).tensor_parallel
+            for tier in STANDARD_TIERS
+        )
+        == gpus[0]
+    )
+    assert (
+        tiers_for_gpus(load_settings(None, {"tiers": {"fast": {"replicas": 0}}}))
+        is None
+    )
 
 
 def test_gpus_without_a_price_are_counted() -> None:
@@ -131,7 +181,11 @@ def test_gpus_without_a_price_are_counted() -> None:
 
 def test_json_has_the_same() -> None:
     found = read("--model", LLAMA, "--gpus", "2xH100", "--load", "40/s")
-    assert (found["speed"], found["hardware"], found["losses"]) == ("roofline", "H100", "published")
+    assert (found["speed"], found["hardware"], found["losses"]) == (
+        "roofline",
+        "H100",
+        "published",
+    )
     assert {each["tier"] for each in found["engines"]} == set(STANDARD_TIERS)
     for each in found["engines"]:
         assert each["weights_bytes"] > 5e9
@@ -143,22 +197,47 @@ def test_json_has_the_same() -> None:
 
 def test_standard_output_has_the_plan_alone() -> None:
     """What the solver's library may print would break a program that reads it."""
-    args = [QARR, "plan", "--model", LLAMA, "--gpus", "2xH100", "--load", "40/s", "--json"]
+    args = [
+        QARR,
+        "plan",
+        "--model",
+        LLAMA,
+        "--gpus",
+        "2xH100",
+        "--load",
+        "40/s",
+        "--json",
+    ]
     done = subprocess.run(args, capture_output=True, text=True, check=True, timeout=100)
     assert json.loads(done.stdout)["plan"] is not None
 
 
 def test_what_is_missing_is_told() -> None:
-    assert qarr("plan", "--model", LLAMA, "--gpus", "2xH100", "--load", "400/s").exit_code == 1
+    assert (
+        qarr("plan", "--model", LLAMA, "--gpus", "2xH100", "--load", "400/s").exit_code
+        == 1
+    )
     few = read("--model", LLAMA, "--gpus", "2xH100", "--load", "400/s")
     assert few["plan"] is None
     assert few["verdict"] == (
         "400 requests a second at the peak are too many for 2 x H100: the cheapest that would do is 16 x H100. "
         "These GPUs carry at most 51.2 a second at the peak within the loss budget."
     )
-    lossy = read("--model", str(CONFIGS / "llama-3.3-70b.json"), "--gpus", "1xA100", "--load", "0.1/s", "--loss", "0")
+    lossy = read(
+        "--model",
+        str(CONFIGS / "llama-3.3-70b.json"),
+        "--gpus",
+        "1xA100",
+        "--load",
+        "0.1/s",
+        "--loss",
+        "0",
+    )
     assert lossy["plan"] is None
-    assert lossy["verdict"] == "Nothing keeps the budget of none: at least 0.23 answers of 100 would be lost."
+    assert (
+        lossy["verdict"]
+        == "Nothing keeps the budget of none: at least 0.23 answers of 100 would be lost."
+    )
 
 
 LARGEST = "--model", LLAMA, "--gpus", "4xL4", "--mix", "coding", "--loss", "0.2"
@@ -168,7 +247,9 @@ def test_without_a_load_the_largest_ones() -> None:
     """Each fleet's largest load; the fleets for a share of the planned one's are those of that load when it is given."""
     args = *LARGEST, "--day", "0.5,1.5"
     found = read(*args)
-    largest = {name: each["requests_per_s"] for name, each in found["largest_loads"].items()}
+    largest = {
+        name: each["requests_per_s"] for name, each in found["largest_loads"].items()
+    }
     assert list(largest) == ["planned", "fast alone", "balanced alone", "precise alone"]
     assert 0.79 < found["requests_per_s"] / largest["planned"] <= 0.8
     assert found["share_of_largest_load"] == 0.8
@@ -181,20 +262,38 @@ def test_without_a_load_the_largest_ones() -> None:
 def test_the_largest_loads_are_carried_and_no_larger_ones() -> None:
     largest = read(*LARGEST)["largest_loads"]
     for factor, carried in ((0.999, True), (1.01, False)):
-        at_planned = read(*LARGEST, "--load", f"{largest['planned']['requests_per_s'] * factor}/s")
+        at_planned = read(
+            *LARGEST, "--load", f"{largest['planned']['requests_per_s'] * factor}/s"
+        )
         assert (at_planned["plan"] is not None) == carried, factor
-        at_precise = read(*LARGEST, "--load", f"{largest['precise alone']['requests_per_s'] * factor}/s")
+        at_precise = read(
+            *LARGEST,
+            "--load",
+            f"{largest['precise alone']['requests_per_s'] * factor}/s",
+        )
         assert (at_precise["alone"]["precise"] is not None) == carried, factor
 
 
 def test_the_planned_fleet_carries_what_one_precision_within_the_budget_does() -> None:
     """A mix that carries more by its optimum loses too much in operation here; BF16 alone is there all the same."""
-    args = "--model", str(CONFIGS / "llama-3.3-70b.json"), "--gpus", "8xH100", "--mix", "coding", "--loss", "0.1"
+    args = (
+        "--model",
+        str(CONFIGS / "llama-3.3-70b.json"),
+        "--gpus",
+        "8xH100",
+        "--mix",
+        "coding",
+        "--loss",
+        "0.1",
+    )
     found = read(*args, "--day", "0.4,0.6,0.5,2.5", "--ttft", "2000")
-    largest = {name: each["requests_per_s"] for name, each in found["largest_loads"].items()}
+    largest = {
+        name: each["requests_per_s"] for name, each in found["largest_loads"].items()
+    }
     assert largest["precise alone"] <= largest["planned"] < largest["balanced alone"]
     assert (
-        "--ttft and --tpot bound an engine's times without waiting; those of fleets have it in them" in found["notes"]
+        "--ttft and --tpot bound an engine's times without waiting; those of fleets have it in them"
+        in found["notes"]
     )
 
 
@@ -202,18 +301,31 @@ def test_the_share_is_said() -> None:
     """In the text as in JSON: what was not given, the share, the load, and that no number of GPUs was given."""
     flat = " ".join(plan("--model", LLAMA, "--gpus", "H100", "--share", "50").split())
     assert "3 x H100; prompts of 800" in flat
-    assert "no number of H100 is given: planned for 3, which hold an engine of each precision that fits" in flat
+    assert (
+        "no number of H100 is given: planned for 3, which hold an engine of each precision that fits"
+        in flat
+    )
     assert (
         "No --load is given, so the fleets below are planned for 50% (--share) of the planned one's largest load"
         in flat
     )
     assert "--load 38.4/s on 3 x H100 plans the same" in flat
-    assert "assumed: prompts of the mix chat (--mix), an even load (--day), requests of at most 1,050 tokens" in flat
+    assert (
+        "assumed: prompts of the mix chat (--mix), an even load (--day), requests of at most 1,050 tokens"
+        in flat
+    )
     assert "prices: dated list prices, built in" in flat
 
 
 def test_a_budget_that_nothing_keeps_has_no_largest_load() -> None:
-    args = "--model", str(CONFIGS / "llama-3.3-70b.json"), "--gpus", "1xA100", "--loss", "0"
+    args = (
+        "--model",
+        str(CONFIGS / "llama-3.3-70b.json"),
+        "--gpus",
+        "1xA100",
+        "--loss",
+        "0",
+    )
     assert qarr("plan", *args).exit_code == 1
     found = read(*args)
     assert found["largest_loads"]["planned"] is None
@@ -230,7 +342,10 @@ def test_a_processor_whose_speed_is_unknown() -> None:
     assert found["verdict"].startswith(
         "No fleet is planned: how fast this machine's processor computes the model is not"
     )
-    assert any(note.startswith("not in the plan: --loss, --ttft: without a known speed") for note in found["notes"])
+    assert any(
+        note.startswith("not in the plan: --loss, --ttft: without a known speed")
+        for note in found["notes"]
+    )
     assert qarr("plan", "--model", LLAMA).exit_code == 0
     assert qarr("plan", "--model", LLAMA, "--load", "1/s").exit_code == 1
 
@@ -240,20 +355,37 @@ def test_gpus_by_their_figures(tmp_path: Path) -> None:
     known = read("--model", LLAMA, "--gpus", "2xL40S", "--load", "8/s")
     figures = "2xMine:48GB,864GB/s,362TF,fp8=733TF,price=1.33"
     mine = read("--model", LLAMA, "--gpus", figures, "--load", "8/s")
-    assert mine["plan"]["cost_per_hour"] == pytest.approx(known["plan"]["cost_per_hour"])
+    assert mine["plan"]["cost_per_hour"] == pytest.approx(
+        known["plan"]["cost_per_hour"]
+    )
     assert mine["plan"]["ttft_ms"] == known["plan"]["ttft_ms"]
     assert mine["gpus"][0] | {"name": "L40S", "as_built_in": True} == known["gpus"][0]
     file = tmp_path / "gpus.toml"
-    file.write_text('[Mine]\ncount = 2\nmemory = "48GB"\nbandwidth = 864\nbf16 = "362TF"\nfp8 = 733\nprice = 1.33\n')
+    file.write_text(
+        '[Mine]\ncount = 2\nmemory = "48GB"\nbandwidth = 864\nbf16 = "362TF"\nfp8 = 733\nprice = 1.33\n'
+    )
     assert read("--model", LLAMA, "--gpus", str(file), "--load", "8/s") == mine | {
         "notes": [note.replace(figures, str(file)) for note in mine["notes"]]
     }
-    text = " ".join(plan("--model", LLAMA, "--gpus", "Mine:48GB,864GB/s,362TF,int8=733TOPS", "--load", "8/s").split())
+    text = " ".join(
+        plan(
+            "--model",
+            LLAMA,
+            "--gpus",
+            "Mine:48GB,864GB/s,362TF,int8=733TOPS",
+            "--load",
+            "8/s",
+        ).split()
+    )
     assert (
-        "Mine as given: 48 GB, 864 GB/s, 362 TFLOP/s in BF16; no throughput in FP8, so FP8 weights are computed" in text
+        "Mine as given: 48 GB, 864 GB/s, 362 TFLOP/s in BF16; no throughput in FP8, so FP8 weights are computed"
+        in text
     )
     assert "so int8 and int4 are not in the plan" in text
-    assert "no price of these GPUs is known: they are counted; add price=1.9 in --gpus" in text
+    assert (
+        "no price of these GPUs is known: they are counted; add price=1.9 in --gpus"
+        in text
+    )
 
 
 def test_what_does_not_enter_is_said(tmp_path: Path) -> None:
@@ -268,11 +400,21 @@ def test_what_does_not_enter_is_said(tmp_path: Path) -> None:
     found = read("--model", str(CONFIGS / "deepseek-v3.json"), *args)
     ignored = {each["setting"]: each["why"] for each in found["ignored_settings"]}
     assert set(ignored) == {
-        *("tiers.nvfp4", "tiers.fast.draft", "tiers.fast.max_num_seqs", "policy.max_loss", "engine.extra_args"),
+        *(
+            "tiers.nvfp4",
+            "tiers.fast.draft",
+            "tiers.fast.max_num_seqs",
+            "policy.max_loss",
+            "engine.extra_args",
+        ),
     }
-    assert ignored["tiers.nvfp4"].startswith("only fast (4 bits), balanced (FP8) and precise (BF16) are planned so far")
+    assert ignored["tiers.nvfp4"].startswith(
+        "only fast (4 bits), balanced (FP8) and precise (BF16) are planned so far"
+    )
     assert any(f"the price of H20O in {prices}" in note for note in found["notes"])
-    assert any("the model is published in fp8 already" in note for note in found["notes"])
+    assert any(
+        "the model is published in fp8 already" in note for note in found["notes"]
+    )
     text = " ".join(plan("--model", str(CONFIGS / "deepseek-v3.json"), *args).split())
     assert "settings that the planned fleets leave out: tiers.nvfp4: only fast" in text
     assert "tiers.fast.draft: what speculative decoding changes" in text
@@ -288,25 +430,43 @@ def test_as_set_is_what_was_written(tmp_path: Path) -> None:
     assert again["as_set"]["gpus"] == planned["gpus"]
     assert again["as_set"]["ttft_ms"] == pytest.approx(planned["ttft_ms"], rel=0.2)
     fp8 = tmp_path / "fp8.toml"
-    (tmp_path / "config.json").write_text((CONFIGS / "llama-3.1-8b.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(
+        (CONFIGS / "llama-3.1-8b.json").read_text("utf-8")
+    )
     plan("--model", str(tmp_path), "--gpus", "4xL4", "--kv-fp8", "--write", str(fp8))
     settings = load_settings(fp8)
-    assert (settings.engine.extra_args, settings.model.name) == (("--kv-cache-dtype", "fp8"), str(tmp_path))
+    assert (settings.engine.extra_args, settings.model.name) == (
+        ("--kv-cache-dtype", "fp8"),
+        str(tmp_path),
+    )
 
 
 @pytest.mark.parametrize(
     ("tiers", "obstacle"),
     [
-        ("fast = {replicas = 0}\nbalanced = {replicas = 0}\nprecise = {replicas = 0}", "start no engines here"),
-        ("precise = {pipeline_parallel = 2}", "tiers.precise.pipeline_parallel is not planned"),
-        ("balanced = {tensor_parallel = 3}", "balanced does not fit, or is not planned, on 3 GPUs"),
+        (
+            "fast = {replicas = 0}\nbalanced = {replicas = 0}\nprecise = {replicas = 0}",
+            "start no engines here",
+        ),
+        (
+            "precise = {pipeline_parallel = 2}",
+            "tiers.precise.pipeline_parallel is not planned",
+        ),
+        (
+            "balanced = {tensor_parallel = 3}",
+            "balanced does not fit, or is not planned, on 3 GPUs",
+        ),
         ("fast = {max_num_seqs = 1}", "does not carry it"),
     ],
 )
-def test_why_the_engines_as_set_are_not_planned(tiers: str, obstacle: str, tmp_path: Path) -> None:
+def test_why_the_engines_as_set_are_not_planned(
+    tiers: str, obstacle: str, tmp_path: Path
+) -> None:
     config = tmp_path / "qarr.toml"
     config.write_text(f"[tiers]\n{tiers}\n")
-    found = read("--model", LLAMA, "--gpus", "3xH100", "--load", "50/s", "--config", str(config))
+    found = read(
+        "--model", LLAMA, "--gpus", "3xH100", "--load", "50/s", "--config", str(config)
+    )
     assert found["as_set"] is None
     assert obstacle in found["as_set_obstacle"]
 
@@ -314,7 +474,9 @@ def test_why_the_engines_as_set_are_not_planned(tiers: str, obstacle: str, tmp_p
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("*.json")])
 def test_every_published_model(name: str) -> None:
     """Each gets a plan; a tier that does not fit says why."""
-    text = plan("--model", str(CONFIGS / f"{name}.json"), "--gpus", "H100", "--load", "10/s")
+    text = plan(
+        "--model", str(CONFIGS / f"{name}.json"), "--gpus", "H100", "--load", "10/s"
+    )
     assert "80% busy" in text
     assert ("precise does not fit on 16 x H100" in text) == (name == "deepseek-v3")
 
@@ -324,10 +486,21 @@ def test_the_mix_of_a_decision_log(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "log")
     table, fleet = PolicyParameters({}), FleetSnapshot((), TemplateTokens())
     for kind in (PromptClass.MATH, PromptClass.CHAT):
-        features = PromptFeatures(2, 1, 1, True, False, False, None, kind, 0.9, (), Complexity.TRIVIAL)
-        log.decided("r", decide(Query(features, 20, 100), fleet, table), fleet, table, priority=0)
+        features = PromptFeatures(
+            2, 1, 1, True, False, False, None, kind, 0.9, (), Complexity.TRIVIAL
+        )
+        log.decided(
+            "r",
+            decide(Query(features, 20, 100), fleet, table),
+            fleet,
+            table,
+            priority=0,
+        )
     log.close()
-    assert _mix(str(tmp_path / "log")) == {(PromptClass.MATH, "trivial"): 1, (PromptClass.CHAT, "trivial"): 1}
+    assert _mix(str(tmp_path / "log")) == {
+        (PromptClass.MATH, "trivial"): 1,
+        (PromptClass.CHAT, "trivial"): 1,
+    }
     (tmp_path / "empty").write_text("")
     with pytest.raises(PlanError, match="the decision log has no decisions"):
         _mix(str(tmp_path / "empty"))
@@ -335,10 +508,20 @@ def test_the_mix_of_a_decision_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("load", "rate"),
-    [("40/s", 40), ("0.5", 0.5), ("90/min", 1.5), ("7200/h", 2), ("30 rps", 30), ("4 req/s", 4), ("86400/day", 1)],
+    [
+        ("40/s", 40),
+        ("0.5", 0.5),
+        ("90/min", 1.5),
+        ("7200/h", 2),
+        ("30 rps", 30),
+        ("4 req/s", 4),
+        ("86400/day", 1),
+    ],
 )
 def test_loads(load: str, rate: float) -> None:
-    assert read("--model", LLAMA, "--gpus", "H100", "--load", load)["requests_per_s"] == pytest.approx(rate)
+    assert read("--model", LLAMA, "--gpus", "H100", "--load", load)[
+        "requests_per_s"
+    ] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(
@@ -354,20 +537,38 @@ def test_loads(load: str, rate: float) -> None:
         (("--gpus", "H100", "--load", "0/s"), "a rate above 0 is needed"),
         (("--gpus", "H100", "--load", "1.2.3/s"), "a rate above 0 is needed"),
         (("--gpus", "H100", "--context", "200000"), "takes 131072 tokens at most"),
-        (("--gpus", "H100", "--context", "100"), "shorter than a mean prompt and answer"),
+        (
+            ("--gpus", "H100", "--context", "100"),
+            "shorter than a mean prompt and answer",
+        ),
         (("--gpus", "H100", "--prices", "/none"), "the prices cannot be read"),
         (("--gpus", "1xL4", "--context", "130000"), "fast does not fit on 1 x L4"),
         (("--gpus", "H100", "--tpot", "0.5"), "cannot keep the bounds"),
         (("--gpus", "H100,2xH100"), "H100 is named twice"),
-        (("--gpus", "H100,MI300X", "--load", "1/s"), "no price of MI300X is known, and one of the others is"),
-        (("--gpus", "H100", "--load", "1/s", "--day", "1,-1"), "numbers from 0 with commas between"),
-        (("--gpus", "H100", "--load", "1/s", "--mix", "poetry"), "neither chat, coding, rag nor a decision log"),
+        (
+            ("--gpus", "H100,MI300X", "--load", "1/s"),
+            "no price of MI300X is known, and one of the others is",
+        ),
+        (
+            ("--gpus", "H100", "--load", "1/s", "--day", "1,-1"),
+            "numbers from 0 with commas between",
+        ),
+        (
+            ("--gpus", "H100", "--load", "1/s", "--mix", "poetry"),
+            "neither chat, coding, rag nor a decision log",
+        ),
         (
             ("--gpus", "1xH100", "--load", "900/s", "--write", "/none/x.toml"),
             "no fleet is planned: 900 requests a second",
         ),
-        (("--gpus", "1xH100", "--write", "/none/x.toml"), "it cannot be written: No such file"),
-        (("--gpus", "H100", "--write", LLAMA), "it is there already, and is left as it is"),
+        (
+            ("--gpus", "1xH100", "--write", "/none/x.toml"),
+            "it cannot be written: No such file",
+        ),
+        (
+            ("--gpus", "H100", "--write", LLAMA),
+            "it is there already, and is left as it is",
+        ),
         (("--gpus", "H100", "--prompt", "200000"), "--prompt and --output make 200250"),
     ],
 )
@@ -379,7 +580,9 @@ def test_faults_are_told(args: tuple[str, ...], said: str) -> None:
 
 def test_a_model_that_is_not_here() -> None:
     """The default model has no configuration before it is made."""
-    with pytest.raises(PlanError, match="the default model, is not made yet: run 'qarr model prepare'"):
+    with pytest.raises(
+        PlanError, match="the default model, is not made yet: run 'qarr model prepare'"
+    ):
         plan("--gpus", "H100")
 
 
@@ -395,28 +598,67 @@ def test_a_measured_profile_comes_before_the_roofline(tmp_path: Path) -> None:
     )  # fmt: skip
     digests = dict.fromkeys(STANDARD_TIERS, "d")
     profile = LatencyProfile(
-        model="m", created="2026-01-01T00:00:00Z", checkpoints=digests, machine="x", fits=fits, samples=()
+        model="m",
+        created="2026-01-01T00:00:00Z",
+        checkpoints=digests,
+        machine="x",
+        fits=fits,
+        samples=(),
     )
     path = tmp_path / latency_name(digests, "x")
     path.write_text(profile.model_dump_json())
-    found = read("--model", LLAMA, "--gpus", "1xH100", "--max-num-seqs", "10", "--profile", str(path))
+    found = read(
+        "--model",
+        LLAMA,
+        "--gpus",
+        "1xH100",
+        "--max-num-seqs",
+        "10",
+        "--profile",
+        str(path),
+    )
     assert found["speed"] == f"measured: {path}"
     assert [each["tpot_ms"] for each in found["engines"]] == pytest.approx(
         [10 + 5 * n + 1 + 10 * 40 / 250 for n in range(3)]
     )
     partly = tmp_path / "partly.json"
     partly.write_text(profile.model_copy(update={"fits": fits[:2]}).model_dump_json())
-    notes = read("--model", LLAMA, "--gpus", "2xH100", "--profile", str(partly))["notes"]
+    notes = read("--model", LLAMA, "--gpus", "2xH100", "--profile", str(partly))[
+        "notes"
+    ]
     assert f"{partly} has no speed of precise: the roofline counts there" in notes
-    assert any(f"the speeds in {partly} are of m on x: they count here for every kind of GPU" in note for note in notes)
+    assert any(
+        f"the speeds in {partly} are of m on x: they count here for every kind of GPU"
+        in note
+        for note in notes
+    )
     prices = tmp_path / "prices.json"
     prices.write_text('{"per_gpu_hour": {"H100": 2}}')
     machine = read("--model", LLAMA, "--profile", str(partly), "--prices", str(prices))
     assert f"{partly} has no speed of precise: no fleet has it" in machine["notes"]
-    assert any(note.startswith(f"not in the plan: --prices {prices}") for note in machine["notes"])
-    rates = {name: each and each["requests_per_s"] for name, each in machine["largest_loads"].items()}
+    assert any(
+        note.startswith(f"not in the plan: --prices {prices}")
+        for note in machine["notes"]
+    )
+    rates = {
+        name: each and each["requests_per_s"]
+        for name, each in machine["largest_loads"].items()
+    }
     assert rates["precise alone"] is None
     assert rates["as set"] == rates["fast alone"] > machine["requests_per_s"] > 0
-    here = read("--model", LLAMA, "--load", "0.1/s", "--max-num-seqs", "10", "--profile", str(path))
-    assert [(each["tier"], each["replicas"]) for each in here["plan"]["engines"]] == [("precise", 1)]
-    assert here["verdict"].startswith("BF16 alone is best here: it costs 1 machine and loses none")
+    here = read(
+        "--model",
+        LLAMA,
+        "--load",
+        "0.1/s",
+        "--max-num-seqs",
+        "10",
+        "--profile",
+        str(path),
+    )
+    assert [(each["tier"], each["replicas"]) for each in here["plan"]["engines"]] == [
+        ("precise", 1)
+    ]
+    assert here["verdict"].startswith(
+        "BF16 alone is best here: it costs 1 machine and loses none"
+    )

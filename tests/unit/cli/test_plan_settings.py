@@ -6,24 +6,43 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from router.cli.plan_settings import ENTERS, IGNORED, IGNORED_ON_GPUS, UNRELATED, ignored_settings
+from router.cli.plan_settings import (
+    ENTERS,
+    IGNORED,
+    IGNORED_ON_GPUS,
+    UNRELATED,
+    ignored_settings,
+)
 from router.settings import Settings, leaves, load_settings
 
-SORTS = {"enters": ENTERS, "left out": IGNORED, "left out on GPUs": IGNORED_ON_GPUS, "unrelated": UNRELATED}
+SORTS = {
+    "enters": ENTERS,
+    "left out": IGNORED,
+    "left out on GPUs": IGNORED_ON_GPUS,
+    "unrelated": UNRELATED,
+}
 
 
 def test_of_every_setting_it_is_known_whether_it_enters() -> None:
     """A new setting fails this test until somebody says so."""
     for path, _, _ in leaves(Settings):
         key = ".".join(path)
-        sorts = [name for name, patterns in SORTS.items() if any(fnmatchcase(key, pattern) for pattern in patterns)]
+        sorts = [
+            name
+            for name, patterns in SORTS.items()
+            if any(fnmatchcase(key, pattern) for pattern in patterns)
+        ]
         assert len(sorts) == 1, f"{key}: {sorts}"
 
 
 def test_every_pattern_names_a_setting() -> None:
     keys = [".".join(path) for path, _, _ in leaves(Settings)]
     for patterns in SORTS.values():
-        assert [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in keys)] == []
+        assert [
+            pattern
+            for pattern in patterns
+            if not any(fnmatchcase(key, pattern) for key in keys)
+        ] == []
 
 
 @pytest.mark.parametrize("on_gpus", [True, False])
@@ -33,10 +52,15 @@ def test_defaults_are_not_named(*, on_gpus: bool) -> None:
 
 def test_processors_and_gpus_differ() -> None:
     """A context counts on a processor, where the KV cache follows from it."""
-    own = {"fast": {"max_model_len": 1000, "max_num_seqs": 4}, "precise": {"max_num_seqs": 4}}
+    own = {
+        "fast": {"max_model_len": 1000, "max_num_seqs": 4},
+        "precise": {"max_num_seqs": 4},
+    }
     settings = load_settings(None, {"tiers": own, "engine": {"cpu_kv_cache_gib": 2}})
     on_gpus = {each.setting for each in ignored_settings(settings, on_gpus=True)}
-    on_a_processor = {each.setting for each in ignored_settings(settings, on_gpus=False)}
+    on_a_processor = {
+        each.setting for each in ignored_settings(settings, on_gpus=False)
+    }
     assert on_a_processor == {"tiers.fast.max_num_seqs"}
     assert on_gpus == {
         *(

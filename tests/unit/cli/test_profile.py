@@ -11,7 +11,13 @@ import pytest
 
 from classifier import PromptClass
 from router.cli.profile import _show, _show_latency
-from router.policy.profiles import Diagnosis, Fit, FitError, LatencyProfile, ProfileError
+from router.policy.profiles import (
+    Diagnosis,
+    Fit,
+    FitError,
+    LatencyProfile,
+    ProfileError,
+)
 from tests.unit.cli.stub_router import qarr
 from tests.unit.policy.made_profiles import counted, quality
 from tiers.spec import TierName
@@ -32,31 +38,74 @@ def fit(**more: Any) -> Fit:
 def test_losses_are_shown_as_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """Both flips beside the net; a kind of which no answer counts has none. Diagnoses follow, where there are any."""
     scored = Diagnosis(tokens=640, disagreement=0.1234, kl=0.05, regret=0.2)
-    counts = counted(FAST, 5, 1), counted(FAST, 0, of=0, kind=PromptClass.MATH).model_copy(update={"diagnosis": scored})
+    counts = (
+        counted(FAST, 5, 1),
+        counted(FAST, 0, of=0, kind=PromptClass.MATH).model_copy(
+            update={"diagnosis": scored}
+        ),
+    )
     _show(quality(*counts))
     head, _, chat, math, _, about, _, diagnosed = capsys.readouterr().out.splitlines()
-    assert head == ("m, measured with made. Of the answers that precise or the tier gets right: worse, better, net.")
-    assert chat.split() == ["chat", "moderate", "fast", "39", "of", "50", "40", "5", "1", "10.0"]
+    assert head == (
+        "m, measured with made. Of the answers that precise or the tier gets right: worse, better, net."
+    )
+    assert chat.split() == [
+        "chat",
+        "moderate",
+        "fast",
+        "39",
+        "of",
+        "50",
+        "40",
+        "5",
+        "1",
+        "10.0",
+    ]
     assert math.split()[-4:] == ["0", "0", "0", "-"]
     assert "not whether answers get worse" in about
-    assert diagnosed.split() == ["math,", "moderate", "fast", "640", "12.3", "0.050", "0.200"]
+    assert diagnosed.split() == [
+        "math,",
+        "moderate",
+        "fast",
+        "640",
+        "12.3",
+        "0.050",
+        "0.200",
+    ]
 
 
 def test_fits_are_shown_as_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     """In milliseconds; the slower part beyond the knee only where there is one."""
     for knee, shown in ((0.0, False), (3.0, True)):
         fits = (fit(step_ms_beyond_knee=knee),)
-        _show_latency(LatencyProfile(created=NOW, model="m", machine="a CPU", checkpoints={}, fits=fits, samples=()))
+        _show_latency(
+            LatencyProfile(
+                created=NOW,
+                model="m",
+                machine="a CPU",
+                checkpoints={},
+                fits=fits,
+                samples=(),
+            )
+        )
         about, *rows = capsys.readouterr().out.splitlines()
         assert about == "m on a CPU; 0 requests. Times in milliseconds."
         text = "\n".join(rows)
-        for part in ("30.0 + 2 x prompt", "25.0 + 6 x batch", "5 (p95 20)", "1 (p95 4)", "x 1.4"):
+        for part in (
+            "30.0 + 2 x prompt",
+            "25.0 + 6 x batch",
+            "5 (p95 20)",
+            "1 (p95 4)",
+            "x 1.4",
+        ):
             assert part in text
         assert ("(batch - 8)" in text) is shown
 
 
 @pytest.mark.parametrize("kind", ["quality", "latency"])
-def test_without_a_router_nothing_is_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_router_nothing_is_written(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path))
     done = qarr("profile", kind, "--url", "http://127.0.0.1:9/")
     assert isinstance(done.exception, ProfileError)
@@ -64,7 +113,9 @@ def test_without_a_router_nothing_is_written(kind: str, tmp_path: Path, monkeypa
     assert not list(tmp_path.glob("*.json"))
 
 
-def test_two_measurements_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_measurements_do_not_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path))
     qarr("profile", "latency", "--url", "http://127.0.0.1:9")
     (lock,) = tmp_path.iterdir()
@@ -86,6 +137,13 @@ def test_options_have_bounds(args: tuple[str, ...], said: str) -> None:
 def test_tasks_are_read_before_the_router_is_asked(tmp_path: Path) -> None:
     """A line of another form is named with its file."""
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "hi"}\n')
-    done = qarr("profile", "quality", "--tasks", str(tmp_path / "tasks.jsonl"), "--url", "http://127.0.0.1:9")
+    done = qarr(
+        "profile",
+        "quality",
+        "--tasks",
+        str(tmp_path / "tasks.jsonl"),
+        "--url",
+        "http://127.0.0.1:9",
+    )
     assert isinstance(done.exception, ProfileError)
     assert "tasks.jsonl" in str(done.exception)

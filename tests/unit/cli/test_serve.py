@@ -41,15 +41,26 @@ def test_the_plan_says_what_is_measured_and_what_is_estimated(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A checkpoint that is not made yet has an estimated size; one that grows in memory has both sizes."""
-    made, unmade = TierSpec(PRECISE, 2048, 16, 32, checkpoint=tmp_path), TierSpec(FAST, 2048, 16, 32)
+    made, unmade = (
+        TierSpec(PRECISE, 2048, 16, 32, checkpoint=tmp_path),
+        TierSpec(FAST, 2048, 16, 32),
+    )
     shares = tuple(
-        Share(tier, weights, on_disk, kv_cache=GIB, kv_tokens=4096, placement=Placement())
-        for tier, weights, on_disk in ((FAST, 2 * GIB, GIB), (PRECISE, GIB // 2, GIB // 2))
+        Share(
+            tier, weights, on_disk, kv_cache=GIB, kv_tokens=4096, placement=Placement()
+        )
+        for tier, weights, on_disk in (
+            (FAST, 2 * GIB, GIB),
+            (PRECISE, GIB // 2, GIB // 2),
+        )
     )
     _show_plan("m", Plan("CPU (2 cores)", shares), (made, unmade))
     head, grown, plain = capsys.readouterr().err.splitlines()
     assert head == "model m on CPU (2 cores)"
-    assert "fast     awq-int4  weights ~2.00 GiB (1.00 on disk, repacked for this CPU), KV cache  1.00 GiB" in grown
+    assert (
+        "fast     awq-int4  weights ~2.00 GiB (1.00 on disk, repacked for this CPU), KV cache  1.00 GiB"
+        in grown
+    )
     assert "weights  0.50 GiB, KV cache  1.00 GiB (4096 tokens), context 2048" in plain
 
 
@@ -69,17 +80,26 @@ def test_a_model_without_checkpoints_has_an_empty_list() -> None:
     nothing = qarr("model", "list")
     assert nothing.stdout == ""
     assert "'qarr model prepare' makes them" in nothing.stderr
-    assert isinstance(qarr("model", "prepare", "--model", "no such model").exception, TierError)
-    assert isinstance(qarr("model", "list", QARR_MODEL__CALIBRATION_SAMPLES="-7").exception, SettingsError)
+    assert isinstance(
+        qarr("model", "prepare", "--model", "no such model").exception, TierError
+    )
+    assert isinstance(
+        qarr("model", "list", QARR_MODEL__CALIBRATION_SAMPLES="-7").exception,
+        SettingsError,
+    )
 
 
-def test_finished_checkpoints_are_listed_with_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_checkpoints_are_listed_with_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A line each for people, and as JSON what scripts read."""
     orders, python = tmp_path / "orders", tmp_path / "python"
     orders.mkdir()
     for command in ("bf16", "fp8", "awq"):
         (orders / command).write_text("done")
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake_quantizer.__file__)} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake_quantizer.__file__)} "$@"\n'
+    )
     python.chmod(0o755)
     for name, value in {
         "FAKE_QUANTIZER": orders, "QARR_MODEL__NAME": model(tmp_path / "model"), "QARR_MODEL__STORE": tmp_path / "store",
@@ -100,9 +120,21 @@ def test_finished_checkpoints_are_listed_with_their_folders(tmp_path: Path, monk
 
 def test_settings_are_a_table_or_a_schema(tmp_path: Path) -> None:
     """After the file is checked: with a mistake in it neither is shown."""
-    assert qarr("settings").stdout.split()[:5] == ["setting", "default", "reloads", "meaning", "server.host"]
-    assert " tiers.*.max_model_len  fast 2048" in qarr("settings", "tiers.fast.max_model_len").stdout
-    assert "here: server.port = 81" in qarr("settings", "server", QARR_SERVER__PORT="81").stdout
+    assert qarr("settings").stdout.split()[:5] == [
+        "setting",
+        "default",
+        "reloads",
+        "meaning",
+        "server.host",
+    ]
+    assert (
+        " tiers.*.max_model_len  fast 2048"
+        in qarr("settings", "tiers.fast.max_model_len").stdout
+    )
+    assert (
+        "here: server.port = 81"
+        in qarr("settings", "server", QARR_SERVER__PORT="81").stdout
+    )
     assert "there is no setting prot" in qarr("settings", "prot").stderr
     assert json.loads(qarr("settings", "--schema").stdout)["title"] == "Settings"
     (tmp_path / "qarr.toml").write_text("[server]\nprot = 1\n")
@@ -113,7 +145,9 @@ def test_settings_are_a_table_or_a_schema(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_can_be_loaded_alone(name: str) -> None:
     """Only what it needs is imported for it; the help has a sentence on it."""
-    done = CliRunner().invoke(make_app((name,)), [name, "--help"], env={"COLUMNS": "100"})
+    done = CliRunner().invoke(
+        make_app((name,)), [name, "--help"], env={"COLUMNS": "100"}
+    )
     assert done.exit_code == 0
     assert "Usage: " in done.output
 
@@ -126,7 +160,10 @@ def test_the_other_name_of_serve_is_not_listed() -> None:
     assert qarr("router", "--help").exit_code == 0
 
 
-@pytest.mark.parametrize("typed", ["tier", "key", "log", "rout", "server", "modle", "setting", "adapter", "profil"])
+@pytest.mark.parametrize(
+    "typed",
+    ["tier", "key", "log", "rout", "server", "modle", "setting", "adapter", "profil"],
+)
 def test_a_mistyped_command_is_answered_with_commands_that_exist(typed: str) -> None:
     """Those of the help: not those that are kept for what a command was called elsewhere."""
     said = CliRunner().invoke(make_app(), [typed]).output
@@ -140,7 +177,12 @@ def test_a_redis_without_scripts_is_refused_in_one_line(own_redis: RedisServer) 
     with Redis.from_url(own_redis.url) as operator:
         operator.execute_command("ACL", "SETUSER", "default", "-@scripting")
     done = subprocess.run(
-        [Path(sys.executable).with_name("qarr"), "serve", "--fast", "http://127.0.0.1:1"],
+        [
+            Path(sys.executable).with_name("qarr"),
+            "serve",
+            "--fast",
+            "http://127.0.0.1:1",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -149,5 +191,7 @@ def test_a_redis_without_scripts_is_refused_in_one_line(own_redis: RedisServer) 
     )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: state.redis_url: this Redis cannot count for routers (")
+    assert line.startswith(
+        "error: state.redis_url: this Redis cannot count for routers ("
+    )
     assert line.endswith("allow its user EVAL, or EVALSHA and SCRIPT LOAD")

@@ -15,15 +15,40 @@ REPLICA: dict[str, Any] = {
     "id": "fast-0", "state": "ready", "precision": "fp8", "in_flight": 2, "served": 40, "failed": 1, "kv_cache_usage": 0.256, "tpot_ms": 31.26,
     "pid": 4711, "url": "http://127.0.0.1:9101", "detail": None,
 }  # fmt: skip
-BARE = {**REPLICA, "id": "fast-1", "state": "failed", "kv_cache_usage": None, "tpot_ms": None, "pid": None, "url": None}
-PREPARING = {"what": "quantizing", "done": 3, "total": 31, "remaining_s": None, "failed": None}
+BARE = {
+    **REPLICA,
+    "id": "fast-1",
+    "state": "failed",
+    "kv_cache_usage": None,
+    "tpot_ms": None,
+    "pid": None,
+    "url": None,
+}
+PREPARING = {
+    "what": "quantizing",
+    "done": 3,
+    "total": 31,
+    "remaining_s": None,
+    "failed": None,
+}
 
 
 def fleet(*replicas: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Return what ``GET /tiers`` gives of a fast tier with some replicas, and a precise one that has none."""
     tiers = [
-        {"tier": "fast", "state": "ready", "replicas": list(replicas), "preparing": None},
-        {"tier": "precise", "state": "preparing", "replicas": [], "preparing": PREPARING, "detail": None},
+        {
+            "tier": "fast",
+            "state": "ready",
+            "replicas": list(replicas),
+            "preparing": None,
+        },
+        {
+            "tier": "precise",
+            "state": "preparing",
+            "replicas": [],
+            "preparing": PREPARING,
+            "detail": None,
+        },
     ]
     return {"model": "m", "machine": "a CPU", "tiers": tiers, **more}
 
@@ -37,45 +62,82 @@ def test_the_list_has_every_replica_and_tiers_without_one() -> None:
     """What is not known is a dash; a tier that is being prepared says how far it is."""
     head, _, first, second, bare, detail = listed(fleet(REPLICA, BARE))
     assert head == "m on a CPU"
-    assert " ".join(first.split()) == "fast fast-0 ready fp8 2 40 1 26% 31.3 4711 http://127.0.0.1:9101"
-    assert second.split() == ["fast", "fast-1", "failed", "fp8", "2", "40", "1", "-", "-", "-", "-"]
+    assert (
+        " ".join(first.split())
+        == "fast fast-0 ready fp8 2 40 1 26% 31.3 4711 http://127.0.0.1:9101"
+    )
+    assert second.split() == [
+        "fast",
+        "fast-1",
+        "failed",
+        "fp8",
+        "2",
+        "40",
+        "1",
+        "-",
+        "-",
+        "-",
+        "-",
+    ]
     assert bare.split()[:3] == ["precise", "-", "preparing"]
     assert detail == "detail of precise: quantizing (3 of 31)"
 
 
 def test_details_are_whole_on_lines_of_their_own() -> None:
     """Of a traceback the first line; brackets are not markup; an empty detail is none."""
-    lines = listed(fleet({**REPLICA, "detail": "[red] exited\nTraceback"}, {**BARE, "detail": "x" * 500}))
-    assert lines[5:7] == ["detail of fast-0: [red] exited", f"detail of fast-1: {'x' * 500}"]
+    lines = listed(
+        fleet(
+            {**REPLICA, "detail": "[red] exited\nTraceback"},
+            {**BARE, "detail": "x" * 500},
+        )
+    )
+    assert lines[5:7] == [
+        "detail of fast-0: [red] exited",
+        f"detail of fast-1: {'x' * 500}",
+    ]
     assert "detail of fast-0" not in "".join(listed(fleet({**REPLICA, "detail": ""})))
 
 
 def test_a_key_that_sees_less_is_told() -> None:
     assert "only operators' keys see" in listed(fleet(REPLICA, scope="own"))[1]
-    assert "only operators' keys see" not in "".join(listed(fleet(REPLICA, scope="all")))
+    assert "only operators' keys see" not in "".join(
+        listed(fleet(REPLICA, scope="all"))
+    )
 
 
 def operation(state: str, detail: str, successor: str | None = None) -> dict[str, Any]:
     return {"id": "7", "state": state, "detail": detail, "successor": successor}
 
 
-def operate(kind: str, target: str, answers: dict[str, tuple[int, Any]], *more: str) -> tuple[Any, StubRouter]:
+def operate(
+    kind: str, target: str, answers: dict[str, tuple[int, Any]], *more: str
+) -> tuple[Any, StubRouter]:
     with stub_router(**answers) as router:
-        return qarr("tiers", kind, target, *more, "--url", router.url, "--key", "k"), router
+        return qarr(
+            "tiers", kind, target, *more, "--url", router.url, "--key", "k"
+        ), router
 
 
 def test_an_operation_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step is told once on standard error, with the state of the replica; the result is on standard output."""
     monkeypatch.setattr("router.cli.tiers.POLL_S", 0)
-    steps = [operation("running", "drains"), operation("running", "drains"), operation("done", "2 requests finished")]
+    steps = [
+        operation("running", "drains"),
+        operation("running", "drains"),
+        operation("done", "2 requests finished"),
+    ]
     done, router = operate("drain", "fast-0", {
         "GET /tiers": (200, fleet({**REPLICA, "state": "draining"})),
         "POST /admin/replicas/fast-0/drain": (202, operation("running", "begins")),
         "GET /admin/operations/7": (200, steps),
     })  # fmt: skip
-    assert (done.exit_code, done.stdout) == (0, "fast-0: drain done, 2 requests finished\n")
+    assert (done.exit_code, done.stdout) == (
+        0,
+        "fast-0: drain done, 2 requests finished\n",
+    )
     assert [line.partition(" s ")[2] for line in done.stderr.splitlines()[1:]] == [
-        f"fast-0: {detail} (is draining, 2 in flight)" for detail in ("begins", "drains", "2 requests finished")
+        f"fast-0: {detail} (is draining, 2 in flight)"
+        for detail in ("begins", "drains", "2 requests finished")
     ]
     assert set(router.keys) == {"Bearer k"}
 
@@ -96,10 +158,16 @@ def test_a_successors_state_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tier_means_its_replicas_one_after_another() -> None:
     """A failure ends it: the next replica is left as it is."""
     answers = {"GET /tiers": (200, fleet(REPLICA, BARE))}
-    answers |= {f"POST /admin/replicas/fast-{n}/resume": (202, operation("done", "ready")) for n in (0, 1)}
+    answers |= {
+        f"POST /admin/replicas/fast-{n}/resume": (202, operation("done", "ready"))
+        for n in (0, 1)
+    }
     done, router = operate("resume", "fast", answers)
     assert done.stdout == "fast-0: resume done, ready\nfast-1: resume done, ready\n"
-    answers["POST /admin/replicas/fast-0/resume"] = (202, operation("failed", "it was never drained"))
+    answers["POST /admin/replicas/fast-0/resume"] = (
+        202,
+        operation("failed", "it was never drained"),
+    )
     done, router = operate("resume", "fast", answers)
     assert isinstance(done.exception, OperationError)
     assert str(done.exception) == "resume of fast-0 failed: it was never drained"
@@ -114,7 +182,11 @@ def fast_and_precise(fast: str, precise: str) -> dict[str, Any]:
             "replicas": [{**REPLICA, "state": fast}, {**BARE, "state": fast}],
             "preparing": None,
         },
-        {"tier": "precise", "state": precise, "replicas": [{**REPLICA, "id": "precise-0", "state": precise}]},
+        {
+            "tier": "precise",
+            "state": precise,
+            "replicas": [{**REPLICA, "id": "precise-0", "state": precise}],
+        },
     ]
     return {"model": "m", "machine": "a CPU", "tiers": tiers}
 
@@ -128,11 +200,18 @@ def fast_and_precise(fast: str, precise: str) -> dict[str, Any]:
         ("remove", "precise-0", ("warming", "ready")),
     ],
 )
-def test_whether_nobody_is_to_be_served_is_asked(kind: str, target: str, states: tuple[str, str]) -> None:
+def test_whether_nobody_is_to_be_served_is_asked(
+    kind: str, target: str, states: tuple[str, str]
+) -> None:
     """Nothing is begun without a yes or --force."""
-    answers: dict[str, tuple[int, Any]] = {"GET /tiers": (200, fast_and_precise(*states))}
+    answers: dict[str, tuple[int, Any]] = {
+        "GET /tiers": (200, fast_and_precise(*states))
+    }
     for replica in ("fast-0", "fast-1", "precise-0"):
-        answers[f"POST /admin/replicas/{replica}/{kind}"] = (202, operation("done", "over"))
+        answers[f"POST /admin/replicas/{replica}/{kind}"] = (
+            202,
+            operation("done", "over"),
+        )
     done, router = operate(kind, target, answers)
     assert isinstance(done.exception, OperationError)
     assert "--force" in str(done.exception)
@@ -141,7 +220,9 @@ def test_whether_nobody_is_to_be_served_is_asked(kind: str, target: str, states:
     done, router = operate(kind, target, answers, "--force")
     assert done.exit_code == 0
     with stub_router(**answers) as router:
-        assert qarr("tiers", kind, target, "--url", router.url, stdin="y\n").exit_code == 0
+        assert (
+            qarr("tiers", kind, target, "--url", router.url, stdin="y\n").exit_code == 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -156,11 +237,18 @@ def test_whether_nobody_is_to_be_served_is_asked(kind: str, target: str, states:
         ("resume", "precise", ("failed", "ready")),
     ],
 )
-def test_where_others_serve_or_nobody_did_nothing_is_asked(kind: str, target: str, states: tuple[str, str]) -> None:
+def test_where_others_serve_or_nobody_did_nothing_is_asked(
+    kind: str, target: str, states: tuple[str, str]
+) -> None:
     """A tier's replicas are restarted one after another, and a recycled engine has a successor first."""
-    answers: dict[str, tuple[int, Any]] = {"GET /tiers": (200, fast_and_precise(*states))}
+    answers: dict[str, tuple[int, Any]] = {
+        "GET /tiers": (200, fast_and_precise(*states))
+    }
     for replica in ("fast-0", "fast-1", "precise-0"):
-        answers[f"POST /admin/replicas/{replica}/{kind}"] = (202, operation("done", "over"))
+        answers[f"POST /admin/replicas/{replica}/{kind}"] = (
+            202,
+            operation("done", "over"),
+        )
     assert operate(kind, target, answers)[0].exit_code == 0
 
 
@@ -168,21 +256,30 @@ def test_where_others_serve_or_nobody_did_nothing_is_asked(kind: str, target: st
 def test_unknown_targets_are_named_with_what_there_is(target: str) -> None:
     """A tier without replicas is no target; nothing is asked of any replica."""
     done, router = operate("drain", target, {"GET /tiers": (200, fleet(REPLICA))})
-    assert str(done.exception) == f"there is no tier or replica {target!r}: fast, precise, fast-0"
+    assert (
+        str(done.exception)
+        == f"there is no tier or replica {target!r}: fast, precise, fast-0"
+    )
     assert router.asked == ["GET /tiers"]
 
 
-def test_what_a_tiers_engines_compute_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_tiers_engines_compute_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For the next hour, also where nothing was recorded yet; other names are no tiers."""
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path / "profiles"))
     told = qarr("tiers", "record", "fast").stdout
-    assert told == "fast: starts and resumes of the next hour are accepted and recorded\n"
+    assert (
+        told == "fast: starts and resumes of the next hour are accepted and recorded\n"
+    )
     (acceptance,) = read_canary(tmp_path / "profiles/canary.json").acceptances
     assert acceptance.tier == "fast"
     assert qarr("tiers", "record", "fast-0").exit_code == 2
 
 
-def test_an_added_engine_is_followed_until_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_added_engine_is_followed_until_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each state is told once; one that does not become ready is an error that says what to do."""
     monkeypatch.setattr("router.cli.tiers.POLL_S", 0)
     engine = "http://127.0.0.1:9101"
@@ -199,7 +296,10 @@ def test_an_added_engine_is_followed_until_it_is_ready(monkeypatch: pytest.Monke
     assert [line.partition(" s ")[2] for line in done.stderr.splitlines()[1:]] == [
         "fast-0: is starting", "fast-0: is warming",
     ]  # fmt: skip
-    answers["GET /tiers"] = (200, states("starting", "unreachable", detail="no answer\nTraceback"))
+    answers["GET /tiers"] = (
+        200,
+        states("starting", "unreachable", detail="no answer\nTraceback"),
+    )
     done, _ = operate("add", "fast", answers, engine)
     assert str(done.exception) == (
         "fast-0 is added, but is unreachable: no answer; it gets requests when it is ready, 'qarr tiers remove fast-0' takes "
@@ -207,12 +307,19 @@ def test_an_added_engine_is_followed_until_it_is_ready(monkeypatch: pytest.Monke
     )
 
 
-@pytest.mark.parametrize("named", ["fast-0", "http://127.0.0.1:9101", "HTTP://127.0.0.1:9101/"])
-def test_a_replica_is_removed_by_its_id_or_its_address(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "named", ["fast-0", "http://127.0.0.1:9101", "HTTP://127.0.0.1:9101/"]
+)
+def test_a_replica_is_removed_by_its_id_or_its_address(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.cli.tiers.POLL_S", 0)
     answers = {
         "GET /tiers": (200, [fleet(REPLICA), fleet(REPLICA), fleet()]),
-        "POST /admin/replicas/fast-0/remove": (202, operation("running", "waits for 2 open requests")),
+        "POST /admin/replicas/fast-0/remove": (
+            202,
+            operation("running", "waits for 2 open requests"),
+        ),
         "GET /admin/operations/7": (200, operation("done", "removed")),
     }
     done, _ = operate("remove", named, answers, "--force")
@@ -221,6 +328,11 @@ def test_a_replica_is_removed_by_its_id_or_its_address(named: str, monkeypatch: 
 
 
 def test_a_replica_that_is_not_there_is_not_removed() -> None:
-    done, router = operate("remove", "http://10.0.0.9:8000", {"GET /tiers": (200, fleet(REPLICA, BARE))})
-    assert str(done.exception) == "there is no replica 'http://10.0.0.9:8000': fast-0, fast-1"
+    done, router = operate(
+        "remove", "http://10.0.0.9:8000", {"GET /tiers": (200, fleet(REPLICA, BARE))}
+    )
+    assert (
+        str(done.exception)
+        == "there is no replica 'http://10.0.0.9:8000': fast-0, fast-1"
+    )
     assert router.asked == ["GET /tiers"]

@@ -20,15 +20,25 @@ pytestmark = pytest.mark.anyio
 
 async def test_top_in_a_terminal(tmp_path: Path) -> None:
     """Live tiers and requests; a killed router is told of and found again; it leaves the other screen at the end."""
-    shown, size = tmp_path / "shown", {"COLUMNS": "170", "LINES": "40", "TERM": "xterm-256color"}
+    shown, size = (
+        tmp_path / "shown",
+        {"COLUMNS": "170", "LINES": "40", "TERM": "xterm-256color"},
+    )
 
     def after(mark: int = 0) -> str:
         return shown.read_bytes()[mark:].decode("utf-8", "replace")
 
-    async with own_router(tmp_path, [Behaviour(delay_s=0.3) for _ in range(3)]) as router:
+    async with own_router(
+        tmp_path, [Behaviour(delay_s=0.3) for _ in range(3)]
+    ) as router:
         command = shlex.join([QARR, "top"])
         argv = ["script", "-qfec", f"exec {command}", str(shown)]
-        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**router.env, **size})
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**router.env, **size},
+        )
         try:
             await until(lambda: shown.exists() and "3/3 tiers ready" in after())
             asking = asyncio.create_task(router.generate())
@@ -39,8 +49,15 @@ async def test_top_in_a_terminal(tmp_path: Path) -> None:
             await until(lambda: "trying again" in after())
             await router.start()
             mark = shown.stat().st_size
-            await until(lambda: "3/3 tiers ready" in after(mark) and "trying again" not in after(mark)[-3000:])
-            child = await asyncio.to_thread(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text)
+            await until(
+                lambda: (
+                    "3/3 tiers ready" in after(mark)
+                    and "trying again" not in after(mark)[-3000:]
+                )
+            )
+            child = await asyncio.to_thread(
+                Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text
+            )
             os.kill(int(child), signal.SIGINT)
             assert await asyncio.to_thread(process.wait, 20) == 0
         finally:
@@ -63,6 +80,8 @@ async def test_once_is_text(tmp_path: Path) -> None:
 async def test_without_a_router() -> None:
     """Status 2, where it looked, and what to do."""
     argv = [QARR, "top", "--url", "http://127.0.0.1:9"]
-    done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, check=False, timeout=100)
+    done = await asyncio.to_thread(
+        subprocess.run, argv, capture_output=True, text=True, check=False, timeout=100
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert "no router answers at http://127.0.0.1:9" in done.stderr

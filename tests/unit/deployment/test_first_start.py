@@ -27,7 +27,9 @@ GIB = 1 << 30
 async def test_each_tier_serves_as_soon_as_it_can(tmp_path: Path) -> None:
     """The router answers from the start; BF16, FP8 and AWQ follow one after another, and what is missing is told everywhere."""
     async with first_up(tmp_path) as up:
-        body = await up.until_states(fast="preparing", balanced="preparing", precise="preparing")
+        body = await up.until_states(
+            fast="preparing", balanced="preparing", precise="preparing"
+        )
         assert not body["ready"]
         assert [(p["tier"], p["what"]) for p in body["preparing"][:2]] == [
             ("fast", "waits for the checkpoint of balanced"),
@@ -43,7 +45,9 @@ async def test_each_tier_serves_as_soon_as_it_can(tmp_path: Path) -> None:
         answer = await up.generate(stream=False)
         assert (answer.status_code, answer.json()["tier"]) == (200, "precise")
         asked = await up.generate(stream=False, tier="fast")
-        assert "hint fast not taken: is being prepared" in asked.headers["x-qarr-reason"]
+        assert (
+            "hint fast not taken: is being prepared" in asked.headers["x-qarr-reason"]
+        )
         required = await up.generate(tier="fast", tier_policy="require")
         assert int(required.headers["retry-after"]) > 10
         route = await up.client.post(f"{up.url}/route", json={"prompt": "hi there"})
@@ -58,15 +62,30 @@ async def test_each_tier_serves_as_soon_as_it_can(tmp_path: Path) -> None:
             _, body = await up.get("/readyz")
         (fast,) = body["preparing"]
         assert fast.pop("remaining_s") >= ENGINE_START_S
-        assert fast == {"tier": "fast", "what": "quantizing to AWQ int4, groups of 64", "done": 3, "total": 31}
+        assert fast == {
+            "tier": "fast",
+            "what": "quantizing to AWQ int4, groups of 64",
+            "done": 3,
+            "total": 31,
+        }
         pid, niceness = up.quantizer("awq")
         assert os.getpgid(pid) != os.getpgid(up.process.pid)
-        ours = os.getpriority(os.PRIO_PROCESS, 0)  # BF16 is made at this: there is nothing yet that it could yield to
+        # BF16 is made at this: there is nothing yet that it could yield to
+        ours = os.getpriority(os.PRIO_PROCESS, 0)
         assert (up.quantizer("bf16")[1], niceness) == (ours, min(ours + NICENESS, 19))
         url = ("--url", up.url)
-        assert "quantizing to AWQ int4, groups of 64 (3 of 31), ready in about" in await up.qarr("tiers", *url)
-        assert "quantizing to AWQ int4, groups of 64 (3 of 31), ready in about" in await up.qarr("top", "--once", *url)
-        assert "is being prepared: quantizing to AWQ int4, groups of 64 (3 of 31)" in await up.qarr("doctor", *url)
+        assert (
+            "quantizing to AWQ int4, groups of 64 (3 of 31), ready in about"
+            in await up.qarr("tiers", *url)
+        )
+        assert (
+            "quantizing to AWQ int4, groups of 64 (3 of 31), ready in about"
+            in await up.qarr("top", "--once", *url)
+        )
+        assert (
+            "is being prepared: quantizing to AWQ int4, groups of 64 (3 of 31)"
+            in await up.qarr("doctor", *url)
+        )
         _, fleet = await up.get("/tiers")
         assert {t["tier"]: t["preparing"] is None for t in fleet["tiers"]} == {
             "fast": False, "balanced": True, "precise": True,
@@ -76,16 +95,24 @@ async def test_each_tier_serves_as_soon_as_it_can(tmp_path: Path) -> None:
         await up.until_states(precise="ready", balanced="ready", fast="ready")
         await until(lambda: "all tiers ready. Ctrl-C stops" in up.said())
         assert (await up.get("/readyz"))[1]["preparing"] == []
-        assert (await up.generate(stream=False, tier="fast")).headers["x-qarr-checkpoint"]
+        assert (await up.generate(stream=False, tier="fast")).headers[
+            "x-qarr-checkpoint"
+        ]
         assert await up.end() == 0
         said = up.said()
     assert "with precise; to follow: balanced" in said
-    order = ["precise: its checkpoint is made", "balanced: its checkpoint is made", "fast: its checkpoint is made"]
+    order = [
+        "precise: its checkpoint is made",
+        "balanced: its checkpoint is made",
+        "fast: its checkpoint is made",
+    ]
     assert sorted(order, key=said.index) == order
 
 
 @pytest.mark.anyio
-async def test_a_checkpoint_that_cannot_be_made_leaves_the_rest_serving(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_cannot_be_made_leaves_the_rest_serving(
+    tmp_path: Path,
+) -> None:
     """The tier has failed, with the reason and what to do; the others serve, and the router stays."""
     async with first_up(tmp_path) as up:
         up.tell("bf16", "done")
@@ -102,27 +129,42 @@ async def test_a_checkpoint_that_cannot_be_made_leaves_the_rest_serving(tmp_path
         assert "could not be made" in required.json()["detail"]
         assert "retry-after" not in required.headers
         assert "failed" in await up.qarr("tiers", "--url", up.url)
-        assert "'qarr model prepare' makes it" in await up.qarr("doctor", "--url", up.url)
+        assert "'qarr model prepare' makes it" in await up.qarr(
+            "doctor", "--url", up.url
+        )
         assert await up.end() == 0
 
 
 @pytest.mark.parametrize("order", ["done", "fail"])
 @pytest.mark.anyio
-async def test_an_engine_waits_for_its_drafts_checkpoint(tmp_path: Path, order: str) -> None:
+async def test_an_engine_waits_for_its_drafts_checkpoint(
+    tmp_path: Path, order: str
+) -> None:
     """It starts with the draft once that is made, and without it if it cannot be made."""
     async with first_up(tmp_path, QARR_TIERS__PRECISE__DRAFT="fast") as up:
         up.tell("bf16", "done")
         up.tell("fp8", "done")
-        body = await up.until_states(balanced="ready", precise="preparing", fast="preparing")
+        body = await up.until_states(
+            balanced="ready", precise="preparing", fast="preparing"
+        )
         waits = next(p["what"] for p in body["preparing"] if p["tier"] == "precise")
         assert waits == "waits for the other checkpoints"
         up.tell("awq", order)
-        await up.until_states(balanced="ready", precise="ready", fast="ready" if order == "done" else "failed")
+        await up.until_states(
+            balanced="ready",
+            precise="ready",
+            fast="ready" if order == "done" else "failed",
+        )
         _, fleet = await up.get("/tiers")
-        (replica,) = next(tier["replicas"] for tier in fleet["tiers"] if tier["tier"] == "precise")
+        (replica,) = next(
+            tier["replicas"] for tier in fleet["tiers"] if tier["tier"] == "precise"
+        )
         drafts = "--speculative-config" in psutil.Process(replica["pid"]).cmdline()
         assert drafts == (order == "done")
-        assert ("precise      starts without its draft, whose checkpoint could not be made" in up.said()) != drafts
+        assert (
+            "precise      starts without its draft, whose checkpoint could not be made"
+            in up.said()
+        ) != drafts
         assert await up.end() == 0
 
 
@@ -135,15 +177,28 @@ async def test_what_fits_is_started(tmp_path: Path) -> None:
         up.tell("fp8", "done")
         up.tell("awq", "done")
         await up.until_states(precise="ready", balanced="absent", fast="ready")
-        await until(lambda: "all tiers ready (balanced left out). Ctrl-C stops" in up.said())
+        await until(
+            lambda: "all tiers ready (balanced left out). Ctrl-C stops" in up.said()
+        )
         assert "left out: balanced. 3 CPU engines need about" in up.said()
         assert await up.end() == 0
-        asked = {f"QARR_TIERS__{tier.upper()}__REPLICAS": "1" for tier in STANDARD_TIERS}
+        asked = {
+            f"QARR_TIERS__{tier.upper()}__REPLICAS": "1" for tier in STANDARD_TIERS
+        }
         argv = [QARR, "up", "--port", up.url.rpartition(":")[2]]
         again = await asyncio.to_thread(
-            subprocess.run, argv, env={**up.env, **asked}, capture_output=True, text=True, check=False, timeout=30
+            subprocess.run,
+            argv,
+            env={**up.env, **asked},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
         )
-        assert (again.returncode, "3 CPU engines need about" in again.stderr) == (2, True)
+        assert (again.returncode, "3 CPU engines need about" in again.stderr) == (
+            2,
+            True,
+        )
 
 
 @pytest.mark.anyio
@@ -170,7 +225,10 @@ async def test_ending_ends_the_quantizer(tmp_path: Path, command: str) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
         kept = sorted(
-            p.name.split("-")[0] for folder in up.store.glob("model-*") for p in folder.iterdir() if p.is_dir()
+            p.name.split("-")[0]
+            for folder in up.store.glob("model-*")
+            for p in folder.iterdir()
+            if p.is_dir()
         )
         assert kept == (["bf16", "fp8"] if command == "awq" else [])
         assert "stopped" in up.said()

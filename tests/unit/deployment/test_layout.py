@@ -35,18 +35,34 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 URL = "http://10.0.0.5:8000"
 
 # Of a template that shows no family.
-HERMES = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--tool-strict-level", "parameter")
+HERMES = (
+    "--enable-auto-tool-choice",
+    "--tool-call-parser",
+    "hermes",
+    "--tool-strict-level",
+    "parameter",
+)
 
 
 def settings(**overrides: Any) -> Settings:
-    return load_settings(None, {"engine": {"python": Path(sys.executable)}, **overrides})
+    return load_settings(
+        None, {"engine": {"python": Path(sys.executable)}, **overrides}
+    )
 
 
 def made(tmp_path: Path) -> dict[TierName, Checkpoint]:
     """Make a small checkpoint for each tier, with a tokenizer of two words."""
-    found = {tier: read_checkpoint(tier, checkpoint(tmp_path / f"made-{tier}", tier)) for tier in STANDARD_TIERS}
+    found = {
+        tier: read_checkpoint(tier, checkpoint(tmp_path / f"made-{tier}", tier))
+        for tier in STANDARD_TIERS
+    }
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
-    definition = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    definition = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": model,
+    }
     for made_ in found.values():
         (made_.path / "tokenizer.json").write_text(json.dumps(definition))
     return found
@@ -56,9 +72,20 @@ def test_a_url_goes_before_any_checkpoint(tmp_path: Path) -> None:
     """Then the folder of the settings, which has no digest, and then the prepared checkpoint with its own."""
     prepared = made(tmp_path)
     folder = tmp_path / "own"
-    given = settings(tiers={"fast": {"urls": (URL,), "checkpoint": folder}, "balanced": {"checkpoint": folder}}).tiers
-    elsewhere, folder_of, digest_of = (tier_spec(name, getattr(given, name), prepared) for name in STANDARD_TIERS)
-    assert (elsewhere.urls, elsewhere.checkpoint, elsewhere.digest) == ((URL,), None, None)
+    given = settings(
+        tiers={
+            "fast": {"urls": (URL,), "checkpoint": folder},
+            "balanced": {"checkpoint": folder},
+        }
+    ).tiers
+    elsewhere, folder_of, digest_of = (
+        tier_spec(name, getattr(given, name), prepared) for name in STANDARD_TIERS
+    )
+    assert (elsewhere.urls, elsewhere.checkpoint, elsewhere.digest) == (
+        (URL,),
+        None,
+        None,
+    )
     assert (folder_of.checkpoint, folder_of.digest) == (folder, None)
     assert (digest_of.checkpoint, digest_of.digest) == (
         prepared[PRECISE].path,
@@ -76,7 +103,12 @@ def test_a_tiers_precision_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     tiers = settings(tiers={"precise": {"checkpoint": folder}}).tiers
     assert tier_spec(PRECISE, tiers.precise, prepared).precision == "awq-int4"
     assert tier_spec(PRECISE, settings().tiers.precise, prepared).precision == "bf16"
-    assert tier_spec(PRECISE, settings().tiers.precise, prepared, ("--quantization", "fp8")).precision == "fp8"
+    assert (
+        tier_spec(
+            PRECISE, settings().tiers.precise, prepared, ("--quantization", "fp8")
+        ).precision
+        == "fp8"
+    )
     assert tier_spec(PRECISE, settings().tiers.precise, {}).precision == UNKNOWN
     engine = {"python": Path(sys.executable), "extra_args": ("--dtype", "half")}
     deployment = make_deployment(settings(engine=engine), tuple(prepared.values()))
@@ -85,9 +117,14 @@ def test_a_tiers_precision_is_that_of_its_checkpoint(tmp_path: Path) -> None:
 
 def test_the_precision_of_engines_by_url_may_be_stated() -> None:
     """Until they are asked it is unknown, or as stated. For an engine that is started here it counts for nothing."""
-    stating = {"fast": {"urls": (URL,), "precision": "fp8"}, "precise": {"precision": "fp8"}}
+    stating = {
+        "fast": {"urls": (URL,), "precision": "fp8"},
+        "precise": {"precision": "fp8"},
+    }
     given = settings(tiers={**stating, "balanced": {"urls": (URL + "/b",)}}).tiers
-    stated, unknown, here = (tier_spec(name, getattr(given, name), {}) for name in STANDARD_TIERS)
+    stated, unknown, here = (
+        tier_spec(name, getattr(given, name), {}) for name in STANDARD_TIERS
+    )
     assert (stated.precision, stated.stated_precision) == ("fp8 (stated)", "fp8")
     assert (unknown.precision, unknown.stated_precision) == (UNKNOWN, None)
     assert (here.precision, here.stated_precision) == (UNKNOWN, None)
@@ -99,38 +136,69 @@ def test_the_precision_of_engines_by_url_may_be_stated() -> None:
 def test_engines_that_come_and_go_are_named_by_dns_and_a_file(tmp_path: Path) -> None:
     """A tier with a DNS name starts nothing here; what names them identifies its weights, unless it has addresses."""
     file = tmp_path / "fleet.json"
-    given = {"fast": {"dns": "http://engines:8000", "precision": "fp8"}, "balanced": {"urls": (URL,)}}
-    deployment = make_deployment(settings(tiers=given, discovery={"file": file}), (), start_engines=False)
+    given = {
+        "fast": {"dns": "http://engines:8000", "precision": "fp8"},
+        "balanced": {"urls": (URL,)},
+    }
+    deployment = make_deployment(
+        settings(tiers=given, discovery={"file": file}), (), start_engines=False
+    )
     fast, balanced, precise = deployment.specs
     assert [spec.replicas for spec in deployment.specs] == [0, 0, 0]
-    assert (fast.named_by, fast.stated_precision) == (("http://engines:8000", str(file)), "fp8")
-    assert (fast.identity, balanced.identity, precise.identity) == (f"http://engines:8000 {file}", URL, str(file))
-    options = supervisor_options(settings(tiers=given, discovery={"file": file, "interval_s": 1})).discovery
-    assert (options.file, options.names, options.interval_s) == (file, {FAST: "http://engines:8000"}, 1)
+    assert (fast.named_by, fast.stated_precision) == (
+        ("http://engines:8000", str(file)),
+        "fp8",
+    )
+    assert (fast.identity, balanced.identity, precise.identity) == (
+        f"http://engines:8000 {file}",
+        URL,
+        str(file),
+    )
+    options = supervisor_options(
+        settings(tiers=given, discovery={"file": file, "interval_s": 1})
+    ).discovery
+    assert (options.file, options.names, options.interval_s) == (
+        file,
+        {FAST: "http://engines:8000"},
+        1,
+    )
 
 
 def test_a_router_in_front_of_nothing_is_refused() -> None:
     """A file or a DNS name is enough: engines may come."""
     with pytest.raises(PlanError, match=r"neither urls, dns nor discovery\.file"):
         make_deployment(settings(), (), start_engines=False)
-    assert make_deployment(settings(tiers={"fast": {"dns": "http://engines"}}), (), start_engines=False).specs
+    assert make_deployment(
+        settings(tiers={"fast": {"dns": "http://engines"}}), (), start_engines=False
+    ).specs
 
 
 def test_engines_get_ports_and_keys_of_their_own(tmp_path: Path) -> None:
     """Ports follow one another from the first one, in the order of the tiers that run here."""
     prepared = made(tmp_path)
     given = settings(
-        engine={"python": Path(sys.executable), "base_port": 9500, "extra_args": ("--a",)},
+        engine={
+            "python": Path(sys.executable),
+            "base_port": 9500,
+            "extra_args": ("--a",),
+        },
         tiers={"balanced": {"urls": (URL,)}},
     )
     deployment = make_deployment(given, tuple(prepared.values()))
-    assert [(launch.tier.name, launch.port) for launch in deployment.launches] == [(FAST, 9500), (PRECISE, 9501)]
+    assert [(launch.tier.name, launch.port) for launch in deployment.launches] == [
+        (FAST, 9500),
+        (PRECISE, 9501),
+    ]
     assert {launch.host for launch in deployment.launches} == {HOST}
     assert {launch.extra_args for launch in deployment.launches} == {(*HERMES, "--a")}
     keys = {launch.api_key for launch in deployment.launches}
     assert len(keys) == 2
     assert min(map(len, keys)) >= 24
-    assert (deployment.local, deployment.missing, deployment.model) == ({FAST, PRECISE}, (), "m")
+    assert (deployment.local, deployment.missing, deployment.model) == (
+        {FAST, PRECISE},
+        (),
+        "m",
+    )
     assert (deployment.counter.exact, deployment.counter.count("a b a")) == (True, 3)
     again = make_launches(deployment.specs, deployment.plan, given, "m")
     assert keys.isdisjoint(launch.api_key for launch in again)
@@ -141,7 +209,10 @@ def test_a_tier_has_engines_here_and_elsewhere(tmp_path: Path) -> None:
     prepared = made(tmp_path)
     given = settings(
         engine={"python": Path(sys.executable), "base_port": 9500},
-        tiers={"fast": {"urls": (URL,), "replicas": 2, "precision": "int4"}, "balanced": {"replicas": 0}},
+        tiers={
+            "fast": {"urls": (URL,), "replicas": 2, "precision": "int4"},
+            "balanced": {"replicas": 0},
+        },
     )
     deployment = make_deployment(given, tuple(prepared.values()))
     assert [(launch.tier.name, launch.port) for launch in deployment.launches] == [
@@ -154,7 +225,12 @@ def test_a_tier_has_engines_here_and_elsewhere(tmp_path: Path) -> None:
     assert first == second
     assert (first.urls, first.stated_precision) == ((), None)
     there = elsewhere(deployment.specs[0])
-    assert (there.urls, there.checkpoint, there.digest, there.precision) == ((URL,), None, None, "int4 (stated)")
+    assert (there.urls, there.checkpoint, there.digest, there.precision) == (
+        (URL,),
+        None,
+        None,
+        "int4 (stated)",
+    )
     assert (deployment.local, deployment.missing) == ({FAST, PRECISE}, ())
 
 
@@ -165,23 +241,36 @@ def test_checkpoints_of_tiers_that_are_left_out_are_not_made(tmp_path: Path) -> 
     assert deployment.missing == (PRECISE,)
     assert [spec.replicas for spec in deployment.specs] == [0, 0, 1]
     with pytest.raises(PlanError, match="every tier is left out"):
-        make_deployment(settings(tiers={**one, "precise": {"replicas": 0}}), tuple(made(tmp_path).values()))
+        make_deployment(
+            settings(tiers={**one, "precise": {"replicas": 0}}),
+            tuple(made(tmp_path).values()),
+        )
 
 
 def test_the_gpus_of_one_engine_must_be_named_whole() -> None:
-    with pytest.raises(SettingsError, match=r"tiers\.precise: gpus names 1, one engine takes .* = 2"):
+    with pytest.raises(
+        SettingsError, match=r"tiers\.precise: gpus names 1, one engine takes .* = 2"
+    ):
         settings(tiers={"precise": {"gpus": (0,), "tensor_parallel": 2}})
     with pytest.raises(SettingsError, match="0 is named more than once"):
         settings(tiers={"precise": {"gpus": (0, 0)}})
-    with pytest.raises(SettingsError, match=r"set tiers\.<name>\.tensor_parallel instead"):
+    with pytest.raises(
+        SettingsError, match=r"set tiers\.<name>\.tensor_parallel instead"
+    ):
         settings(tiers={"precise": {"engine_args": ("--tensor-parallel-size", "2")}})
 
 
 def test_the_router_alone_starts_nothing() -> None:
     """Tiers without URLs are left out: no plan, no environment and no checkpoint are needed."""
-    given = load_settings(None, {"engine": {"python": "/none"}, "tiers": {"fast": {"urls": (URL,)}}})
+    given = load_settings(
+        None, {"engine": {"python": "/none"}, "tiers": {"fast": {"urls": (URL,)}}}
+    )
     deployment = make_deployment(given, (), start_engines=False)
-    assert (deployment.launches, deployment.local, deployment.missing) == ((), frozenset(), ())
+    assert (deployment.launches, deployment.local, deployment.missing) == (
+        (),
+        frozenset(),
+        (),
+    )
     assert [bool(spec.urls) for spec in deployment.specs] == [True, False, False]
     assert not deployment.counter.exact
 
@@ -215,12 +304,20 @@ def test_tiers_with_different_tokenizers_are_refused(tmp_path: Path) -> None:
 def test_how_checkpoints_are_made_comes_from_the_settings(tmp_path: Path) -> None:
     model = {"name": "a/b", "store": tmp_path, "calibration_samples": 3}
     options = prepare_options(settings(model=model, quantizer={"python": "/q"}))
-    assert (options.model, options.store, options.quantizer_python) == ("a/b", tmp_path, Path("/q"))
+    assert (options.model, options.store, options.quantizer_python) == (
+        "a/b",
+        tmp_path,
+        Path("/q"),
+    )
     assert options.calibration_samples == 3
 
 
-@pytest.mark.parametrize(("folder", "said"), [("none", "is no folder"), (".", "has no tokenizer.json")])
-def test_a_named_tokenizer_must_be_there(tmp_path: Path, folder: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "said"), [("none", "is no folder"), (".", "has no tokenizer.json")]
+)
+def test_a_named_tokenizer_must_be_there(
+    tmp_path: Path, folder: str, said: str
+) -> None:
     """An estimate in its place would go unnoticed; the same folder as a checkpoint only means an estimate."""
     with pytest.raises(TokenizerError, match=f"--tokenizer: .*{said}"):
         named_counter(tmp_path / folder)
@@ -253,7 +350,13 @@ def test_a_late_counter_counts_as_its_present_one() -> None:
 def test_supervision_follows_the_settings(tmp_path: Path) -> None:
     """Each setting reaches the part that it is for."""
     given = settings(
-        engine={"hang_s": 7, "max_restarts": 2, "api_key": "k", "drain_s": 3, "check_tolerance": 2},
+        engine={
+            "hang_s": 7,
+            "max_restarts": 2,
+            "api_key": "k",
+            "drain_s": 3,
+            "check_tolerance": 2,
+        },
         policy={"profiles": tmp_path},
     )
     supervised = supervisor_options(given)
@@ -261,20 +364,41 @@ def test_supervision_follows_the_settings(tmp_path: Path) -> None:
     assert supervised.operations.drain_s == 3
     assert supervised.external_api_key == "k"
     assert supervised.canary is not None
-    assert (supervised.canary.path, supervised.canary.tolerance) == (tmp_path / "canary.json", 2)
+    assert (supervised.canary.path, supervised.canary.tolerance) == (
+        tmp_path / "canary.json",
+        2,
+    )
 
 
 def test_each_tier_has_arguments_and_variables_of_its_own(tmp_path: Path) -> None:
     """Its arguments come after those of all engines; its variables over those of the environment."""
     given = settings(
         engine={"python": Path(sys.executable), "extra_args": ("--dtype", "half")},
-        tiers={"fast": {"engine_args": ("--dtype", "float"), "env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}},
+        tiers={
+            "fast": {
+                "engine_args": ("--dtype", "float"),
+                "env": {"VLLM_LOGGING_LEVEL": "DEBUG"},
+            }
+        },
     )
-    launches = {launch.tier.name: launch for launch in make_deployment(given, tuple(made(tmp_path).values())).launches}
+    launches = {
+        launch.tier.name: launch
+        for launch in make_deployment(given, tuple(made(tmp_path).values())).launches
+    }
     assert launches[FAST].extra_args == (*HERMES, "--dtype", "half", "--dtype", "float")
     assert launches[PRECISE].extra_args == (*HERMES, "--dtype", "half")
-    assert engine_environment(launches[FAST], {"VLLM_LOGGING_LEVEL": "INFO"})["VLLM_LOGGING_LEVEL"] == "DEBUG"
-    assert engine_environment(launches[PRECISE], {"VLLM_LOGGING_LEVEL": "INFO"})["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert (
+        engine_environment(launches[FAST], {"VLLM_LOGGING_LEVEL": "INFO"})[
+            "VLLM_LOGGING_LEVEL"
+        ]
+        == "DEBUG"
+    )
+    assert (
+        engine_environment(launches[PRECISE], {"VLLM_LOGGING_LEVEL": "INFO"})[
+            "VLLM_LOGGING_LEVEL"
+        ]
+        == "INFO"
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,8 +408,14 @@ def test_each_tier_has_arguments_and_variables_of_its_own(tmp_path: Path) -> Non
             {"engine_args": ("--port", "1")},
             "tiers.fast.engine_args: --port is QARR's own: set engine.base_port instead",
         ),
-        ({"engine_args": ("--max_model_len=9",)}, "set tiers.<name>.max_model_len instead"),
-        ({"env": {"QARR_KEY": "secret"}}, "tiers.fast.env: QARR_KEY: variables of QARR's own do not reach engines"),
+        (
+            {"engine_args": ("--max_model_len=9",)},
+            "set tiers.<name>.max_model_len instead",
+        ),
+        (
+            {"env": {"QARR_KEY": "secret"}},
+            "tiers.fast.env: QARR_KEY: variables of QARR's own do not reach engines",
+        ),
         ({"env": {"VLLM_API_KEY": "secret"}}, "engines started here get a random key"),
         ({"env": {"A B": "secret"}}, "a name of letters, digits and underscores"),
     ],

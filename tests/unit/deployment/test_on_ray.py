@@ -20,13 +20,19 @@ from tiers.spec import TierName
 HERE = Path(sys.executable)
 
 
-def settings(tmp_path: Path, *, ray: dict[str, Any] | None = None, **more: Any) -> Settings:
+def settings(
+    tmp_path: Path, *, ray: dict[str, Any] | None = None, **more: Any
+) -> Settings:
     server = {"runtime_dir": tmp_path / "run"}
-    return load_settings(None, {"ray": {"python": HERE, **(ray or {})}, "server": server, **more})
+    return load_settings(
+        None, {"ray": {"python": HERE, **(ray or {})}, "server": server, **more}
+    )
 
 
 def placed(tmp_path: Path, **more: Any) -> tuple[WantedReplica, ...]:
-    deployment = make_ray_deployment(settings(tmp_path, **more), tuple(made(tmp_path).values()))
+    deployment = make_ray_deployment(
+        settings(tmp_path, **more), tuple(made(tmp_path).values())
+    )
     assert deployment.ray is not None
     return deployment.ray.job.replicas
 
@@ -53,35 +59,64 @@ def test_every_replica_is_placed_and_the_router_follows(tmp_path: Path) -> None:
     assert len(ray.api_key) > 20
     assert ray.api_key not in str(ray.job)
     assert (ray.job.address, ray.python) == ("10.0.0.5:6379", HERE)
-    assert {spec.name: spec.urls for spec in deployment.specs}[TierName.PRECISE] == ("http://10.0.0.9:1",)
+    assert {spec.name: spec.urls for spec in deployment.specs}[TierName.PRECISE] == (
+        "http://10.0.0.9:1",
+    )
 
 
 def test_a_key_and_a_file_of_the_settings_are_used(tmp_path: Path) -> None:
     """So that other routers can follow the same engines."""
-    given = settings(tmp_path, engine={"api_key": "ours"}, discovery={"file": tmp_path / "engines.json"})
+    given = settings(
+        tmp_path,
+        engine={"api_key": "ours"},
+        discovery={"file": tmp_path / "engines.json"},
+    )
     deployment = make_ray_deployment(given, tuple(made(tmp_path).values()))
     assert deployment.ray is not None
-    assert (deployment.ray.api_key, deployment.ray.job.engines_file) == ("ours", str(tmp_path / "engines.json"))
+    assert (deployment.ray.api_key, deployment.ray.job.engines_file) == (
+        "ours",
+        str(tmp_path / "engines.json"),
+    )
 
 
 def test_an_engine_gets_the_arguments_that_it_gets_here(tmp_path: Path) -> None:
     """Apart from its address, which its node has, and its key, which no file holds."""
-    tiers = {"fast": {"engine_args": ["--seed", "7"], "env": {"A": "b"}, "ray_resources": {"CPU": 3}}}
+    tiers = {
+        "fast": {
+            "engine_args": ["--seed", "7"],
+            "env": {"A": "b"},
+            "ray_resources": {"CPU": 3},
+        }
+    }
     fast = placed(tmp_path, tiers=tiers)[0]
-    assert fast.args[:4] == ("--model", fast.checkpoint, "--served-model-name", fast.args[3])
+    assert fast.args[:4] == (
+        "--model",
+        fast.checkpoint,
+        "--served-model-name",
+        fast.args[3],
+    )
     assert fast.args[-2:] == ("--seed", "7")
     assert {"--enforce-eager", "--max-model-len"} <= set(fast.args)
     assert not {"--host", "--port"} & set(fast.args)
-    assert (fast.env["A"], fast.env["OMP_NUM_THREADS"], fast.env["CUDA_VISIBLE_DEVICES"]) == ("b", "3", "")
+    assert (
+        fast.env["A"],
+        fast.env["OMP_NUM_THREADS"],
+        fast.env["CUDA_VISIBLE_DEVICES"],
+    ) == ("b", "3", "")
     assert "VLLM_API_KEY" not in fast.env
     assert fast.resources == {"CPU": 3}
 
 
 def test_with_a_gpu_of_ray_an_engine_runs_on_it(tmp_path: Path) -> None:
     """Which one, the node says; of a part of a GPU it takes that part of the memory."""
-    tiers = {"fast": {"ray_resources": {"GPU": 0.5, "A100": 0.001, "CPU": 0}}, "precise": {"tensor_parallel": 2}}
+    tiers = {
+        "fast": {"ray_resources": {"GPU": 0.5, "A100": 0.001, "CPU": 0}},
+        "precise": {"tensor_parallel": 2},
+    }
     tiers["precise"]["ray_resources"] = {"GPU": 2}
-    fast, _, precise = placed(tmp_path, tiers=tiers, ray={"resources": {"CPU": 1, "GPU": 1}})
+    fast, _, precise = placed(
+        tmp_path, tiers=tiers, ray={"resources": {"CPU": 1, "GPU": 1}}
+    )
     assert fast.resources == {"GPU": 0.5, "A100": 0.001}
     assert fast.args[fast.args.index("--gpu-memory-utilization") + 1] == "0.450"
     assert "CUDA_VISIBLE_DEVICES" not in fast.env
@@ -92,7 +127,12 @@ def test_with_a_gpu_of_ray_an_engine_runs_on_it(tmp_path: Path) -> None:
 
 def test_one_engine_over_several_nodes_is_vllms_own_to_place(tmp_path: Path) -> None:
     """vLLM's Ray executor reserves its GPUs; the actor takes none of them."""
-    precise = {"tensor_parallel": 2, "pipeline_parallel": 2, "across_nodes": True, "ray_resources": {"GPU": 4}}
+    precise = {
+        "tensor_parallel": 2,
+        "pipeline_parallel": 2,
+        "across_nodes": True,
+        "ray_resources": {"GPU": 4},
+    }
     wanted = placed(tmp_path, tiers={"precise": precise})[2]
     assert wanted.across_nodes
     assert wanted.resources == {"CPU": 1}
@@ -105,8 +145,14 @@ def test_one_engine_over_several_nodes_is_vllms_own_to_place(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("tier", "said"),
     [
-        ({"across_nodes": True}, "tiers.fast.across_nodes is for an engine on several GPUs"),
-        ({"across_nodes": True, "tensor_parallel": 2}, "vLLM's Ray executor takes no CPUs"),
+        (
+            {"across_nodes": True},
+            "tiers.fast.across_nodes is for an engine on several GPUs",
+        ),
+        (
+            {"across_nodes": True, "tensor_parallel": 2},
+            "vLLM's Ray executor takes no CPUs",
+        ),
         ({"ray_resources": {"GPU": 1.5}}, "GPU 1.5 is no whole number"),
         (
             {"ray_resources": {"GPU": 2}},
@@ -115,7 +161,9 @@ def test_one_engine_over_several_nodes_is_vllms_own_to_place(tmp_path: Path) -> 
         ({"ray_resources": {"GPU": 0.5}, "tensor_parallel": 2}, "gets GPU 0.5 of Ray"),
     ],
 )
-def test_resources_must_fit_the_engine(tmp_path: Path, tier: dict[str, Any], said: str) -> None:
+def test_resources_must_fit_the_engine(
+    tmp_path: Path, tier: dict[str, Any], said: str
+) -> None:
     """Otherwise nothing starts, and the error names the setting."""
     with pytest.raises(PlanError, match=said):
         placed(tmp_path, tiers={"fast": tier})
@@ -124,9 +172,16 @@ def test_resources_must_fit_the_engine(tmp_path: Path, tier: dict[str, Any], sai
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     """The Ray environment, a checkpoint, any replica, a tokenizer that all tiers share."""
     prepared = made(tmp_path)
-    with pytest.raises(EngineError, match=r"run 'scripts/setup ray', or set ray\.python"):
-        make_ray_deployment(load_settings(None, {"ray": {"python": tmp_path / "none"}}), tuple(prepared.values()))
-    with pytest.raises(PlanError, match="tier balanced has no checkpoint: run 'qarr model prepare'"):
+    with pytest.raises(
+        EngineError, match=r"run 'scripts/setup ray', or set ray\.python"
+    ):
+        make_ray_deployment(
+            load_settings(None, {"ray": {"python": tmp_path / "none"}}),
+            tuple(prepared.values()),
+        )
+    with pytest.raises(
+        PlanError, match="tier balanced has no checkpoint: run 'qarr model prepare'"
+    ):
         make_ray_deployment(settings(tmp_path), (prepared[TierName.FAST],))
     none = {str(tier): {"replicas": 0} for tier in prepared}
     with pytest.raises(PlanError, match="nothing is to be placed on Ray"):
@@ -134,7 +189,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     fast = prepared[TierName.FAST]
     (fast.path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="tokenizer"):
-        make_ray_deployment(settings(tmp_path), (replace(fast), *list(prepared.values())[1:]))
+        make_ray_deployment(
+            settings(tmp_path), (replace(fast), *list(prepared.values())[1:])
+        )
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.5:10001", "10.0.0.5", "a b:1", ""])

@@ -34,7 +34,9 @@ def named(way: str, tmp_path: Path, authority: Authority) -> dict[str, str]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("way", WAYS)
-async def test_servers_of_a_private_authority_are_trusted(way: str, tmp_path: Path) -> None:
+async def test_servers_of_a_private_authority_are_trusted(
+    way: str, tmp_path: Path
+) -> None:
     """Engines, issuer, overflow, and the router by its commands, each way of naming the authority."""
     authority, issuer, outside = Authority(tmp_path), Issuer(), Behaviour()
     shown = authority.issue("server")
@@ -53,10 +55,15 @@ async def test_servers_of_a_private_authority_are_trusted(way: str, tmp_path: Pa
             "QARR_OVERFLOW__URL": f"{overflow_url}/v1",
             "QARR_OVERFLOW__MODEL": "outside",
             "QARR_ADMISSION__MAX_WAITING": "0",
-            **{f"QARR_TIERS__{tier.upper()}__MAX_IN_FLIGHT": "1" for tier in STANDARD_TIERS},
+            **{
+                f"QARR_TIERS__{tier.upper()}__MAX_IN_FLIGHT": "1"
+                for tier in STANDARD_TIERS
+            },
             **named(way, tmp_path, authority),
         }
-        async with own_router(tmp_path, engines, ca=authority.ca, shown_by_engines=shown, **variables) as router:
+        async with own_router(
+            tmp_path, engines, ca=authority.ca, shown_by_engines=shown, **variables
+        ) as router:
             token = issuer.sign(qarr={"overflow": True, "admin": True})
             for engine in engines:
                 engine.stall_after = 1
@@ -74,26 +81,40 @@ async def test_servers_of_a_private_authority_are_trusted(way: str, tmp_path: Pa
 
 async def ask(router: OwnRouter, token: str) -> httpx.Response:
     return await router.client.post(
-        f"{router.url}/generate", json={"prompt": "hi"}, headers={"authorization": f"Bearer {token}"}
+        f"{router.url}/generate",
+        json={"prompt": "hi"},
+        headers={"authorization": f"Bearer {token}"},
     )
 
 
-async def test_an_engine_of_an_unknown_authority_says_what_to_do(tmp_path: Path) -> None:
+async def test_an_engine_of_an_unknown_authority_says_what_to_do(
+    tmp_path: Path,
+) -> None:
     """In the replica's detail, which operators see."""
     authority = Authority(tmp_path)
     shown = authority.issue("server")
     async with serving(FakeEngine(Behaviour()).app, **shown.served) as url:
         transport = EngineTransport()
         try:
-            with pytest.raises(httpx.ConnectError, match=r"name the authority .* in tls\.ca or SSL_CERT_FILE"):
-                await transport.handle_async_request(httpx.Request("GET", f"{url}/health"))
+            with pytest.raises(
+                httpx.ConnectError,
+                match=r"name the authority .* in tls\.ca or SSL_CERT_FILE",
+            ):
+                await transport.handle_async_request(
+                    httpx.Request("GET", f"{url}/health")
+                )
         finally:
             await transport.aclose()
 
 
-async def test_a_file_of_authorities_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+async def test_a_file_of_authorities_that_cannot_be_used_stops_the_start(
+    tmp_path: Path,
+) -> None:
     """The message names the setting, the file and what is allowed."""
     async with connection():
-        with pytest.raises(AssertionError, match=r"tls\.ca: .*none\.pem cannot be used .*a PEM file of authorities is"):
+        with pytest.raises(
+            AssertionError,
+            match=r"tls\.ca: .*none\.pem cannot be used .*a PEM file of authorities is",
+        ):
             async with own_router(tmp_path, QARR_TLS__CA=str(tmp_path / "none.pem")):
                 pass

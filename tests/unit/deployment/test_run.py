@@ -25,15 +25,27 @@ def settings(**overrides: Any) -> Settings:
 def test_files_that_can_be_written_are_made(tmp_path: Path) -> None:
     """With their folders, readable by their owner only; prompts only where a share of them is sampled."""
     log, prompts = tmp_path / "a/log", tmp_path / "b/prompts"
-    check_files(settings(telemetry={"decision_log": log, "sampled_prompts": prompts, "prompt_share": 0}))
+    check_files(
+        settings(
+            telemetry={
+                "decision_log": log,
+                "sampled_prompts": prompts,
+                "prompt_share": 0,
+            }
+        )
+    )
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
     assert not prompts.parent.exists()
 
 
 @pytest.mark.parametrize("key", ["decision_log", "sampled_prompts"])
-def test_a_file_that_cannot_be_written_is_named_by_its_setting(tmp_path: Path, key: str) -> None:
+def test_a_file_that_cannot_be_written_is_named_by_its_setting(
+    tmp_path: Path, key: str
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match=f"telemetry.{key}: {tmp_path}/file/log cannot be written"):
+    with pytest.raises(
+        SettingsError, match=f"telemetry.{key}: {tmp_path}/file/log cannot be written"
+    ):
         check_files(settings(telemetry={key: tmp_path / "file/log"}))
 
 
@@ -65,7 +77,10 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
     """One that another program has, and one that is not this machine's."""
     with listen(settings(server={"port": 0})) as sock:
         port = sock.getsockname()[1]
-        with pytest.raises(ListenError, match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use"):
+        with pytest.raises(
+            ListenError,
+            match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use",
+        ):
             listen(settings(server={"port": port}))
     with pytest.raises(ListenError, match=r"cannot listen on 192\.0\.2\.1:0"):
         listen(settings(server={"host": "192.0.2.1", "port": 0}))
@@ -78,7 +93,8 @@ def test_an_inherited_sockets_address_counts(tmp_path: Path) -> None:
     with pytest.raises(ListenError, match="qarr keys add NAME"):
         open_keys(given, "0.0.0.0")
     assert not open_keys(
-        settings(auth={"keys_file": tmp_path / "keys.json", "allow_keyless": True}), "0.0.0.0"
+        settings(auth={"keys_file": tmp_path / "keys.json", "allow_keyless": True}),
+        "0.0.0.0",
     ).required
     add_key(tmp_path / "keys.json", "a")
     assert open_keys(given, "0.0.0.0").required

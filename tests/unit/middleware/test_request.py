@@ -55,7 +55,10 @@ class Doorway:
         async def receive() -> Message:
             raise AssertionError("the body is not to be read")
 
-        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        pairs = [
+            (name.replace("_", "-").encode(), value.encode())
+            for name, value in headers.items()
+        ]
         scope: dict[str, Any] = {
             "type": "http",
             "method": method,
@@ -92,7 +95,8 @@ def open_door(tmp_path: Path) -> Doorway:
 
 async def test_without_keys_everybody_is_anonymous(open_door: Doorway) -> None:
     assert await open_door.ask() == (200, {"content-type": "text/plain"}, b"anonymous")
-    assert open_door.answers == [("unknown", "POST", 200)]  # the small application has no routes
+    # the small application has no routes
+    assert open_door.answers == [("unknown", "POST", 200)]
 
 
 async def test_a_key_names_its_caller(tmp_path: Path) -> None:
@@ -102,9 +106,21 @@ async def test_a_key_names_its_caller(tmp_path: Path) -> None:
     door = Doorway(KeyStore(path))
     for value in (f"Bearer {key}", f"bearer  {key} ", f"BEARER {key}"):
         assert (await door.ask(authorization=value))[2] == b"ci"
-    for value in ("", "Bearer", "Bearer  ", f"Basic {key}", key, "Bearer qarr-unknown", f"Bearer {key}x"):
+    for value in (
+        "",
+        "Bearer",
+        "Bearer  ",
+        f"Basic {key}",
+        key,
+        "Bearer qarr-unknown",
+        f"Bearer {key}x",
+    ):
         status, headers, _ = await door.ask(authorization=value)
-        assert (status, headers["www-authenticate"], headers["connection"]) == (401, "Bearer", "close"), value
+        assert (status, headers["www-authenticate"], headers["connection"]) == (
+            401,
+            "Bearer",
+            "close",
+        ), value
     assert {status for _, _, status in door.answers} == {200, 401}
 
 
@@ -122,7 +138,11 @@ async def test_a_draining_router_takes_no_new_work(open_door: Doorway) -> None:
     """Reading and the rest of a stream go on; connections end with their answers."""
     open_door.state.state = ServerPhase.DRAINING
     status, headers, _ = await open_door.ask()
-    assert (status, headers["connection"], headers["retry-after"]) == (503, "close", "1")
+    assert (status, headers["connection"], headers["retry-after"]) == (
+        503,
+        "close",
+        "1",
+    )
     assert await open_door.problem("POST", "/route", last_event_id="a.1") == "draining"
     assert (await open_door.ask(last_event_id="a.1"))[0] == 200
     status, headers, _ = await open_door.ask("GET", "/tiers")
@@ -130,7 +150,9 @@ async def test_a_draining_router_takes_no_new_work(open_door: Doorway) -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-async def test_an_answer_that_has_not_begun_by_the_deadline_is_a_503(open_door: Doorway, path: str) -> None:
+async def test_an_answer_that_has_not_begun_by_the_deadline_is_a_503(
+    open_door: Doorway, path: str
+) -> None:
     open_door.stop_after = "nothing"
     asked = asyncio.create_task(open_door.ask("POST", path))
     await within(open_door.begun.wait(), "the request to begin")

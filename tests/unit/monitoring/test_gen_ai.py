@@ -51,35 +51,92 @@ async def shown(stack: Stack) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
     }
 
 
-def total(samples: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
+def total(
+    samples: dict[tuple[str, frozenset[tuple[str, str]]], float],
+    name: str,
+    **labels: str,
+) -> float:
     """Add up the samples of a name that have these labels."""
     wanted = set(labels.items())
-    return sum(value for (other, has), value in samples.items() if other == name and wanted <= has)
+    return sum(
+        value
+        for (other, has), value in samples.items()
+        if other == name and wanted <= has
+    )
 
 
 @pytest.mark.anyio
-async def test_a_request_is_measured_as_a_server_and_as_a_client(tmp_path: Path) -> None:
+async def test_a_request_is_measured_as_a_server_and_as_a_client(
+    tmp_path: Path,
+) -> None:
     """Tokens are those that the engine counted, times are in seconds, and only what is streamed has a first chunk."""
     async with router_stack(tmp_path) as stack:
         asked = [await stack.generate(tier="precise", stream=False) for _ in range(3)]
         usage = [answer.json()["usage"] for answer in asked]
-        body = {"model": "precise", "messages": [{"role": "user", "content": "hi"}], "n": 2}
+        body = {
+            "model": "precise",
+            "messages": [{"role": "user", "content": "hi"}],
+            "n": 2,
+        }
         whole = await stack.client.post(f"{stack.url}/v1/chat/completions", json=body)
         usage.append(whole.json()["usage"])
         samples = await shown(stack)
     labels = {**CHAT, "qarr_tier": "precise"}
-    for name in ("gen_ai_client_inference_duration_seconds_count", "gen_ai_server_request_duration_seconds_count"):
+    for name in (
+        "gen_ai_client_inference_duration_seconds_count",
+        "gen_ai_server_request_duration_seconds_count",
+    ):
         assert total(samples, name, **labels, error_type="") == 4
-    prompt, answered = (sum(each[f"{kind}_tokens"] for each in usage) for kind in ("prompt", "completion"))
+    prompt, answered = (
+        sum(each[f"{kind}_tokens"] for each in usage)
+        for kind in ("prompt", "completion")
+    )
     used = "gen_ai_client_inference_usage_{}_tokens_total"
-    assert total(samples, used.format("input"), **labels, gen_ai_token_modality="unknown") == prompt
-    assert total(samples, used.format("output"), **labels, gen_ai_token_modality="text") == answered
-    assert total(samples, "gen_ai_client_token_usage_sum", **labels, gen_ai_token_type="input") == prompt
-    assert total(samples, "gen_ai_client_token_usage_sum", **labels, gen_ai_token_type="output") == answered
-    assert total(samples, "gen_ai_client_token_usage_bucket", **labels, gen_ai_token_type="output", le="+Inf") == 4
-    streamed = total(samples, "gen_ai_client_inference_time_to_first_chunk_seconds_count", **labels)
-    assert streamed == total(samples, "gen_ai_server_time_to_first_token_seconds_count", **labels)
-    assert 0 < total(samples, "gen_ai_server_request_duration_seconds_sum", **labels) < 60
+    assert (
+        total(samples, used.format("input"), **labels, gen_ai_token_modality="unknown")
+        == prompt
+    )
+    assert (
+        total(samples, used.format("output"), **labels, gen_ai_token_modality="text")
+        == answered
+    )
+    assert (
+        total(
+            samples,
+            "gen_ai_client_token_usage_sum",
+            **labels,
+            gen_ai_token_type="input",
+        )
+        == prompt
+    )
+    assert (
+        total(
+            samples,
+            "gen_ai_client_token_usage_sum",
+            **labels,
+            gen_ai_token_type="output",
+        )
+        == answered
+    )
+    assert (
+        total(
+            samples,
+            "gen_ai_client_token_usage_bucket",
+            **labels,
+            gen_ai_token_type="output",
+            le="+Inf",
+        )
+        == 4
+    )
+    streamed = total(
+        samples, "gen_ai_client_inference_time_to_first_chunk_seconds_count", **labels
+    )
+    assert streamed == total(
+        samples, "gen_ai_server_time_to_first_token_seconds_count", **labels
+    )
+    assert (
+        0 < total(samples, "gen_ai_server_request_duration_seconds_sum", **labels) < 60
+    )
 
 
 @pytest.mark.anyio
@@ -89,7 +146,10 @@ async def test_each_attempt_is_a_clients_request(tmp_path: Path) -> None:
         stack.engines[FAST].status = 500
         assert (await stack.generate(tier="fast")).status_code == 200
         samples = await shown(stack)
-    client, server = "gen_ai_client_inference_duration_seconds_count", "gen_ai_server_request_duration_seconds_count"
+    client, server = (
+        "gen_ai_client_inference_duration_seconds_count",
+        "gen_ai_server_request_duration_seconds_count",
+    )
     assert total(samples, client, qarr_tier="fast", error_type="EngineFailed") == 1
     assert total(samples, client, error_type="") == 1
     assert total(samples, server, error_type="") == total(samples, server) == 1
@@ -100,7 +160,9 @@ async def test_each_attempt_is_a_clients_request(tmp_path: Path) -> None:
 async def test_a_refused_request_has_its_reason(tmp_path: Path) -> None:
     """It reached no tier, and no engine was asked."""
     async with router_stack(tmp_path) as stack:
-        refused = await stack.generate(prompt="word " * 3000, max_tokens=4096, tier="fast", tier_policy="require")
+        refused = await stack.generate(
+            prompt="word " * 3000, max_tokens=4096, tier="fast", tier_policy="require"
+        )
         assert refused.json()["type"].endswith("too-long"), refused.text
         samples = await shown(stack)
     labels = {**CHAT, "qarr_tier": "none", "error_type": "too_long"}
@@ -117,8 +179,14 @@ def hop(**fields: Any) -> Hop:
     return made
 
 
-def samples_of(metrics: GenAiMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    return {(s.name, frozenset(s.labels.items())): s.value for family in metrics.collect() for s in family.samples}
+def samples_of(
+    metrics: GenAiMetrics,
+) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (s.name, frozenset(s.labels.items())): s.value
+        for family in metrics.collect()
+        for s in family.samples
+    }
 
 
 def test_the_overflow_is_another_provider_and_cached_tokens_are_counted() -> None:
@@ -132,11 +200,20 @@ def test_the_overflow_is_another_provider_and_cached_tokens_are_counted() -> Non
     samples = samples_of(metrics)
     of_overflow = {"gen_ai_provider_name": "openai", "qarr_tier": "overflow"}
     assert total(samples, "gen_ai_client_inference_duration_seconds_count") == 1
-    assert total(samples, "gen_ai_client_inference_duration_seconds_sum", **of_overflow) == pytest.approx(1.0)
+    assert total(
+        samples, "gen_ai_client_inference_duration_seconds_sum", **of_overflow
+    ) == pytest.approx(1.0)
     first = "gen_ai_client_inference_time_to_first_chunk_seconds_bucket"
     assert total(samples, first, **of_overflow, le="0.16") == 0
     assert total(samples, first, **of_overflow, le="0.32") == 1
-    assert total(samples, "gen_ai_client_inference_usage_cache_read_input_tokens_total", **of_overflow) == 16
+    assert (
+        total(
+            samples,
+            "gen_ai_client_inference_usage_cache_read_input_tokens_total",
+            **of_overflow,
+        )
+        == 16
+    )
     left = {**of_overflow, "error_type": "client_gone"}
     assert total(samples, "gen_ai_server_request_duration_seconds_count", **left) == 1
 
@@ -154,4 +231,6 @@ def test_the_standard_variable_leaves_out_the_release_before(
 ) -> None:
     monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", variable)
     assert {family.name for family in GenAiMetrics("m").collect()} == names
-    assert {instrument.family for instrument in INSTRUMENTS} == OF_THIS_RELEASE | OF_THE_RELEASE_BEFORE
+    assert {
+        instrument.family for instrument in INSTRUMENTS
+    } == OF_THIS_RELEASE | OF_THE_RELEASE_BEFORE

@@ -29,20 +29,62 @@ OPENMETRICS = "application/openmetrics-text"
 # One of each way to end, each class and tier, times at, below and above the bounds of buckets, and none.
 RECORDS = [
     record(trace_id="a1", sla_met=True),
-    record(trace_id="a2", sla_met=False, ttft_ms=100.0, tpot_ms=2.5, duration_ms=50.0, queue_ms=0.0, overhead_ms=0.5),
-    record(trace_id="a3", ttft_ms=80_000.5, tpot_ms=2000.5, duration_ms=640_001.0, queue_ms=1e6, overhead_ms=501.0),
-    record(trace_id="b1", decision=decision(BALANCED, PromptClass.CODE), tier=BALANCED, priority="batch"),
-    record(trace_id="b2", decision=decision(PRECISE, PromptClass.MATH), tier=PRECISE, output=1, tpot_ms=None),
+    record(
+        trace_id="a2",
+        sla_met=False,
+        ttft_ms=100.0,
+        tpot_ms=2.5,
+        duration_ms=50.0,
+        queue_ms=0.0,
+        overhead_ms=0.5,
+    ),
+    record(
+        trace_id="a3",
+        ttft_ms=80_000.5,
+        tpot_ms=2000.5,
+        duration_ms=640_001.0,
+        queue_ms=1e6,
+        overhead_ms=501.0,
+    ),
+    record(
+        trace_id="b1",
+        decision=decision(BALANCED, PromptClass.CODE),
+        tier=BALANCED,
+        priority="batch",
+    ),
+    record(
+        trace_id="b2",
+        decision=decision(PRECISE, PromptClass.MATH),
+        tier=PRECISE,
+        output=1,
+        tpot_ms=None,
+    ),
     record(trace_id="c1", tier=PRECISE),
     record(trace_id="c2", tier=BALANCED, priority="interactive"),
     record(trace_id="c3", continued_on=(BALANCED, PRECISE), attempts_failed=1),
     record(trace_id="d1", outcome=Outcome.ERROR, error="EngineBroke", overhead_ms=None),
-    record(trace_id="d2", outcome=Outcome.CLIENT_GONE, tier=None, ttft_ms=None, tpot_ms=None),
-    record(trace_id="d3", decision=decision(None), outcome=Outcome.REFUSED, error="too_long", tier=None, sla_met=False),
+    record(
+        trace_id="d2",
+        outcome=Outcome.CLIENT_GONE,
+        tier=None,
+        ttft_ms=None,
+        tpot_ms=None,
+    ),
+    record(
+        trace_id="d3",
+        decision=decision(None),
+        outcome=Outcome.REFUSED,
+        error="too_long",
+        tier=None,
+        sla_met=False,
+    ),
     record(trace_id="d4", outcome=Outcome.REFUSED, error=OVER_QUOTA, tier=None),
     record(trace_id="e1", prompt=10**15, output=0, duration_ms=400.000001),
 ]
-ANSWERS = [("/generate", "POST", 200)] * 2 + [('/a"b\\c', "GET", 404), ("unknown", "REPORT", 499)]
+ANSWERS = [("/generate", "POST", 200)] * 2 + [
+    ('/a"b\\c', "GET", 404),
+    ("unknown", "REPORT", 499),
+]
 
 
 class Counted:
@@ -66,12 +108,21 @@ class Counted:
         return self._registry.get_sample_value(f"qarr_{name}", labels)
 
     def total(self, name: str) -> float:
-        samples = [s for family in self._registry.collect() for s in family.samples if s.name == f"qarr_{name}"]
+        samples = [
+            s
+            for family in self._registry.collect()
+            for s in family.samples
+            if s.name == f"qarr_{name}"
+        ]
         return sum(sample.value for sample in samples)
 
 
-@pytest.mark.parametrize(("name", "accept"), [("metrics.txt", ""), ("metrics.openmetrics", OPENMETRICS)])
-def test_the_page_is_as_it_was(name: str, accept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "accept"), [("metrics.txt", ""), ("metrics.openmetrics", OPENMETRICS)]
+)
+def test_the_page_is_as_it_was(
+    name: str, accept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names, labels, types, help, buckets, values and exemplars, byte by byte: dashboards and alerts read them."""
     monkeypatch.setattr("time.time", lambda: 1_700_000_000.25)
     counted = Counted(*RECORDS)
@@ -82,12 +133,23 @@ def test_the_page_is_as_it_was(name: str, accept: str, monkeypatch: pytest.Monke
 def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
     """Answers that it began by their end, others by why there is none; its answers' tokens stand under its own tier."""
     none = {"decision": decision(None), "tier": None}
-    began = [record(**none, overflow="outside", outcome=end) for end in (Outcome.OK, Outcome.OK, Outcome.ERROR)]
+    began = [
+        record(**none, overflow="outside", outcome=end)
+        for end in (Outcome.OK, Outcome.OK, Outcome.ERROR)
+    ]
     refused = record(
-        **none, outcome=Outcome.REFUSED, error="at_capacity", overflow_failure="full", ttft_ms=None, tpot_ms=None
+        **none,
+        outcome=Outcome.REFUSED,
+        error="at_capacity",
+        overflow_failure="full",
+        ttft_ms=None,
+        tpot_ms=None,
     )
     counted = Counted(*began, refused, record())
-    found = {end: counted.value("overflow_requests_total", outcome=end) for end in ("ok", "error", "full", "failed")}
+    found = {
+        end: counted.value("overflow_requests_total", outcome=end)
+        for end in ("ok", "error", "full", "failed")
+    }
     assert found == {"ok": 2, "error": 1, "full": 1, "failed": 0}
     labels = {"class": "chat", "tier": "overflow"}
     assert counted.value("output_tokens_total", **labels) == 3 * record().tokens.output
@@ -105,12 +167,32 @@ REASONS = [
 def test_refusals_are_there_at_0_before_the_first(reason: str) -> None:
     """The rate of a new series misses its first event."""
     assert Counted().value("refusals_total", reason=reason) == 0
-    refused = record(decision=decision(None), outcome=Outcome.REFUSED, error=reason, tier=None, ttft_ms=None)
+    refused = record(
+        decision=decision(None),
+        outcome=Outcome.REFUSED,
+        error=reason,
+        tier=None,
+        ttft_ms=None,
+    )
     counted = Counted(refused)
     assert counted.value("refusals_total", reason=reason) == 1
-    assert counted.value("requests_total", **{"class": "chat", "tier": "none"}, outcome="refused") == 1
-    assert counted.value("decisions_total", **{"class": "chat", "tier": "none"}, reason="refused") == 1
-    assert counted.total("prompt_tokens_total") == counted.total("queue_wait_seconds_count") == 0
+    assert (
+        counted.value(
+            "requests_total", **{"class": "chat", "tier": "none"}, outcome="refused"
+        )
+        == 1
+    )
+    assert (
+        counted.value(
+            "decisions_total", **{"class": "chat", "tier": "none"}, reason="refused"
+        )
+        == 1
+    )
+    assert (
+        counted.total("prompt_tokens_total")
+        == counted.total("queue_wait_seconds_count")
+        == 0
+    )
 
 
 def test_only_whole_answers_have_a_duration() -> None:
@@ -125,16 +207,25 @@ def test_only_whole_answers_have_a_duration() -> None:
 def test_predictions_are_compared_with_the_engines_own_time() -> None:
     """The prediction knows neither queue nor overhead: 100 ms against 235 - 30 - 5, and 20 ms against 25."""
     counted = Counted(record())
-    assert counted.value("prediction_error_ratio_sum", tier="fast", kind="ttft") == pytest.approx(0.5)
-    assert counted.value("prediction_error_ratio_sum", tier="fast", kind="tpot") == pytest.approx(0.2)
+    assert counted.value(
+        "prediction_error_ratio_sum", tier="fast", kind="ttft"
+    ) == pytest.approx(0.5)
+    assert counted.value(
+        "prediction_error_ratio_sum", tier="fast", kind="tpot"
+    ) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("fields", [{"attempts_failed": 1}, {"continued_on": (BALANCED,)}, {"tier": BALANCED}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"attempts_failed": 1}, {"continued_on": (BALANCED,)}, {"tier": BALANCED}],
+)
 def test_disturbed_answers_are_not_compared(fields: dict[str, Any]) -> None:
     assert Counted(record(**fields)).total("prediction_error_ratio_count") == 0
 
 
-@pytest.mark.parametrize("fields", [{"ttft_ms": None, "tpot_ms": None}, {"ttft_ms": 35.0, "tpot_ms": 0.0}])
+@pytest.mark.parametrize(
+    "fields", [{"ttft_ms": None, "tpot_ms": None}, {"ttft_ms": 35.0, "tpot_ms": 0.0}]
+)
 def test_what_took_no_time_is_not_compared(fields: dict[str, Any]) -> None:
     """A ratio to nothing says nothing: no token, one token, or a first token within the router's own time."""
     assert Counted(record(**fields)).total("prediction_error_ratio_count") == 0
@@ -143,18 +234,28 @@ def test_what_took_no_time_is_not_compared(fields: dict[str, Any]) -> None:
 async def scrape(stack: Stack) -> dict[tuple[str, ...], float]:
     page = (await stack.client.get(f"{stack.url}/metrics")).text
     families = parse_text(page)
-    return {(s.name, *(s.labels[name] for name in sorted(s.labels))): s.value for f in families for s in f.samples}
+    return {
+        (s.name, *(s.labels[name] for name in sorted(s.labels))): s.value
+        for f in families
+        for s in f.samples
+    }
 
 
 @pytest.mark.anyio
 async def test_a_scrape_reads_the_fleet_as_it_is(tmp_path: Path) -> None:
     """States, slots, breakers and failures are read at each scrape; a replica's series go with it."""
-    async with router_stack(tmp_path, {"policy": {"max_loss": {"code": 0.05}}}) as stack:
+    async with router_stack(
+        tmp_path, {"policy": {"max_loss": {"code": 0.05}}}
+    ) as stack:
         first = stack.fleet.replicas[0]
         before = await scrape(stack)
         assert before["qarr_replica_state", first.id, "ready", "fast"] == 1
         assert before["qarr_tier_ready_replicas", "fast"] == 1
-        assert before["qarr_places_taken", first.id, "fast"] == before["qarr_open_requests",] == 0
+        assert (
+            before["qarr_places_taken", first.id, "fast"]
+            == before["qarr_open_requests",]
+            == 0
+        )
         assert before["qarr_loss_bound_ratio", "code"] == 0.05
         lease = stack.fleet.lease(FAST, prompt_tokens=10, max_tokens=10, sequences=3)
         assert lease is not None
@@ -176,14 +277,22 @@ async def test_a_scrape_reads_the_fleet_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_what_callers_have_to_end_is_no_error_anywhere(tmp_path: Path) -> None:
     """A value that the engine refuses, bounds that no engine meets, a tier that is not there: refused, and none's fault."""
-    async with router_stack(tmp_path, {"tiers": {"balanced": {"replicas": 0}}}) as stack:
+    async with router_stack(
+        tmp_path, {"tiers": {"balanced": {"replicas": 0}}}
+    ) as stack:
         engine = stack.engines[FAST]
         engine.status = 400
         refused = await stack.generate(temperature=2, sla={"ttft_ms": 60_000})
-        assert (refused.status_code, refused.json()["type"]) == (422, "urn:qarr:problem:engine-refused")
+        assert (refused.status_code, refused.json()["type"]) == (
+            422,
+            "urn:qarr:problem:engine-refused",
+        )
         engine.status = 200
         absent = await stack.generate(tier="balanced", tier_policy="require")
-        assert (absent.status_code, absent.json()["type"]) == (422, "urn:qarr:problem:not-ready")
+        assert (absent.status_code, absent.json()["type"]) == (
+            422,
+            "urn:qarr:problem:not-ready",
+        )
         page = families(await stack.client.get(f"{stack.url}/metrics"))
         assert page["qarr_refusals_total", "engine_refused"] == 1
         assert page["qarr_refusals_total", "tier_absent"] == 1
@@ -191,7 +300,11 @@ async def test_what_callers_have_to_end_is_no_error_anywhere(tmp_path: Path) -> 
         assert page["qarr_requests_total", "refused"] == 2
         assert ("qarr_requests_total", "error") not in page
         assert ("qarr_sla_requests_total", "missed") not in page
-        assert not any(value for (name, _), value in page.items() if name == "qarr_upstream_failures_total")
+        assert not any(
+            value
+            for (name, _), value in page.items()
+            if name == "qarr_upstream_failures_total"
+        )
         shown = (await stack.client.get(f"{stack.url}/requests")).json()["requests"]
         assert [each["outcome"] for each in shown] == ["refused", "refused"]
         assert stack.pipeline.registry.totals["error"] == 0
@@ -203,7 +316,14 @@ def families(answer: httpx.Response) -> dict[tuple[str, str], float]:
     found: Counter[tuple[str, str]] = Counter()
     for family in parse_text(answer.text):
         for sample in family.samples:
-            told = next((sample.labels[name] for name in ("outcome", "reason", "result") if name in sample.labels), "")
+            told = next(
+                (
+                    sample.labels[name]
+                    for name in ("outcome", "reason", "result")
+                    if name in sample.labels
+                ),
+                "",
+            )
             found[sample.name, told] += sample.value
     return found
 
@@ -212,7 +332,10 @@ def families(answer: httpx.Response) -> dict[tuple[str, str], float]:
 async def test_losses_are_counted_in_answers(tmp_path: Path) -> None:
     """Expected by kind and tier with what they rest on, and of answers whose tier the policy chose."""
     async with router_stack(tmp_path) as stack:
-        counters = [f"qarr_loss_{what}_answers_total" for what in ("counted", "expected", "allowed")]
+        counters = [
+            f"qarr_loss_{what}_answers_total"
+            for what in ("counted", "expected", "allowed")
+        ]
         before = await scrape(stack)
         assert [before[name,] for name in counters] == [0, 0, 0]
         assert before["qarr_expected_loss_ratio", "math", "complex", "fast"] == 0.11

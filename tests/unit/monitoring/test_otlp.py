@@ -27,7 +27,10 @@ from router.monitoring.otlp import otlp_metrics
 from tests.unit.router_stack import router_stack
 from tests.waiting import until
 
-ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"
+ENDPOINT, PROTOCOL = (
+    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL",
+)
 EXPORTER, INTERVAL = "OTEL_METRICS_EXPORTER", "OTEL_METRIC_EXPORT_INTERVAL"
 GENERAL = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -47,7 +50,10 @@ class Collector:
         return {metric.name: metric for metric in scope.metrics}
 
     def resource(self) -> dict[str, str]:
-        return {each.key: each.value.string_value for each in self.requests[-1].resource_metrics[0].resource.attributes}
+        return {
+            each.key: each.value.string_value
+            for each in self.requests[-1].resource_metrics[0].resource.attributes
+        }
 
 
 @contextmanager
@@ -83,7 +89,9 @@ def over_grpc() -> Iterator[Collector]:
     collector = Collector()
 
     class Servicer(MetricsServiceServicer):  # type: ignore[misc]
-        def Export(self, request: ExportMetricsServiceRequest, _context: Any) -> ExportMetricsServiceResponse:  # noqa: N802
+        def Export(  # noqa: N802
+            self, request: ExportMetricsServiceRequest, _context: Any
+        ) -> ExportMetricsServiceResponse:
             collector.requests.append(request)
             return ExportMetricsServiceResponse()
 
@@ -99,12 +107,22 @@ def over_grpc() -> Iterator[Collector]:
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (ENDPOINT, PROTOCOL, EXPORTER, INTERVAL, GENERAL, "OTEL_SDK_DISABLED", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+    for name in (
+        ENDPOINT,
+        PROTOCOL,
+        EXPORTER,
+        INTERVAL,
+        GENERAL,
+        "OTEL_SDK_DISABLED",
+        "OTEL_EXPORTER_OTLP_PROTOCOL",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("protocol", "serve"), [("http/protobuf", over_http), ("grpc", over_grpc)])
+@pytest.mark.parametrize(
+    ("protocol", "serve"), [("http/protobuf", over_http), ("grpc", over_grpc)]
+)
 async def test_a_collector_gets_what_metrics_shows(
     protocol: str, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +134,9 @@ async def test_a_collector_gets_what_metrics_shows(
         monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=qarr-prod")
         async with router_stack(tmp_path) as stack:
             assert (await stack.generate(tier="fast")).status_code == 200
-            await until(lambda: collector.requests and "qarr_requests" in collector.newest())
+            await until(
+                lambda: collector.requests and "qarr_requests" in collector.newest()
+            )
             seen = len(collector.requests)
             await until(lambda: len(collector.requests) > seen)
             await stack.generate(tier="fast")
@@ -125,9 +145,14 @@ async def test_a_collector_gets_what_metrics_shows(
     assert collector.resource()["service.instance.id"]
     requests = metrics["qarr_requests"].sum
     assert requests.is_monotonic
-    assert requests.aggregation_temporality == AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
+    assert (
+        requests.aggregation_temporality
+        == AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
+    )
     assert sum(point.as_double for point in requests.data_points) == 2
-    assert {each.key: each.value.string_value for each in requests.data_points[0].attributes}["outcome"] == "ok"
+    assert {
+        each.key: each.value.string_value for each in requests.data_points[0].attributes
+    }["outcome"] == "ok"
     duration = metrics["gen_ai.client.inference.duration"]
     assert duration.unit == "s"
     (point,) = duration.histogram.data_points
@@ -148,7 +173,9 @@ async def test_a_collector_gets_what_metrics_shows(
 
 
 @pytest.mark.anyio
-async def test_a_collector_that_refuses_costs_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_collector_that_refuses_costs_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Figures are cumulative: the next ones have what was refused."""
     with over_http() as collector:
         collector.status = 400
@@ -158,7 +185,15 @@ async def test_a_collector_that_refuses_costs_no_request(tmp_path: Path, monkeyp
             await until(lambda: len(collector.requests) > 1)
             assert (await stack.generate()).status_code == 200
             collector.status = 200
-            await until(lambda: sum(p.as_double for p in collector.newest()["qarr_requests"].sum.data_points) == 1)
+            await until(
+                lambda: (
+                    sum(
+                        p.as_double
+                        for p in collector.newest()["qarr_requests"].sum.data_points
+                    )
+                    == 1
+                )
+            )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +209,11 @@ async def test_a_collector_that_refuses_costs_no_request(tmp_path: Path, monkeyp
     ],
 )
 def test_the_standard_variables_say_whether_metrics_are_sent(
-    variables: dict[str, str], *, sent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    variables: dict[str, str],
+    *,
+    sent: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An address for all signals is often that of a viewer of traces: it alone sends no metrics."""
     for name, value in variables.items():
@@ -186,14 +225,26 @@ def test_the_standard_variables_say_whether_metrics_are_sent(
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({EXPORTER: "prometheus"}, "OTEL_METRICS_EXPORTER is 'prometheus': allowed are otlp and none"),
-        ({ENDPOINT: "http://h", INTERVAL: "soon"}, "OTEL_METRIC_EXPORT_INTERVAL is 'soon': milliseconds above 0"),
+        (
+            {EXPORTER: "prometheus"},
+            "OTEL_METRICS_EXPORTER is 'prometheus': allowed are otlp and none",
+        ),
+        (
+            {ENDPOINT: "http://h", INTERVAL: "soon"},
+            "OTEL_METRIC_EXPORT_INTERVAL is 'soon': milliseconds above 0",
+        ),
         ({ENDPOINT: "http://h", INTERVAL: "0"}, "OTEL_METRIC_EXPORT_INTERVAL is '0'"),
-        ({ENDPOINT: "http://h", PROTOCOL: "http/json"}, "OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json': allowed are"),
+        (
+            {ENDPOINT: "http://h", PROTOCOL: "http/json"},
+            "OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json': allowed are",
+        ),
     ],
 )
 def test_a_variable_that_cannot_be_used_is_named(
-    variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    variables: dict[str, str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The router starts all the same, and sends none."""
     for name, value in variables.items():

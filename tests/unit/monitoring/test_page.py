@@ -33,7 +33,11 @@ class Markup(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = dict(attrs)
         self.elements.append((tag, attributes))
-        if tag in CONTROLS and "label" not in self._open and "aria-label" not in attributes:
+        if (
+            tag in CONTROLS
+            and "label" not in self._open
+            and "aria-label" not in attributes
+        ):
             self.unlabelled.append(attributes)
         if tag not in {"meta", "link", "input", "path", "circle", "rect", "br"}:
             self._open.append(tag)
@@ -60,7 +64,9 @@ def rules(policy: str) -> dict[str, str]:
 
 
 def digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return (
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    )
 
 
 @pytest.mark.anyio
@@ -80,11 +86,19 @@ async def test_the_document_and_its_headers(tmp_path: Path) -> None:
         assert "unsafe" not in str(policy)
         (script,) = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
         (style,) = re.findall(r"<style>(.*?)</style>", answer.text, re.DOTALL)
-        assert (policy["script-src"], policy["style-src"]) == (digest(script), digest(style))
+        assert (policy["script-src"], policy["style-src"]) == (
+            digest(script),
+            digest(style),
+        )
         head = await stack.client.head(f"{stack.url}/")
         assert (head.status_code, head.content) == (200, b"")
-        assert head.headers["content-security-policy"] == answer.headers["content-security-policy"]
-        again = await stack.client.get(f"{stack.url}/", headers={"if-none-match": answer.headers["etag"]})
+        assert (
+            head.headers["content-security-policy"]
+            == answer.headers["content-security-policy"]
+        )
+        again = await stack.client.get(
+            f"{stack.url}/", headers={"if-none-match": answer.headers["etag"]}
+        )
         assert (again.status_code, again.content) == (304, b"")
         assert (await stack.client.post(f"{stack.url}/")).status_code == 405
 
@@ -102,10 +116,19 @@ async def test_the_document_and_its_headers(tmp_path: Path) -> None:
         ("off", "127.0.0.1", True, False),
     ],
 )
-async def test_where_the_page_is_on(tmp_path: Path, page: str, host: str, keys: bool, on: bool) -> None:  # noqa: FBT001
+async def test_where_the_page_is_on(
+    tmp_path: Path,
+    page: str,
+    host: str,
+    keys: bool,  # noqa: FBT001
+    on: bool,  # noqa: FBT001
+) -> None:
     """By itself it is there on loopback and where keys are needed; off, it is a 404 like any path that is not there."""
     keys_file = tmp_path / "keys.json"
-    overrides: dict[str, Any] = {"server": {"page": page, "host": host}, "auth": {"keys_file": str(keys_file)}}
+    overrides: dict[str, Any] = {
+        "server": {"page": page, "host": host},
+        "auth": {"keys_file": str(keys_file)},
+    }
     if keys:
         add_key(keys_file, "ci")
     async with router_stack(tmp_path, overrides) as stack:
@@ -123,10 +146,20 @@ async def test_the_page_is_open_and_its_data_are_not(tmp_path: Path) -> None:
     key, _ = add_key(keys_file, "ci")
     async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
         assert (await stack.client.get(f"{stack.url}/")).status_code == 200
-        for path in ("/live", "/requests", "/traces/0", "/policy", "/tiers", "/admin/operations", "/route"):
+        for path in (
+            "/live",
+            "/requests",
+            "/traces/0",
+            "/policy",
+            "/tiers",
+            "/admin/operations",
+            "/route",
+        ):
             assert (await stack.client.get(stack.url + path)).status_code == 401, path
         carried = {"authorization": f"Bearer {key}"}
-        assert (await stack.client.get(f"{stack.url}/policy", headers=carried)).status_code == 200
+        assert (
+            await stack.client.get(f"{stack.url}/policy", headers=carried)
+        ).status_code == 200
 
 
 def test_a_mode_that_is_none_is_refused() -> None:
@@ -137,7 +170,9 @@ def test_a_mode_that_is_none_is_refused() -> None:
 def test_the_document_loads_nothing(markup: Markup) -> None:
     """No element refers to another document or server, and none has a handler or a style of its own."""
     for tag, attributes in markup.elements:
-        assert not [name for name in attributes if name.startswith("on") or name == "style"], tag
+        assert not [
+            name for name in attributes if name.startswith("on") or name == "style"
+        ], tag
         address = attributes.get("src") or attributes.get("href") or ""
         assert address.startswith(("#", "/", "data:")) or not address, address
         assert not address.startswith("//")
@@ -154,7 +189,8 @@ def test_scripts_make_no_markup_of_text() -> None:
         text = (WEB / f"{name}.js").read_text("utf-8")
         assert not forbidden.findall(text), name
         assert "</script" not in text, name
-        assert "localStorage" not in text or name == "main", name  # keys are for one tab
+        # keys are for one tab
+        assert "localStorage" not in text or name == "main", name
     assert {p.stem for p in WEB.glob("*.js")} == set(SCRIPTS)
 
 
@@ -169,7 +205,13 @@ def test_the_markup_can_be_used_without_eyes_or_mouse(markup: Markup) -> None:
     for _, attributes in markup.elements:
         for name in ("aria-labelledby", "aria-describedby"):
             assert set((attributes.get(name) or "").split()) <= set(ids), attributes
-    sections = [attributes for tag, attributes in markup.elements if tag in {"section", "dialog"}]
+    sections = [
+        attributes
+        for tag, attributes in markup.elements
+        if tag in {"section", "dialog"}
+    ]
     assert all("aria-label" in a or "aria-labelledby" in a for a in sections)
-    assert {"status", "alert"} <= {attributes.get("role") for _, attributes in markup.elements}
+    assert {"status", "alert"} <= {
+        attributes.get("role") for _, attributes in markup.elements
+    }
     assert dict(markup.elements)["html"]["lang"] == "en"

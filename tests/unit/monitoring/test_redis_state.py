@@ -19,8 +19,14 @@ pytestmark = pytest.mark.anyio
 OUTAGES = {
     "READONLY": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
     "OOM": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
-    "NOREPLICAS": (("CONFIG", "SET", "min-replicas-to-write", "1"), ("CONFIG", "SET", "min-replicas-to-write", "0")),
-    "NOPERM": (("ACL", "SETUSER", "default", "-@write"), ("ACL", "SETUSER", "default", "+@all")),
+    "NOREPLICAS": (
+        ("CONFIG", "SET", "min-replicas-to-write", "1"),
+        ("CONFIG", "SET", "min-replicas-to-write", "0"),
+    ),
+    "NOPERM": (
+        ("ACL", "SETUSER", "default", "-@write"),
+        ("ACL", "SETUSER", "default", "+@all"),
+    ),
 }
 
 
@@ -30,9 +36,18 @@ async def reasons(stack: Stack) -> list[str]:
 
 async def metrics(stack: Stack, key: str) -> dict[tuple[str, ...], float]:
     """Return the values of metrics of Redis, by name and labels."""
-    page = await stack.client.get(f"{stack.url}/metrics", headers={"authorization": f"Bearer {key}"})
+    page = await stack.client.get(
+        f"{stack.url}/metrics", headers={"authorization": f"Bearer {key}"}
+    )
     return {
-        (sample.name, *(sample.labels[label] for label in ("use", "cause") if label in sample.labels)): sample.value
+        (
+            sample.name,
+            *(
+                sample.labels[label]
+                for label in ("use", "cause")
+                if label in sample.labels
+            ),
+        ): sample.value
         for family in text_string_to_metric_families(page.text)
         for sample in family.samples
         if sample.name.startswith("qarr_redis_")
@@ -41,19 +56,29 @@ async def metrics(stack: Stack, key: str) -> dict[tuple[str, ...], float]:
 
 async def ask(stack: Stack, key: str) -> int:
     body = {"prompt": "hi", "max_tokens": 2}
-    answer = await stack.client.post(f"{stack.url}/generate", json=body, headers={"authorization": f"Bearer {key}"})
+    answer = await stack.client.post(
+        f"{stack.url}/generate", json=body, headers={"authorization": f"Bearer {key}"}
+    )
     return answer.status_code
 
 
 @pytest.mark.parametrize("cause", OUTAGES)
-async def test_health_and_metrics_say_what_redis_does(cause: str, tmp_path: Path, own_redis: RedisServer) -> None:
+async def test_health_and_metrics_say_what_redis_does(
+    cause: str, tmp_path: Path, own_redis: RedisServer
+) -> None:
     """Each use by its name, with the cause, while requests are served; and it goes when Redis serves again."""
     keys = tmp_path / "keys.json"
     limits = {"requests_per_minute": 1000, "engine_seconds_per_day": 1000.0}
     key, _ = add_key(keys, "limited", admin=True, **limits)
-    overrides = {"auth": {"keys_file": str(keys)}, "state": {"redis_url": own_redis.url}}
+    overrides = {
+        "auth": {"keys_file": str(keys)},
+        "state": {"redis_url": own_redis.url},
+    }
     begin, end = OUTAGES[cause]
-    async with router_stack(tmp_path, overrides) as stack, Redis.from_url(own_redis.url) as operator:
+    async with (
+        router_stack(tmp_path, overrides) as stack,
+        Redis.from_url(own_redis.url) as operator,
+    ):
         assert await ask(stack, key) == 200
 
         async def serves() -> bool:
@@ -62,18 +87,29 @@ async def test_health_and_metrics_say_what_redis_does(cause: str, tmp_path: Path
         await until(serves)
         before = await metrics(stack, key)
         assert all(before["qarr_redis_serves", use] == 1 for use in RedisUse)
-        assert all(before["qarr_redis_failures_total", use, cause] == 0 for use in RedisUse)
-        assert {cause for _, _, cause in (name for name in before if len(name) == 3)} == set(CAUSES)
+        assert all(
+            before["qarr_redis_failures_total", use, cause] == 0 for use in RedisUse
+        )
+        assert {
+            cause for _, _, cause in (name for name in before if len(name) == 3)
+        } == set(CAUSES)
         await operator.execute_command(*begin)
-        expected = {f"Redis (state.redis_url) does not serve {use} ({cause})" for use in RedisUse}
+        expected = {
+            f"Redis (state.redis_url) does not serve {use} ({cause})"
+            for use in RedisUse
+        }
 
         async def are_all_told() -> bool:
-            return {reason.partition(":")[0] for reason in await reasons(stack)} == expected
+            return {
+                reason.partition(":")[0] for reason in await reasons(stack)
+            } == expected
 
         await until(are_all_told, f"all of {expected}")
         during = await metrics(stack, key)
         assert all(during["qarr_redis_serves", use] == 0 for use in RedisUse)
-        assert all(during["qarr_redis_failures_total", use, cause] >= 1 for use in RedisUse)
+        assert all(
+            during["qarr_redis_failures_total", use, cause] >= 1 for use in RedisUse
+        )
         assert await ask(stack, key) == 200
         await operator.execute_command(*end)
         await until(serves)

@@ -32,12 +32,16 @@ class Tenants:
     asked: httpx.Response
 
     async def get(self, name: str, path: str) -> httpx.Response:
-        return await self.stack.client.get(self.stack.url + path, headers=self.names[name])
+        return await self.stack.client.get(
+            self.stack.url + path, headers=self.names[name]
+        )
 
     async def ask(self, name: str, prompt: str, **headers: str) -> httpx.Response:
         asked = {"prompt": prompt, "tier": "fast"}
         return await self.stack.client.post(
-            f"{self.stack.url}/generate", json=asked, headers={**self.names[name], **headers}
+            f"{self.stack.url}/generate",
+            json=asked,
+            headers={**self.names[name], **headers},
         )
 
     async def traced(self, name: str, count: int) -> list[dict[str, Any]]:
@@ -55,12 +59,24 @@ class Tenants:
 @asynccontextmanager
 async def tenants(tmp_path: Path) -> AsyncIterator[Tenants]:
     keys = tmp_path / "keys.json"
-    rights: dict[str, dict[str, Any]] = {"alice": {}, "mallory": {}, "boss": {"admin": True}}
-    names = {name: {"authorization": f"Bearer {add_key(keys, name, **more)[0]}"} for name, more in rights.items()}
-    overrides = {"auth": {"keys_file": str(keys)}, "telemetry": {"record_prompts": True}}
+    rights: dict[str, dict[str, Any]] = {
+        "alice": {},
+        "mallory": {},
+        "boss": {"admin": True},
+    }
+    names = {
+        name: {"authorization": f"Bearer {add_key(keys, name, **more)[0]}"}
+        for name, more in rights.items()
+    }
+    overrides = {
+        "auth": {"keys_file": str(keys)},
+        "telemetry": {"record_prompts": True},
+    }
     async with router_stack(tmp_path, overrides) as stack:
         asked = {"prompt": f"Tell me of {SECRET}", "tier": "fast"}
-        answer = await stack.client.post(f"{stack.url}/generate", json=asked, headers=names["alice"])
+        answer = await stack.client.post(
+            f"{stack.url}/generate", json=asked, headers=names["alice"]
+        )
         assert answer.status_code == 200
         yield Tenants(stack, keys, names, answer)
 
@@ -70,12 +86,20 @@ async def test_a_key_sees_its_own_requests(tmp_path: Path) -> None:
     async with tenants(tmp_path) as world:
         mine = await world.ask("mallory", "hi")
         await world.ask("alice", "hi")
-        seen = {name: (await world.get(name, "/requests")).json() for name in world.names}
-        assert [r["request_id"] for r in seen["mallory"]["requests"]] == [mine.headers["x-request-id"]]
+        seen = {
+            name: (await world.get(name, "/requests")).json() for name in world.names
+        }
+        assert [r["request_id"] for r in seen["mallory"]["requests"]] == [
+            mine.headers["x-request-id"]
+        ]
         assert len(seen["alice"]["requests"]) == 2
         assert len({r["key"] for r in seen["alice"]["requests"]}) == 1
         assert len(seen["boss"]["requests"]) == 3
-        assert [seen[name]["scope"] for name in ("alice", "mallory", "boss")] == ["own", "own", "all"]
+        assert [seen[name]["scope"] for name in ("alice", "mallory", "boss")] == [
+            "own",
+            "own",
+            "all",
+        ]
         last = (await world.get("mallory", "/requests?limit=1")).json()["requests"]
         assert [r["request_id"] for r in last] == [mine.headers["x-request-id"]]
 
@@ -86,15 +110,26 @@ async def test_a_key_sees_no_metrics_of_keys(tmp_path: Path) -> None:
         async def is_counted() -> bool:
             return 'key="alice"' in (await world.get("boss", "/metrics")).text
 
-        await until(is_counted, "metrics of the key alice: it is counted once its usage is written")
+        await until(
+            is_counted,
+            "metrics of the key alice: it is counted once its usage is written",
+        )
         for accept in ("", "application/openmetrics-text"):
             pages = {}
             for name in world.names:
                 headers = {**world.names[name], "accept": accept}
-                page = await world.stack.client.get(f"{world.stack.url}/metrics", headers=headers)
-                pages[name] = {line.split("{")[0] for line in page.text.splitlines() if "{" in line}
+                page = await world.stack.client.get(
+                    f"{world.stack.url}/metrics", headers=headers
+                )
+                pages[name] = {
+                    line.split("{")[0] for line in page.text.splitlines() if "{" in line
+                }
                 assert ('key="alice"' in page.text) is (name == "boss")
-            of_keys = {name for name in pages["boss"] if name.startswith(("qarr_key_", "qarr_budget_used"))}
+            of_keys = {
+                name
+                for name in pages["boss"]
+                if name.startswith(("qarr_key_", "qarr_budget_used"))
+            }
             assert of_keys
             assert pages["boss"] - pages["mallory"] == of_keys
 
@@ -104,11 +139,16 @@ async def test_a_key_sees_its_own_traces(tmp_path: Path) -> None:
     async with tenants(tmp_path) as world:
         trace_id = world.asked.headers["x-qarr-trace-id"]
         for name, count in (("alice", 1), ("boss", 1), ("mallory", 0)):
-            assert [t["trace_id"] for t in await world.traced(name, count)] == [trace_id] * count
+            assert [t["trace_id"] for t in await world.traced(name, count)] == [
+                trace_id
+            ] * count
         theirs = await world.get("mallory", f"/traces/{trace_id}")
         never = await world.get("mallory", f"/traces/{'0' * 31}1")
         ids = {"request_id", "trace_id"}
-        without = [{k: v for k, v in answer.json().items() if k not in ids} for answer in (theirs, never)]
+        without = [
+            {k: v for k, v in answer.json().items() if k not in ids}
+            for answer in (theirs, never)
+        ]
         assert (theirs.status_code, without[0]) == (404, without[1])
         assert SECRET not in theirs.text
         whole = (await world.get("boss", f"/traces/{trace_id}")).json()
@@ -116,8 +156,12 @@ async def test_a_key_sees_its_own_traces(tmp_path: Path) -> None:
         assert SECRET not in str(whole)
         assert len(own["spans"]) == len(whole["spans"]) > 3
         port = int(world.stack.fleet.replicas[0].url.rsplit(":", 1)[1])
-        assert port in [span["attributes"].get("server.port") for span in whole["spans"]]
-        assert port not in [span["attributes"].get("server.port") for span in own["spans"]]
+        assert port in [
+            span["attributes"].get("server.port") for span in whole["spans"]
+        ]
+        assert port not in [
+            span["attributes"].get("server.port") for span in own["spans"]
+        ]
 
 
 async def test_a_shared_trace_shows_each_key_its_part(tmp_path: Path) -> None:
@@ -126,8 +170,14 @@ async def test_a_shared_trace_shows_each_key_its_part(tmp_path: Path) -> None:
         trace_id = world.asked.headers["x-qarr-trace-id"]
         await world.ask("mallory", "hi", traceparent=f"00-{trace_id}-{'2' * 16}-01")
         await world.traced("boss", 2)
-        seen = {name: (await world.get(name, f"/traces/{trace_id}")).json()["spans"] for name in world.names}
-        keys = {name: {s["attributes"].get("qarr.key.id") for s in spans} - {None} for name, spans in seen.items()}
+        seen = {
+            name: (await world.get(name, f"/traces/{trace_id}")).json()["spans"]
+            for name in world.names
+        }
+        keys = {
+            name: {s["attributes"].get("qarr.key.id") for s in spans} - {None}
+            for name, spans in seen.items()
+        }
         assert keys["alice"].isdisjoint(keys["mallory"])
         assert keys["boss"] == keys["alice"] | keys["mallory"]
         assert len(seen["boss"]) == len(seen["alice"]) + len(seen["mallory"]) == 8
@@ -136,25 +186,50 @@ async def test_a_shared_trace_shows_each_key_its_part(tmp_path: Path) -> None:
 async def test_a_key_does_not_see_where_engines_are(tmp_path: Path) -> None:
     """The fleet's shape, states and numbers are for every key; addresses, processes and what quotes them for operators."""
     async with tenants(tmp_path) as world:
-        world.stack.fleet.replicas[0].update(detail=f"no answer from {world.stack.fleet.replicas[0].url}")
-        plain, whole = [(await world.get(name, "/tiers")).json() for name in ("alice", "boss")]
+        world.stack.fleet.replicas[0].update(
+            detail=f"no answer from {world.stack.fleet.replicas[0].url}"
+        )
+        plain, whole = [
+            (await world.get(name, "/tiers")).json() for name in ("alice", "boss")
+        ]
         assert "127.0.0.1" not in json.dumps(plain)
         assert json.dumps(whole).count("127.0.0.1") >= 6
         assert (plain["scope"], whole["scope"]) == ("own", "all")
         for ours, theirs in zip(plain["tiers"], whole["tiers"], strict=True):
             assert ours.keys() == theirs.keys()
-            hidden = {name for name in ours if ours[name] != theirs[name]} - {"replicas"}
+            hidden = {name for name in ours if ours[name] != theirs[name]} - {
+                "replicas"
+            }
             assert hidden == {"identity"}
-            for ours_replica, theirs_replica in zip(ours["replicas"], theirs["replicas"], strict=True):
+            for ours_replica, theirs_replica in zip(
+                ours["replicas"], theirs["replicas"], strict=True
+            ):
                 assert ours_replica.keys() == theirs_replica.keys()
                 assert ours_replica["state"] == theirs_replica["state"]
-                assert (ours_replica["url"], ours_replica["pid"], ours_replica["detail"]) == (None, None, "")
-        for path in ("/live", "/metrics", "/policy", "/readyz", "/health", "/healthz", "/openapi.json", "/v1/models"):
+                assert (
+                    ours_replica["url"],
+                    ours_replica["pid"],
+                    ours_replica["detail"],
+                ) == (None, None, "")
+        for path in (
+            "/live",
+            "/metrics",
+            "/policy",
+            "/readyz",
+            "/health",
+            "/healthz",
+            "/openapi.json",
+            "/v1/models",
+        ):
             headers = world.names["mallory"]
-            async with world.stack.client.stream("GET", world.stack.url + path, headers=headers) as answer:
+            async with world.stack.client.stream(
+                "GET", world.stack.url + path, headers=headers
+            ) as answer:
                 assert answer.status_code == 200
                 part = await anext(answer.aiter_text())
-            assert not [r.url for r in world.stack.fleet.replicas if r.url in part], path
+            assert not [r.url for r in world.stack.fleet.replicas if r.url in part], (
+                path
+            )
             assert world.asked.headers["x-request-id"] not in part
 
 
@@ -170,7 +245,9 @@ async def followed(world: Tenants, name: str, until: str) -> Picture:
     fleet, records, event = None, list[dict[str, Any]](), ""
     async with (
         asyncio.timeout(20),
-        world.stack.client.stream("GET", f"{world.stack.url}/live", headers=world.names[name]) as live,
+        world.stack.client.stream(
+            "GET", f"{world.stack.url}/live", headers=world.names[name]
+        ) as live,
     ):
         async for line in live.aiter_lines():
             kind, _, value = line.partition(": ")
@@ -190,15 +267,33 @@ async def test_who_watches_is_told_of_its_own(tmp_path: Path) -> None:
     async with tenants(tmp_path) as world:
         engine = world.stack.engines[TierName.FAST]
         engine.delay_s = 0.3
-        open_ = asyncio.create_task(world.ask("alice", "hi", **{"x-request-id": "alice-open"}))
+        open_ = asyncio.create_task(
+            world.ask("alice", "hi", **{"x-request-id": "alice-open"})
+        )
         await until(lambda: engine.running, poll_s=0.01)
-        pictures = {name: await followed(world, name, "in_flight") for name in world.names}
+        pictures = {
+            name: await followed(world, name, "in_flight") for name in world.names
+        }
         await open_
         engine.delay_s = 0.0
-        flying = {n: [r["request_id"] for r in p.fleet["in_flight"]] for n, p in pictures.items() if p.fleet}
-        assert flying == {"alice": ["alice-open"], "mallory": [], "boss": ["alice-open"]}
-        assert all(p.fleet and p.fleet["in_flight_total"] == 1 for p in pictures.values())
-        assert {n: len(p.records) for n, p in pictures.items()} == {"alice": 1, "mallory": 0, "boss": 1}
+        flying = {
+            n: [r["request_id"] for r in p.fleet["in_flight"]]
+            for n, p in pictures.items()
+            if p.fleet
+        }
+        assert flying == {
+            "alice": ["alice-open"],
+            "mallory": [],
+            "boss": ["alice-open"],
+        }
+        assert all(
+            p.fleet and p.fleet["in_flight_total"] == 1 for p in pictures.values()
+        )
+        assert {n: len(p.records) for n, p in pictures.items()} == {
+            "alice": 1,
+            "mallory": 0,
+            "boss": 1,
+        }
         watching = asyncio.create_task(followed(world, "mallory", "mallory-ended"))
         async with asyncio.timeout(20):
             while not watching.done():
@@ -212,7 +307,10 @@ async def test_who_watches_is_sent_away_with_its_key(tmp_path: Path) -> None:
     """A live stream ends once its key is revoked, as it would not begin."""
     async with tenants(tmp_path) as world:
         url, headers = f"{world.stack.url}/live", world.names["boss"]
-        async with asyncio.timeout(20), world.stack.client.stream("GET", url, headers=headers) as live:
+        async with (
+            asyncio.timeout(20),
+            world.stack.client.stream("GET", url, headers=headers) as live,
+        ):
             lines = live.aiter_lines()
             await anext(lines)
             revoke_key(world.keys, "boss")
@@ -223,17 +321,24 @@ async def test_who_watches_is_sent_away_with_its_key(tmp_path: Path) -> None:
 
 async def test_without_keys_everything_is_shown(tmp_path: Path) -> None:
     """A router on this machine that needs no keys shows all to everybody, as to an operator; until keys are made."""
-    async with router_stack(tmp_path, {"auth": {"keys_file": str(tmp_path / "keys.json")}}) as stack:
+    async with router_stack(
+        tmp_path, {"auth": {"keys_file": str(tmp_path / "keys.json")}}
+    ) as stack:
         await stack.generate()
         requests = (await stack.client.get(f"{stack.url}/requests")).json()
         assert (requests["scope"], len(requests["requests"])) == ("all", 1)
         fleet = (await stack.client.get(f"{stack.url}/tiers")).json()
         assert fleet["tiers"][0]["replicas"][0]["url"].startswith("http://127.0.0.1:")
-        async with asyncio.timeout(20), stack.client.stream("GET", f"{stack.url}/live") as live:
+        async with (
+            asyncio.timeout(20),
+            stack.client.stream("GET", f"{stack.url}/live") as live,
+        ):
             lines = live.aiter_lines()
             await anext(lines)
             secret = add_key(tmp_path / "keys.json", "one")[0]
             async for _ in lines:
                 pass  # it ends: who watches has shown no key
         keyed = {"authorization": f"Bearer {secret}"}
-        assert (await stack.client.get(f"{stack.url}/requests", headers=keyed)).json()["requests"] == []
+        assert (await stack.client.get(f"{stack.url}/requests", headers=keyed)).json()[
+            "requests"
+        ] == []

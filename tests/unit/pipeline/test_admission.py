@@ -25,7 +25,11 @@ from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 LONG_WAITS = {"interactive": 600, "standard": 600, "batch": 600}
-QUERY = Query(PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()), 20, 100)
+QUERY = Query(
+    PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()),
+    20,
+    100,
+)
 
 
 @dataclass
@@ -36,7 +40,9 @@ class Entrance:
     fleet: Fleet
     policy: PolicyStore
 
-    def ask(self, *, key: str = "key", priority: int = PRIORITIES["standard"], **query: Any) -> asyncio.Task[Slot]:
+    def ask(
+        self, *, key: str = "key", priority: int = PRIORITIES["standard"], **query: Any
+    ) -> asyncio.Task[Slot]:
         asked = replace(QUERY, **query)
         decision = decide(asked, self.fleet.snapshot(), self.policy.table)
         return asyncio.create_task(self.admission.enter(decision, key, priority))
@@ -56,16 +62,31 @@ class Entrance:
             await asyncio.sleep(0)
 
 
-def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **options: Any) -> Entrance:
+def door(
+    tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **options: Any
+) -> Entrance:
     """Return the queue before tiers with so many places; requests fit none of the others."""
     settings = load_settings(
-        None, {"policy": {"profiles": str(tmp_path)}, "admission": {"max_wait_s": LONG_WAITS, **options}}
+        None,
+        {
+            "policy": {"profiles": str(tmp_path)},
+            "admission": {"max_wait_s": LONG_WAITS, **options},
+        },
     )
     specs = tuple(TierSpec(tier, 4096, 16, places[tier]) for tier in places)
     fleet = Fleet(specs)
     for spec in specs:
         for number in range(replicas):
-            fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m", status=ReplicaStatus.READY))
+            fleet.add(
+                Replica(
+                    f"{spec.name}-{number}",
+                    spec,
+                    "u",
+                    "",
+                    "m",
+                    status=ReplicaStatus.READY,
+                )
+            )
     policy = PolicyStore(settings.policy, fleet, "made-8B")
     return Entrance(Admission(fleet, policy, settings.admission), fleet, policy)
 
@@ -79,7 +100,11 @@ async def test_those_who_wait_for_a_full_tier_hide_nobody(tmp_path: Path) -> Non
     await at.seen()
     victim = at.ask(hint=PRECISE, require=True)
     await at.seen()
-    assert (at.admission.waiting, at.admission.waiting_for(FAST), at.admission.waiting_for(PRECISE)) == (41, 40, 1)
+    assert (
+        at.admission.waiting,
+        at.admission.waiting_for(FAST),
+        at.admission.waiting_for(PRECISE),
+    ) == (41, 40, 1)
     newcomer = at.ask(hint=PRECISE, require=True)
     await at.end(precise)
     assert (victim.done(), newcomer.done()) == (True, False)
@@ -94,7 +119,9 @@ async def test_those_who_wait_for_a_full_tier_hide_nobody(tmp_path: Path) -> Non
     assert at.admission.waiting == 0
 
 
-async def test_a_newcomer_does_not_take_the_place_that_another_waits_for(tmp_path: Path) -> None:
+async def test_a_newcomer_does_not_take_the_place_that_another_waits_for(
+    tmp_path: Path,
+) -> None:
     """A place that has come free goes to who waits, though the newcomer asks before the queue was looked at."""
     at = door(tmp_path, {FAST: 1})
     held = await at.hold(FAST)
@@ -115,16 +142,27 @@ async def test_several_answers_take_as_many_places(tmp_path: Path) -> None:
     await at.seen()
     newcomer = at.ask()
     await at.seen()
-    assert (several.done(), newcomer.done(), at.fleet.replicas[0].state.slots) == (False, False, 3)
+    assert (several.done(), newcomer.done(), at.fleet.replicas[0].state.slots) == (
+        False,
+        False,
+        3,
+    )
     await at.end(held[0])
     assert (several.done(), newcomer.done()) == (False, False)
     await at.end(held[1])
-    assert (several.done(), newcomer.done(), at.fleet.replicas[0].state.slots) == (True, False, 4)
+    assert (several.done(), newcomer.done(), at.fleet.replicas[0].state.slots) == (
+        True,
+        False,
+        4,
+    )
     await at.end(held[2])
     assert newcomer.done()
     await at.end(several.result())
     await at.end(newcomer.result())
-    assert (at.fleet.replicas[0].state.slots, at.fleet.replicas[0].state.in_flight) == (0, 0)
+    assert (at.fleet.replicas[0].state.slots, at.fleet.replicas[0].state.in_flight) == (
+        0,
+        0,
+    )
 
 
 async def test_only_one_replica_is_kept_for_several_answers(tmp_path: Path) -> None:
@@ -136,14 +174,20 @@ async def test_only_one_replica_is_kept_for_several_answers(tmp_path: Path) -> N
     await at.seen()
     newcomers = [at.ask() for _ in range(2)]
     await at.seen()
-    assert (several.done(), newcomers[0].done(), newcomers[1].done()) == (False, True, False)
+    assert (several.done(), newcomers[0].done(), newcomers[1].done()) == (
+        False,
+        True,
+        False,
+    )
     assert newcomers[0].result().lease.replica.id == "fast-1"
     await at.end(next(each for each in held if each.lease.replica.id == "fast-0"))
     assert several.result().lease.replica.id == "fast-0"
     newcomers[1].cancel()
 
 
-async def test_more_answers_than_a_replica_has_places_get_one_that_is_idle(tmp_path: Path) -> None:
+async def test_more_answers_than_a_replica_has_places_get_one_that_is_idle(
+    tmp_path: Path,
+) -> None:
     """They are computed in turns there, and nothing else beside them."""
     at = door(tmp_path, {FAST: 4})
     held = await at.hold(FAST)
@@ -160,7 +204,9 @@ async def test_more_answers_than_a_replica_has_places_get_one_that_is_idle(tmp_p
     assert (other.done(), replica.state.slots) == (True, 1)
 
 
-async def test_long_prompts_that_wait_for_a_cache_do_not_stop_short_ones(tmp_path: Path) -> None:
+async def test_long_prompts_that_wait_for_a_cache_do_not_stop_short_ones(
+    tmp_path: Path,
+) -> None:
     """A replica whose cache is nearly full has places for short prompts alone, whoever came first."""
     at = door(tmp_path, {FAST: 4})
     at.fleet.replicas[0].note_gauges(Gauges(1, 0, 0.95))
@@ -172,7 +218,9 @@ async def test_long_prompts_that_wait_for_a_cache_do_not_stop_short_ones(tmp_pat
     long.cancel()
 
 
-async def test_who_has_waited_longest_gets_every_nth_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_has_waited_longest_gets_every_nth_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request of the lowest class is served though more urgent ones never stop coming."""
     monkeypatch.setattr("router.pipeline.admission.OLDEST_EVERY", 4)
     at = door(tmp_path, {FAST: 1})
@@ -193,7 +241,9 @@ async def test_who_has_waited_longest_gets_every_nth_place(tmp_path: Path, monke
         task.cancel()
 
 
-async def test_the_oldest_keeps_its_turn_until_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_keeps_its_turn_until_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With two replicas, the places that others get meanwhile do not take its turn away."""
     monkeypatch.setattr("router.pipeline.admission.OLDEST_EVERY", 2)
     at = door(tmp_path, {FAST: 2}, replicas=2)
@@ -221,7 +271,8 @@ async def test_who_leaves_just_as_it_is_let_in_leaves_nothing(tmp_path: Path) ->
         gone = at.ask(key="key")
         await at.seen()
         held.lease.release()
-        await asyncio.sleep(0)  # the queue is looked at: it has its place, and does not know yet
+        # the queue is looked at: it has its place, and does not know yet
+        await asyncio.sleep(0)
         assert at.fleet.replicas[0].state.slots == 1
         gone.cancel()
         await at.seen()
@@ -229,7 +280,8 @@ async def test_who_leaves_just_as_it_is_let_in_leaves_nothing(tmp_path: Path) ->
         assert at.fleet.replicas[0].state.slots == 0
         at.admission.leave("other", held)
         held = await at.hold(FAST, key="other")
-    first = at.ask(key="key")  # the same class; were places still counted, it would come after the next one
+    # the same class; were places still counted, it would come after the next one
+    first = at.ask(key="key")
     await at.seen()
     second = at.ask(key="third")
     await at.seen()
@@ -256,7 +308,9 @@ async def test_who_is_refused_or_gives_up_leaves_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_comes_and_goes_all_of_it_comes_back(tmp_path: Path, seed: int) -> None:
+async def test_whatever_comes_and_goes_all_of_it_comes_back(
+    tmp_path: Path, seed: int
+) -> None:
     """Requests of all kinds come, end and leave at any moment: limits hold, nobody is left waiting, nothing is left held."""
     source = random.Random(seed)
     at = door(tmp_path, {FAST: 3, BALANCED: 2, PRECISE: 4}, replicas=2, max_waiting=30)
@@ -264,10 +318,15 @@ async def test_whatever_comes_and_goes_all_of_it_comes_back(tmp_path: Path, seed
     for _ in range(600):
         if source.random() < 0.55:
             key = source.choice("abc")
-            only = {"hint": source.choice((FAST, BALANCED, PRECISE)), "require": source.random() < 0.5}
+            only = {
+                "hint": source.choice((FAST, BALANCED, PRECISE)),
+                "require": source.random() < 0.5,
+            }
             sequences = source.choice((1, 1, 1, 2, 3, 9))
             priority = source.choice(list(PRIORITIES.values()))
-            running.append((key, at.ask(key=key, priority=priority, sequences=sequences, **only)))
+            running.append(
+                (key, at.ask(key=key, priority=priority, sequences=sequences, **only))
+            )
         elif running:
             key, task = running.pop(source.randrange(len(running)))
             for _ in range(source.randrange(4)):
@@ -277,14 +336,19 @@ async def test_whatever_comes_and_goes_all_of_it_comes_back(tmp_path: Path, seed
             elif task.exception() is None:
                 await at.end(task.result(), key)
         for replica in at.fleet.replicas:
-            assert replica.state.slots <= replica.state.limit or replica.state.in_flight == 1
+            assert (
+                replica.state.slots <= replica.state.limit
+                or replica.state.in_flight == 1
+            )
     while running:
         await at.seen()
-        key, task = next(each for each in running if each[1].done())  # none would mean that somebody waits for nothing
+        # none would mean that somebody waits for nothing
+        key, task = next(each for each in running if each[1].done())
         running.remove((key, task))
         if not task.cancelled() and task.exception() is None:
             await at.end(task.result(), key)
     assert at.admission.waiting == 0
     assert not any(
-        r.state.in_flight or r.state.slots or r.state.prompt_tokens or r.output_tokens for r in at.fleet.replicas
+        r.state.in_flight or r.state.slots or r.state.prompt_tokens or r.output_tokens
+        for r in at.fleet.replicas
     )

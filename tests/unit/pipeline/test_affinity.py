@@ -18,17 +18,24 @@ SYSTEM = {"role": "system", "content": "You answer in one word. " * 40}
 
 
 def turns(name: str, count: int) -> list[dict[str, str]]:
-    messages = [SYSTEM, {"role": "user", "content": f"{name}: what is the capital of France? " * 20}]
+    messages = [
+        SYSTEM,
+        {"role": "user", "content": f"{name}: what is the capital of France? " * 20},
+    ]
     for turn in range(count - 1):
         messages.append({"role": "assistant", "content": f"Paris {turn}"})
         messages.append({"role": "user", "content": f"{turn}: and of Spain? " * 20})
     return messages
 
 
-async def ask(stack: Stack, messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
+async def ask(
+    stack: Stack, messages: list[dict[str, str]], **more: Any
+) -> dict[str, Any]:
     body = {"model": "fast", "messages": messages, "max_tokens": 4, **more}
     headers = body.pop("headers", {})
-    answer = await stack.client.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers)
+    answer = await stack.client.post(
+        f"{stack.url}/v1/chat/completions", json=body, headers=headers
+    )
     assert answer.status_code == 200
     listed = await stack.client.get(f"{stack.url}/requests")
     record: dict[str, Any] = listed.json()["requests"][0]
@@ -44,7 +51,12 @@ async def chat_route(stack: Stack, prompt: str) -> dict[str, Any]:
 def weigh(stack: Stack, replica: str, tokens: int) -> None:
     """Give a replica of ``fast`` a load that the router believes in, by a request that never begins."""
     others = {r.id for r in stack.fleet.replicas} - {replica}
-    assert stack.fleet.lease(TierName.FAST, prompt_tokens=tokens, max_tokens=0, exclude=others) is not None
+    assert (
+        stack.fleet.lease(
+            TierName.FAST, prompt_tokens=tokens, max_tokens=0, exclude=others
+        )
+        is not None
+    )
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -60,34 +72,54 @@ async def test_a_chat_stays_on_its_replica(tmp_path: Path, *, streamed: bool) ->
             assert record["replica"] == first["replica"]
             cached.append(record["predicted_cached_tokens"])
         assert 150 < cached[0] < cached[1] < cached[2]
-        other = await ask(stack, [{"role": "user", "content": "Something else entirely. " * 40}], stream=streamed)
+        other = await ask(
+            stack,
+            [{"role": "user", "content": "Something else entirely. " * 40}],
+            stream=streamed,
+        )
         assert other["replica"] != first["replica"]
 
 
-async def test_without_affinity_the_least_loaded_gets_every_turn(tmp_path: Path) -> None:
-    async with router_stack(tmp_path, {"admission": {"affinity": False}}, twin=Behaviour()) as stack:
+async def test_without_affinity_the_least_loaded_gets_every_turn(
+    tmp_path: Path,
+) -> None:
+    async with router_stack(
+        tmp_path, {"admission": {"affinity": False}}, twin=Behaviour()
+    ) as stack:
         first = await ask(stack, turns("a", 1))
         weigh(stack, first["replica"], 150)
         later = await ask(stack, turns("a", 2))
         assert later["replica"] != first["replica"]
         assert later["predicted_cached_tokens"] is None
-        assert (await chat_route(stack, "What is the capital of France? " * 20))["cached_prompt_tokens"] is None
+        assert (await chat_route(stack, "What is the capital of France? " * 20))[
+            "cached_prompt_tokens"
+        ] is None
         assert not any(len(replica.prefixes) for replica in stack.fleet.replicas)
 
 
 @pytest.mark.parametrize(
     "session",
-    [{"headers": {"x-session-id": "one"}}, {"prompt_cache_key": "one"}, {"user": "one"}],
+    [
+        {"headers": {"x-session-id": "one"}},
+        {"prompt_cache_key": "one"},
+        {"user": "one"},
+    ],
     ids=["header", "prompt_cache_key", "user"],
 )
-async def test_a_session_finds_its_replica_after_a_restart(tmp_path: Path, session: dict[str, Any]) -> None:
+async def test_a_session_finds_its_replica_after_a_restart(
+    tmp_path: Path, session: dict[str, Any]
+) -> None:
     """A router that remembers nothing sends it where one did that knew as little; by whichever name it has."""
     async with router_stack(tmp_path, twin=Behaviour()) as stack:
         home = (await ask(stack, turns("a", 1), **session))["replica"]
         for count in (2, 3):
             for replica in stack.fleet.replicas:
                 replica.prefixes = PrefixMemory()
-            other = next(r.id for r in stack.fleet.replicas if r.spec.name is TierName.FAST and r.id != home)
+            other = next(
+                r.id
+                for r in stack.fleet.replicas
+                if r.spec.name is TierName.FAST and r.id != home
+            )
             weigh(stack, home, 50)
             assert (await ask(stack, turns("a", count), **session))["replica"] == home
             weigh(stack, other, 50)
@@ -97,10 +129,18 @@ async def test_a_route_tells_what_is_cached(tmp_path: Path) -> None:
     """By tier; null for a prompt without a whole block; asking for it leaves nothing behind."""
     async with router_stack(tmp_path, twin=Behaviour()) as stack:
         prompt = "What is the capital of France? " * 20
-        assert [(await chat_route(stack, prompt))["cached_prompt_tokens"] for _ in range(2)] == [0, 0]
-        await stack.generate(prompt=prompt, system_prompt=SYSTEM["content"], tier="fast")
-        assert (await chat_route(stack, f"{prompt} And of Spain?"))["cached_prompt_tokens"] > 400
-        short = (await stack.client.post(f"{stack.url}/route", json={"prompt": "hi"})).json()
+        assert [
+            (await chat_route(stack, prompt))["cached_prompt_tokens"] for _ in range(2)
+        ] == [0, 0]
+        await stack.generate(
+            prompt=prompt, system_prompt=SYSTEM["content"], tier="fast"
+        )
+        assert (await chat_route(stack, f"{prompt} And of Spain?"))[
+            "cached_prompt_tokens"
+        ] > 400
+        short = (
+            await stack.client.post(f"{stack.url}/route", json={"prompt": "hi"})
+        ).json()
         assert {tier["cached_prompt_tokens"] for tier in short["tiers"]} == {None}
 
 
@@ -114,26 +154,45 @@ async def test_hits_are_counted_as_predicted_and_as_reported(tmp_path: Path) -> 
             record = await ask(stack, turns("a", count))
             assert record["cached_prompt_tokens"] == reported
         page = (await stack.client.get(f"{stack.url}/metrics")).text
-        assert 'qarr_cached_prompt_tokens_total{source="reported",tier="fast"} 256.0' in page
-        lines = [line for line in page.splitlines() if 'qarr_cached_prompt_tokens_total{source="predicted"' in line]
-        (predicted,) = [float(line.split()[-1]) for line in lines if 'tier="fast"' in line]
+        assert (
+            'qarr_cached_prompt_tokens_total{source="reported",tier="fast"} 256.0'
+            in page
+        )
+        lines = [
+            line
+            for line in page.splitlines()
+            if 'qarr_cached_prompt_tokens_total{source="predicted"' in line
+        ]
+        (predicted,) = [
+            float(line.split()[-1]) for line in lines if 'tier="fast"' in line
+        ]
         assert predicted > 256
-        assert (await ask(stack, turns("old", 2)))["predicted_cached_tokens"] < record["predicted_cached_tokens"]
+        assert (await ask(stack, turns("old", 2)))["predicted_cached_tokens"] < record[
+            "predicted_cached_tokens"
+        ]
 
 
 async def test_the_engines_own_counters_are_told(tmp_path: Path) -> None:
     """In metrics, and as a rate among the tiers."""
-    async with router_stack(tmp_path, fast=Behaviour(cache_queries=800, cache_hits=200)) as stack:
+    async with router_stack(
+        tmp_path, fast=Behaviour(cache_queries=800, cache_hits=200)
+    ) as stack:
         labels = '{replica="fast-0",tier="fast"}'
 
         async def page_with_the_queries() -> str | None:
             page = (await stack.client.get(f"{stack.url}/metrics")).text
-            return page if f"qarr_prefix_cache_queries_total{labels} 800.0" in page else None
+            return (
+                page
+                if f"qarr_prefix_cache_queries_total{labels} 800.0" in page
+                else None
+            )
 
         page = await until(page_with_the_queries)  # the engine is read twice a second
         assert f"qarr_prefix_cache_hits_total{labels} 200.0" in page
         tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
-        assert {tier["tier"]: tier["replicas"][0]["prefix_cache_hit_rate"] for tier in tiers}["fast"] == 0.25
+        assert {
+            tier["tier"]: tier["replicas"][0]["prefix_cache_hit_rate"] for tier in tiers
+        }["fast"] == 0.25
 
 
 async def test_a_failed_engine_hands_a_chat_over(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ async def cut_everywhere(router: CutRouter, scenario: Scenario, first: int) -> i
     for at in range(1, AWAITS):
         way = WAYS[(first + at) % len(WAYS)]
         had_as_many, wrong = await router.cut_off(scenario, way, at)
-        assert not wrong, f"{scenario.name}, cut off at await {at} ({way}): {', '.join(wrong)}"
+        assert not wrong, (
+            f"{scenario.name}, cut off at await {at} ({way}): {', '.join(wrong)}"
+        )
         if not had_as_many:
             return at - 1
     raise AssertionError(f"{scenario.name}: more than {AWAITS} awaits")
@@ -31,7 +33,9 @@ async def test_a_request_that_ends_at_any_await_leaves_nothing(tmp_path: Path) -
         for number, scenario in enumerate(scenarios()):
             assert await cut_everywhere(router, scenario, number) >= 2, scenario.name
         answer = await router.stack.client.post(
-            f"{router.stack.url}/generate", json={"prompt": "hi"}, headers={"authorization": f"Bearer {router.key}"}
+            f"{router.stack.url}/generate",
+            json={"prompt": "hi"},
+            headers={"authorization": f"Bearer {router.key}"},
         )
         assert answer.status_code == 200
 
@@ -43,7 +47,11 @@ async def test_a_request_that_ends_at_any_await_leaves_nothing_in_redis(
     redis = Redis.from_url(redis_server.url, decode_responses=True)
     await redis.flushdb()  # other tests keep places in it
     async with redis, cut_router(tmp_path, redis_server.url) as router:
-        for scenario in (s for s in scenarios() if s.name in {"chat, whole", "tokenize", "generate, streamed, queued"}):
+        for scenario in (
+            s
+            for s in scenarios()
+            if s.name in {"chat, whole", "tokenize", "generate, streamed, queued"}
+        ):
             for number in range(len(WAYS)):
                 await cut_everywhere(router, scenario, number)
         names = [name async for name in redis.scan_iter("qarr:*:places")]

@@ -22,7 +22,19 @@ from tests.waiting import until
 from tiers.spec import STANDARD_TIERS, TierName
 
 pytestmark = pytest.mark.anyio
-WORDS = ("The", " capital", " of", " France", " is", " Paris", ",", " on", " the", " Seine", ".")
+WORDS = (
+    "The",
+    " capital",
+    " of",
+    " France",
+    " is",
+    " Paris",
+    ",",
+    " on",
+    " the",
+    " Seine",
+    ".",
+)
 TEXT = "".join(WORDS)
 HINT = {"x-qarr-tier": "fast"}
 SOON = {"upstream": {"token_timeout_s": 0.3}}
@@ -48,16 +60,26 @@ async def faulty_stack(
 
 
 def chunks(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return [
+        json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")
+    ]
 
 
 def content(text: str) -> str:
-    return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks(text) if c["choices"])
+    return "".join(
+        c["choices"][0]["delta"].get("content") or ""
+        for c in chunks(text)
+        if c["choices"]
+    )
 
 
 async def chat(stack: Stack, **more: Any) -> str:
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **more}
-    return (await stack.client.post(f"{stack.url}/v1/chat/completions", json=body, headers=HINT)).text
+    return (
+        await stack.client.post(
+            f"{stack.url}/v1/chat/completions", json=body, headers=HINT
+        )
+    ).text
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
@@ -65,7 +87,10 @@ async def test_what_came_with_nonsense_is_not_lost(tmp_path: Path, pieces: int) 
     """An event that is no chunk, in the same bytes as a good one, also as the first: that one is sent, and the next follows."""
     async with faulty_stack(tmp_path, {"fast": {"nonsense_with": pieces}}) as stack:
         whole = await stack.generate(tier="fast", max_tokens=64, stream=False)
-        assert (whole.json()["text"], whole.json()["continued_on"]) == (TEXT, ["balanced"])
+        assert (whole.json()["text"], whole.json()["continued_on"]) == (
+            TEXT,
+            ["balanced"],
+        )
         assert content(await chat(stack)) == TEXT
 
 
@@ -92,7 +117,8 @@ NO_CHUNKS = {
     "delta of another type": EVENT % '"delta":"x"',
     "content of another type": EVENT % '"delta":{"content":5}',
     "reasoning of another type": EVENT % '"delta":{"reasoning":["x"]}',
-    "finish reason of another type": EVENT % '"delta":{"content":"x"},"finish_reason":5',
+    "finish reason of another type": EVENT
+    % '"delta":{"content":"x"},"finish_reason":5',
     "ids of another type": EVENT % '"delta":{"content":"x"},"token_ids":5',
     "ids of another kind": EVENT % '"delta":{"content":"x"},"token_ids":["a"]',
     "prompt ids of another type": 'data: {"choices":[],"prompt_token_ids":"x"}\n\n',
@@ -103,11 +129,19 @@ NO_CHUNKS = {
 
 
 @pytest.mark.parametrize("instead", NO_CHUNKS.values(), ids=NO_CHUNKS.keys())
-async def test_what_is_no_chunk_is_the_engines_fault(tmp_path: Path, instead: str) -> None:
+async def test_what_is_no_chunk_is_the_engines_fault(
+    tmp_path: Path, instead: str
+) -> None:
     """Whatever an engine sends with a 200 instead of chunks, another one is asked, and the failure counts."""
-    async with faulty_stack(tmp_path, {"fast": {"nonsense": instead.encode("utf-8", "surrogatepass")}}) as stack:
+    async with faulty_stack(
+        tmp_path, {"fast": {"nonsense": instead.encode("utf-8", "surrogatepass")}}
+    ) as stack:
         generated = await stack.generate(tier="fast", max_tokens=64, stream=False)
-        assert (generated.status_code, generated.json()["text"], generated.json()["tier"]) == (200, TEXT, "balanced")
+        assert (
+            generated.status_code,
+            generated.json()["text"],
+            generated.json()["tier"],
+        ) == (200, TEXT, "balanced")
         for more in ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
             text = await chat(stack, **more)
             assert (content(text), text.count("[DONE]")) == (TEXT, 1)
@@ -131,11 +165,17 @@ NO_COMPLETIONS = {
 
 
 @pytest.mark.parametrize("instead", NO_COMPLETIONS.values(), ids=NO_COMPLETIONS.keys())
-async def test_what_is_no_completion_is_the_engines_fault(tmp_path: Path, instead: str) -> None:
+async def test_what_is_no_completion_is_the_engines_fault(
+    tmp_path: Path, instead: str
+) -> None:
     """The same for an answer that is not streamed."""
-    async with faulty_stack(tmp_path, {"fast": {"nonsense": instead.encode()}}) as stack:
+    async with faulty_stack(
+        tmp_path, {"fast": {"nonsense": instead.encode()}}
+    ) as stack:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 64}
-        answer = await stack.client.post(f"{stack.url}/v1/chat/completions", json=body, headers=HINT)
+        answer = await stack.client.post(
+            f"{stack.url}/v1/chat/completions", json=body, headers=HINT
+        )
         assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "balanced")
         assert answer.json()["choices"][0]["message"]["content"] == TEXT
         assert stack.fleet.failures[TierName.FAST, "EngineFailed"] == 1
@@ -144,7 +184,9 @@ async def test_what_is_no_completion_is_the_engines_fault(tmp_path: Path, instea
 async def test_nonsense_is_not_relayed(tmp_path: Path) -> None:
     """What is no chunk ends an answer that cannot be gone on with by an error event, and never reaches the caller."""
     async with faulty_stack(tmp_path, {"fast": {"nonsense_with": 4}}) as stack:
-        text = await chat(stack, tools=[{"type": "function", "function": {"name": "f"}}])
+        text = await chat(
+            stack, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
         assert chunks(text)[-1]["error"]["code"] == "stream_broken"
         assert '{"cut' not in text
         assert "[DONE]" not in text
@@ -153,46 +195,69 @@ async def test_nonsense_is_not_relayed(tmp_path: Path) -> None:
 async def test_reasoning_is_no_silence(tmp_path: Path) -> None:
     """A model that thinks for longer than a first token may take is not given up; its thoughts count as tokens."""
     overrides = {"upstream": {"first_token_timeout_s": 1.5, "token_timeout_s": 1.5}}
-    async with faulty_stack(tmp_path, {"fast": {"reasoning": 10, "delay_s": 0.25}}, overrides=overrides) as stack:
+    async with faulty_stack(
+        tmp_path, {"fast": {"reasoning": 10, "delay_s": 0.25}}, overrides=overrides
+    ) as stack:
         found = events((await stack.generate(tier="fast", max_tokens=64)).text)
         assert [data.get("text") for _, data in found[:-1]] == [WORDS[10]]
         assert found[-1][1]["usage"]["completion_tokens"] == len(WORDS)
-        assert (stack.fleet.replicas[0].state.failed, found[-1][1]["tier"]) == (0, "fast")
+        assert (stack.fleet.replicas[0].state.failed, found[-1][1]["tier"]) == (
+            0,
+            "fast",
+        )
         assert found[-1][1]["ttft_ms"] < 1500  # the first token is the first thought
         stack.engines[TierName.FAST].break_after = 5
         broken = events((await stack.generate(tier="fast", max_tokens=64)).text)
-        assert [name for name, _ in broken] == ["error"]  # nobody could go on with thoughts
+        # nobody could go on with thoughts
+        assert [name for name, _ in broken] == ["error"]
 
 
 async def test_an_answer_that_is_no_http_is_a_failure(tmp_path: Path) -> None:
     """A head that cannot be read is the engine's fault: another one is asked, and the failure counts."""
     async with faulty_stack(tmp_path, {"fast": {"header": "x" * 100_000}}) as stack:
         answer = await stack.generate(tier="fast", max_tokens=64, stream=False)
-        assert (answer.status_code, answer.json()["text"], answer.json()["tier"]) == (200, TEXT, "balanced")
+        assert (answer.status_code, answer.json()["text"], answer.json()["tier"]) == (
+            200,
+            TEXT,
+            "balanced",
+        )
         assert stack.fleet.failures[TierName.FAST, "EngineUnreachable"] == 1
         assert stack.leases() == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
-    "fault", [{"break_after": 3}, {"error_after": 3}, {"stall_after": 3}], ids=lambda f: next(iter(f))
+    "fault",
+    [{"break_after": 3}, {"error_after": 3}, {"stall_after": 3}],
+    ids=lambda f: next(iter(f)),
 )
-async def test_another_tier_goes_on(tmp_path: Path, fault: dict[str, Any], *, stream: bool) -> None:
+async def test_another_tier_goes_on(
+    tmp_path: Path, fault: dict[str, Any], *, stream: bool
+) -> None:
     """A death, an error and a stall midway: the answer is whole, and its end says who went on."""
     async with faulty_stack(tmp_path, {"fast": fault}, overrides=SOON) as stack:
-        answer = await stack.generate(tier="fast", max_tokens=64, stream=stream, temperature=0.5)
+        answer = await stack.generate(
+            tier="fast", max_tokens=64, stream=stream, temperature=0.5
+        )
         if stream:
             found = events(answer.text)
             assert [name for name, _ in found] == ["message"] * len(WORDS) + ["done"]
             last = found[-1][1]
-            assert "".join(data["text"] for name, data in found if name == "message") == TEXT
+            assert (
+                "".join(data["text"] for name, data in found if name == "message")
+                == TEXT
+            )
         else:
             last = answer.json()
             assert last["text"] == TEXT
         assert last["tier"] == "fast"
         assert last["continued_on"] == ["balanced"]
         assert last["finish_reason"] == "stop"
-        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": len(WORDS), "total_tokens": 3 + len(WORDS)}
+        assert last["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": len(WORDS),
+            "total_tokens": 3 + len(WORDS),
+        }
         asked = stack.engines[TierName.BALANCED].requests[-1]
         assert asked["prompt"] == [1, 2, 3, PIECE, PIECE + 1, PIECE + 2]
         assert asked["max_tokens"] == 61
@@ -203,20 +268,37 @@ async def test_another_tier_goes_on(tmp_path: Path, fault: dict[str, Any], *, st
 async def test_openai_streams_go_on_as_one_stream(tmp_path: Path) -> None:
     """All chunks look as if one engine had sent them; token counts come once; a comment tells of the switch."""
     async with faulty_stack(tmp_path, {"fast": {"break_after": 4}}) as stack:
-        text = await chat(stack, max_tokens=64, seed=7, stop=["\n\n"], stream_options={"include_usage": True})
+        text = await chat(
+            stack,
+            max_tokens=64,
+            seed=7,
+            stop=["\n\n"],
+            stream_options={"include_usage": True},
+        )
         found = chunks(text)
         assert content(text) == TEXT
-        assert len({(c["id"], c["created"], c["model"], c["object"]) for c in found}) == 1
-        assert not [c for c in found for choice in c["choices"] if choice.get("token_ids") is not None]
+        assert (
+            len({(c["id"], c["created"], c["model"], c["object"]) for c in found}) == 1
+        )
+        assert not [
+            c
+            for c in found
+            for choice in c["choices"]
+            if choice.get("token_ids") is not None
+        ]
         assert found[0]["prompt_token_ids"] is None
         assert found[-1]["usage"]["completion_tokens"] == len(WORDS)
-        assert [c["choices"][0]["finish_reason"] for c in found if c["choices"]][-1] == "stop"
+        assert [c["choices"][0]["finish_reason"] for c in found if c["choices"]][
+            -1
+        ] == "stop"
         assert text.count("data: [DONE]") == 1
         assert "\n: continued on balanced\n" in text
         asked = stack.engines[TierName.BALANCED].requests[-1]
         assert (asked["seed"], asked["stop"]) == (7, ["\n\n"])
         text = await chat(stack, qarr={"report": True})
-        assert next(c["qarr"] for c in chunks(text) if "qarr" in c)["continued_on"] == ["balanced"]
+        assert next(c["qarr"] for c in chunks(text) if "qarr" in c)["continued_on"] == [
+            "balanced"
+        ]
         assert stack.leases() == 0
 
 
@@ -224,17 +306,26 @@ async def test_completions_go_on(tmp_path: Path) -> None:
     """The same for a completion of plain text, whose own default of 16 tokens holds for all of it."""
     async with faulty_stack(tmp_path, {"fast": {"break_after": 4}}) as stack:
         body = {"prompt": "The", "stream": True}
-        text = (await stack.client.post(f"{stack.url}/v1/completions", json=body, headers=HINT)).text
+        text = (
+            await stack.client.post(
+                f"{stack.url}/v1/completions", json=body, headers=HINT
+            )
+        ).text
         assert "".join(c["choices"][0]["text"] for c in chunks(text)) == TEXT
         assert stack.engines[TierName.BALANCED].requests[-1]["max_tokens"] == 12
 
 
 @pytest.mark.parametrize("after", range(1, len(CUT) + 1))
-async def test_a_character_that_was_cut_in_two_comes_whole(tmp_path: Path, after: int) -> None:
+async def test_a_character_that_was_cut_in_two_comes_whole(
+    tmp_path: Path, after: int
+) -> None:
     """Wherever the engine dies: a token without text yet is computed again, and counted once."""
     async with faulty_stack(tmp_path, {"fast": {"break_after": after}}, CUT) as stack:
         found = events((await stack.generate(tier="fast", max_tokens=64)).text)
-        assert "".join(data["text"] for name, data in found if name == "message") == b"".join(CUT).decode()
+        assert (
+            "".join(data["text"] for name, data in found if name == "message")
+            == b"".join(CUT).decode()
+        )
         assert found[-1][1]["usage"]["completion_tokens"] == len(CUT)
 
 
@@ -246,12 +337,23 @@ async def test_the_next_engine_may_fail_as_well(tmp_path: Path) -> None:
     faults = {"fast": {"break_after": 3}, "balanced": {"break_after": 6}}
     async with faulty_stack(tmp_path, faults, tracing=tracing) as stack:
         found = events((await stack.generate(tier="fast", max_tokens=64)).text)
-        assert "".join(data["text"] for name, data in found if name == "message") == TEXT
+        assert (
+            "".join(data["text"] for name, data in found if name == "message") == TEXT
+        )
         assert found[-1][1]["continued_on"] == ["balanced", "precise"]
         assert stack.engines[TierName.PRECISE].requests[-1]["prompt"][-1] == PIECE + 5
         assert stack.leases() == 0
-    switches = [e.attributes for s in exporter.get_finished_spans() for e in s.events if e.name == "qarr.continuation"]
-    assert [(s["qarr.replica"], s["qarr.continued_on"], s["qarr.continued_tokens"]) for s in switches if s] == [
+    switches = [
+        e.attributes
+        for s in exporter.get_finished_spans()
+        for e in s.events
+        if e.name == "qarr.continuation"
+    ]
+    assert [
+        (s["qarr.replica"], s["qarr.continued_on"], s["qarr.continued_tokens"])
+        for s in switches
+        if s
+    ] == [
         ("fast-0", "balanced-0", 3),
         ("balanced-0", "precise-0", 6),
     ]
@@ -261,14 +363,21 @@ async def test_an_end_that_got_lost_is_added(tmp_path: Path) -> None:
     """All tokens that were asked for had come: nothing is left to compute."""
     async with faulty_stack(tmp_path, {"fast": {"break_after": 4}}) as stack:
         found = events((await stack.generate(tier="fast", max_tokens=4)).text)
-        assert "".join(data["text"] for name, data in found if name == "message") == "The capital of France"
+        assert (
+            "".join(data["text"] for name, data in found if name == "message")
+            == "The capital of France"
+        )
         assert found[-1][1]["finish_reason"] == "length"
         assert not stack.engines[TierName.BALANCED].requests
 
 
 async def test_nobody_left_to_go_on_is_an_error(tmp_path: Path) -> None:
     """The stream ends with the error, never as if it were whole."""
-    faults = {"fast": {"stall_after": 3}, "balanced": {"status": 500}, "precise": {"status": 500}}
+    faults = {
+        "fast": {"stall_after": 3},
+        "balanced": {"status": 500},
+        "precise": {"status": 500},
+    }
     async with faulty_stack(tmp_path, faults, overrides=SOON) as stack:
         found = events((await stack.generate(tier="fast")).text)
         assert found[-1][0] == "error"
@@ -279,25 +388,44 @@ async def test_nobody_left_to_go_on_is_an_error(tmp_path: Path) -> None:
 
 async def test_a_required_tier_is_not_left(tmp_path: Path) -> None:
     """``require`` holds for the rest of the answer as well, which the very same engine may be asked for."""
-    async with faulty_stack(tmp_path, {"fast": {"break_after": 3, "once": True}}) as stack:
-        found = events((await stack.generate(tier="fast", tier_policy="require", max_tokens=64)).text)
-        assert "".join(data["text"] for name, data in found if name == "message") == TEXT
+    async with faulty_stack(
+        tmp_path, {"fast": {"break_after": 3, "once": True}}
+    ) as stack:
+        found = events(
+            (
+                await stack.generate(tier="fast", tier_policy="require", max_tokens=64)
+            ).text
+        )
+        assert (
+            "".join(data["text"] for name, data in found if name == "message") == TEXT
+        )
         assert found[-1][1]["continued_on"] == ["fast"]
         assert not stack.engines[TierName.BALANCED].requests
-    async with faulty_stack(tmp_path, {"fast": {"stall_after": 3}}, overrides=SOON) as stack:
+    async with faulty_stack(
+        tmp_path, {"fast": {"stall_after": 3}}, overrides=SOON
+    ) as stack:
         found = events((await stack.generate(tier="fast", tier_policy="require")).text)
         assert found[-1][0] == "error"
-        assert len(stack.engines[TierName.FAST].requests) == 1  # it would only stall again
+        # it would only stall again
+        assert len(stack.engines[TierName.FAST].requests) == 1
         assert not stack.engines[TierName.BALANCED].requests
 
 
 async def test_no_engine_is_asked_twice_about_one_break(tmp_path: Path) -> None:
     """The others first, the one that broke off last."""
-    faults = {"fast": {"break_after": 3, "once": True}, "balanced": {"status": 500}, "precise": {"status": 500}}
+    faults = {
+        "fast": {"break_after": 3, "once": True},
+        "balanced": {"status": 500},
+        "precise": {"status": 500},
+    }
     async with faulty_stack(tmp_path, faults) as stack:
         found = events((await stack.generate(tier="fast", max_tokens=64)).text)
         assert found[-1][1]["continued_on"] == ["fast"]
-        assert [len(stack.engines[tier].requests) for tier in STANDARD_TIERS] == [2, 1, 1]
+        assert [len(stack.engines[tier].requests) for tier in STANDARD_TIERS] == [
+            2,
+            1,
+            1,
+        ]
         assert stack.leases() == 0
 
 
@@ -311,7 +439,9 @@ async def test_no_engine_is_asked_twice_about_one_break(tmp_path: Path) -> None:
     ],
     ids=lambda m: next(iter(m)),
 )
-async def test_what_has_a_structure_is_not_continued(tmp_path: Path, more: dict[str, Any]) -> None:
+async def test_what_has_a_structure_is_not_continued(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
     """Half a tool call or half an object is no start for another engine: the error says that it broke."""
     async with faulty_stack(tmp_path, {"fast": {"break_after": 3}}) as stack:
         text = await chat(stack, **more)
@@ -321,16 +451,25 @@ async def test_what_has_a_structure_is_not_continued(tmp_path: Path, more: dict[
         assert '_ids":[' not in text
 
 
-async def test_a_client_that_leaves_a_continued_answer_frees_both_engines(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_a_continued_answer_frees_both_engines(
+    tmp_path: Path,
+) -> None:
     """The lease and the connection of the engine that went on are given back."""
     faults = {"fast": {"break_after": 2}, "balanced": {"delay_s": 0.2}}
     async with faulty_stack(tmp_path, faults) as stack:
         body = {"prompt": "hi", "tier": "fast", "max_tokens": 64}
-        async with stack.client.stream("POST", f"{stack.url}/generate", json=body) as response:
+        async with stack.client.stream(
+            "POST", f"{stack.url}/generate", json=body
+        ) as response:
             async for line in response.aiter_lines():
                 if "France" in line:
                     break
-        await until(lambda: not (stack.leases() or any(b.running for b in stack.engines.values())), within_s=10)
+        await until(
+            lambda: (
+                not (stack.leases() or any(b.running for b in stack.engines.values()))
+            ),
+            within_s=10,
+        )
 
 
 STOP = {"stop": ["<|end_of_answer|>"], "stream_options": {"include_usage": True}}
@@ -342,27 +481,55 @@ def usage(text: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("group", [1, 3])
-async def test_text_that_was_held_back_for_a_stop_string_is_not_lost(tmp_path: Path, group: int) -> None:
+async def test_text_that_was_held_back_for_a_stop_string_is_not_lost(
+    tmp_path: Path, group: int
+) -> None:
     """Also where no other engine can tell what it was: the one that broke off is asked, as its connection alone may have."""
     others = {"status": 500, "detokenizes": False}
-    faults = {"fast": {"break_after": 9, "once": True, "group": group}, "balanced": others, "precise": others}
+    faults = {
+        "fast": {"break_after": 9, "once": True, "group": group},
+        "balanced": others,
+        "precise": others,
+    }
     async with faulty_stack(tmp_path, faults) as stack:
         text = await chat(stack, **STOP)
-        assert (content(text), text.count("[DONE]"), "continued on fast" in text) == (TEXT, 1, True)
-        assert usage(text) == [{"prompt_tokens": 3, "completion_tokens": len(WORDS), "total_tokens": 3 + len(WORDS)}]
+        assert (content(text), text.count("[DONE]"), "continued on fast" in text) == (
+            TEXT,
+            1,
+            True,
+        )
+        assert usage(text) == [
+            {
+                "prompt_tokens": 3,
+                "completion_tokens": len(WORDS),
+                "total_tokens": 3 + len(WORDS),
+            }
+        ]
         assert stack.leases() == 0
 
 
 def test_a_space_may_be_dropped_where_a_text_begins_and_nowhere_else() -> None:
-    assert (_readings("a", None), _readings("a", ""), _readings("xa", "x")) == (("a", " a"), ("a",), ("a",))
+    assert (_readings("a", None), _readings("a", ""), _readings("xa", "x")) == (
+        ("a", " a"),
+        ("a",),
+        ("a",),
+    )
 
 
 @pytest.mark.parametrize(
     "detokenizing",
-    [{"detokenizes": False}, {"told": {}}, {"told": {"prompt": 5}}, {"told": []}, {"told": {"prompt": TEXT}}],
+    [
+        {"detokenizes": False},
+        {"told": {}},
+        {"told": {"prompt": 5}},
+        {"told": []},
+        {"told": {"prompt": TEXT}},
+    ],
     ids=str,
 )
-async def test_text_that_nobody_knows_is_an_error(tmp_path: Path, detokenizing: dict[str, Any]) -> None:
+async def test_text_that_nobody_knows_is_an_error(
+    tmp_path: Path, detokenizing: dict[str, Any]
+) -> None:
     """Where no engine tells what the tokens say, the stream ends with an error: never as whole, never with other words."""
     faults = dict.fromkeys(STANDARD_TIERS, detokenizing)
     faults["fast"] = {**detokenizing, "break_after": 9}
@@ -370,19 +537,27 @@ async def test_text_that_nobody_knows_is_an_error(tmp_path: Path, detokenizing: 
         text = await chat(stack, **STOP)
         assert chunks(text)[-1]["error"]["code"] == "stream_broken"
         assert "[DONE]" not in text
-        assert TEXT.startswith("".join(c["choices"][0]["delta"].get("content") or "" for c in chunks(text)[:-1]))
+        assert TEXT.startswith(
+            "".join(
+                c["choices"][0]["delta"].get("content") or "" for c in chunks(text)[:-1]
+            )
+        )
         assert not stack.engines[TierName.BALANCED].requests
         assert stack.leases() == 0
 
 
-@pytest.mark.parametrize("more", [{}, {**STOP, "include_stop_str_in_output": True}, {"stop": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {**STOP, "include_stop_str_in_output": True}, {"stop": "x"}], ids=str
+)
 @pytest.mark.parametrize("after", [2, 3, 7])
 async def test_where_nothing_is_held_back_nobody_need_be_asked(
     tmp_path: Path, more: dict[str, Any], after: int
 ) -> None:
     """Without stop strings, and with those that hold nothing back, the tokens of the last text are known by themselves."""
     faults = {tier: {"detokenizes": False} for tier in STANDARD_TIERS}
-    async with faulty_stack(tmp_path, {**faults, "fast": {"break_after": after, "detokenizes": False}}, CUT) as stack:
+    async with faulty_stack(
+        tmp_path, {**faults, "fast": {"break_after": after, "detokenizes": False}}, CUT
+    ) as stack:
         text = await chat(stack, **more)
         assert (content(text), text.count("[DONE]")) == (b"".join(CUT).decode(), 1)
 
@@ -390,27 +565,37 @@ async def test_where_nothing_is_held_back_nobody_need_be_asked(
 @pytest.mark.parametrize("after", [2, 3, 7])
 async def test_text_that_a_parser_held_is_not_lost(tmp_path: Path, after: int) -> None:
     """A part of a token's text that would have come with the next one is sent before another engine goes on."""
-    async with faulty_stack(tmp_path, {"fast": {"break_after": after, "late": 1}}) as stack:
+    async with faulty_stack(
+        tmp_path, {"fast": {"break_after": after, "late": 1}}
+    ) as stack:
         text = await chat(stack)
         assert (content(text), text.count("[DONE]")) == (TEXT, 1)
 
 
 @pytest.mark.parametrize("special", [(3,), (6,), (8,), (2, 3, 7)], ids=str)
-async def test_special_tokens_are_not_shown(tmp_path: Path, special: tuple[int, ...]) -> None:
+async def test_special_tokens_are_not_shown(
+    tmp_path: Path, special: tuple[int, ...]
+) -> None:
     """An answer leaves them out, /detokenize does not: what it says is not sent as it is."""
     faults = {"fast": {"break_after": 9}}
     async with faulty_stack(tmp_path, faults) as stack:
         for behaviour in stack.engines.values():
             behaviour.special = special
         text = await chat(stack, stop="123456")
-        assert content(text) == "".join(word for number, word in enumerate(WORDS) if number not in special)
+        assert content(text) == "".join(
+            word for number, word in enumerate(WORDS) if number not in special
+        )
         assert text.count("[DONE]") == 1
 
 
 async def test_a_stop_string_over_two_breaks_is_seen(tmp_path: Path) -> None:
     """It begins at one engine, is completed at the next, which breaks before it says so, and ends the answer at the third."""
     answer = {"answer": ("baa", " ", "a", "b", "a", " aa", "c ", "bba", "  ", "aa")}
-    faults = {"fast": {**answer, "break_after": 6}, "balanced": {**answer, "break_after": 8}, "precise": answer}
+    faults = {
+        "fast": {**answer, "break_after": 6},
+        "balanced": {**answer, "break_after": 8},
+        "precise": answer,
+    }
     async with faulty_stack(tmp_path, faults) as stack:
         text = await chat(stack, stop=" aac ")
         assert (content(text), text.count("[DONE]")) == ("baa aba", 1)
@@ -418,16 +603,28 @@ async def test_a_stop_string_over_two_breaks_is_seen(tmp_path: Path) -> None:
         assert [len(engine.requests) for engine in stack.engines.values()] == [1, 1, 1]
 
 
-async def test_generate_keeps_its_parameters_and_its_stop_strings_when_it_is_continued(tmp_path: Path) -> None:
+async def test_generate_keeps_its_parameters_and_its_stop_strings_when_it_is_continued(
+    tmp_path: Path,
+) -> None:
     """A stop string that begins at one engine and ends at the next ends the answer; seed and the like go along."""
     answer = {"answer": ("baa", " ", "a", "b", "a", " aa", "c ", "bba", "  ", "aa")}
-    async with faulty_stack(tmp_path, {"fast": {**answer, "break_after": 6}, "balanced": answer}) as stack:
-        kept = {"stop": " aac ", "seed": 7, "top_p": 0.5, "repetition_penalty": 1.1, "temperature": 0.2}
+    async with faulty_stack(
+        tmp_path, {"fast": {**answer, "break_after": 6}, "balanced": answer}
+    ) as stack:
+        kept = {
+            "stop": " aac ",
+            "seed": 7,
+            "top_p": 0.5,
+            "repetition_penalty": 1.1,
+            "temperature": 0.2,
+        }
         found = events((await stack.generate(**kept)).text)
         assert "".join(data.get("text", "") for _, data in found) == "baa aba"
         assert (found[-1][0], found[-1][1]["finish_reason"]) == ("done", "stop")
         assert found[-1][1]["continued_on"] == ["balanced"]
-        first, then = (stack.engines[TierName(name)].requests[-1] for name in ("fast", "balanced"))
+        first, then = (
+            stack.engines[TierName(name)].requests[-1] for name in ("fast", "balanced")
+        )
         for asked in (first, then):
             assert {name: asked[name] for name in kept} == {**kept, "stop": [" aac "]}
 
@@ -449,13 +646,19 @@ async def test_counts_are_sent_once(tmp_path: Path, events_sent: int) -> None:
         assert len(chunks(whole)) == 13
         fast.break_at = events_sent
         broken = await chat(stack, **STOP)
-        assert (content(broken), usage(broken), broken.count("[DONE]")) == (TEXT, usage(whole), 1)
+        assert (content(broken), usage(broken), broken.count("[DONE]")) == (
+            TEXT,
+            usage(whole),
+            1,
+        )
         assert len(usage(whole)) == 1
 
 
 async def test_counts_that_nobody_knows_are_not_made_up(tmp_path: Path) -> None:
     """An engine that tells no tokens and breaks before its counts: who asked for them gets an error, who did not the end."""
-    async with faulty_stack(tmp_path, {"fast": {"tells_ids": False, "break_after": len(WORDS)}}) as stack:
+    async with faulty_stack(
+        tmp_path, {"fast": {"tells_ids": False, "break_after": len(WORDS)}}
+    ) as stack:
         fast = stack.engines[TierName.FAST]
         fast.break_after, fast.break_at = None, len(WORDS) + 2
         asked = await chat(stack, stream_options={"include_usage": True})
@@ -466,13 +669,20 @@ async def test_counts_that_nobody_knows_are_not_made_up(tmp_path: Path) -> None:
 
 async def test_tiers_that_were_full_at_the_start_go_on(tmp_path: Path) -> None:
     """Where an answer goes on is decided when it breaks, not when it was let in."""
-    overrides = {"tiers": {"balanced": {"max_in_flight": 1}, "precise": {"max_in_flight": 1}}}
+    overrides = {
+        "tiers": {"balanced": {"max_in_flight": 1}, "precise": {"max_in_flight": 1}}
+    }
     async with faulty_stack(tmp_path, {}, overrides=overrides) as stack:
-        leases = [stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) for tier in list(STANDARD_TIERS)[1:]]
+        leases = [
+            stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1)
+            for tier in list(STANDARD_TIERS)[1:]
+        ]
         stack.engines[TierName.FAST].break_after = 3
         body = {"prompt": "hi", "tier": "fast", "max_tokens": 64}
         stack.engines[TierName.FAST].delay_s = 0.1
-        async with stack.client.stream("POST", f"{stack.url}/generate", json=body) as response:
+        async with stack.client.stream(
+            "POST", f"{stack.url}/generate", json=body
+        ) as response:
             for lease in leases:
                 assert lease is not None
                 lease.release()
@@ -480,11 +690,20 @@ async def test_tiers_that_were_full_at_the_start_go_on(tmp_path: Path) -> None:
         assert events(text)[-1][1]["continued_on"] == ["balanced"]
 
 
-async def test_the_next_tier_before_the_first_token_is_taken_as_things_stand(tmp_path: Path) -> None:
+async def test_the_next_tier_before_the_first_token_is_taken_as_things_stand(
+    tmp_path: Path,
+) -> None:
     """A tier that had no place when the request was let in takes it over when the first one fails."""
-    overrides = {"tiers": {"balanced": {"max_in_flight": 1}, "precise": {"max_in_flight": 1}}}
-    async with faulty_stack(tmp_path, {"fast": {"status": 500}}, overrides=overrides) as stack:
-        leases = [stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) for tier in list(STANDARD_TIERS)[1:]]
+    overrides = {
+        "tiers": {"balanced": {"max_in_flight": 1}, "precise": {"max_in_flight": 1}}
+    }
+    async with faulty_stack(
+        tmp_path, {"fast": {"status": 500}}, overrides=overrides
+    ) as stack:
+        leases = [
+            stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1)
+            for tier in list(STANDARD_TIERS)[1:]
+        ]
         answer = await stack.generate(tier="fast", max_tokens=64, stream=False)
         assert (answer.status_code, answer.json().get("tier")) == (200, "balanced")
         for lease in leases:
@@ -495,10 +714,18 @@ async def test_the_next_tier_before_the_first_token_is_taken_as_things_stand(tmp
 async def test_every_attempt_has_an_id_of_its_own(tmp_path: Path) -> None:
     """An engine that is asked again about one request is never given an id that it may still hold."""
     others = {"status": 500}
-    faults = {"fast": {"break_after": 3, "once": True}, "balanced": others, "precise": others}
+    faults = {
+        "fast": {"break_after": 3, "once": True},
+        "balanced": others,
+        "precise": others,
+    }
     async with faulty_stack(tmp_path, faults) as stack:
         await stack.generate(tier="fast", max_tokens=64)
-        ids = [headers["x-request-id"] for engine in stack.engines.values() for headers in engine.headers]
+        ids = [
+            headers["x-request-id"]
+            for engine in stack.engines.values()
+            for headers in engine.headers
+        ]
         assert len(ids) == len(set(ids)) == 4
 
 
@@ -512,8 +739,14 @@ def reference(text: str, stops: list[str], *, include: bool) -> tuple[str, str]:
     return text[: start + (len(stop) if include else 0)], stop
 
 
-@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=2), st.data())
-def test_a_stop_string_across_the_seam_is_seen(text: str, stops: list[str], data: st.DataObject) -> None:
+@given(
+    st.text("ab", max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=2),
+    st.data(),
+)
+def test_a_stop_string_across_the_seam_is_seen(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
     """Whatever the texts and wherever the cut: one engine and two give the same answer."""
     include = data.draw(st.booleans())
     cut = data.draw(st.integers(0, len(text)))
@@ -523,7 +756,8 @@ def test_a_stop_string_across_the_seam_is_seen(text: str, stops: list[str], data
         return  # the first engine ended it
     sent = before[: max(len(before) - hold, 0)]
     seam = StopStringJoiner(sent, before[len(sent) :], stops, include=include)
-    out, (left, stop) = sent, reference(after, stops, include=include)  # the second engine sees only its own text
+    # the second engine sees only its own text
+    out, (left, stop) = sent, reference(after, stops, include=include)
     for character in left:
         out += seam.pass_on(character, last=False)
         if seam.stopped is not None:
@@ -536,9 +770,15 @@ def test_a_stop_string_across_the_seam_is_seen(text: str, stops: list[str], data
 
 async def test_an_engine_that_failed_before_may_go_on_again(tmp_path: Path) -> None:
     """With two engines left of three, one that broke a part is asked again once the other has failed as well."""
-    faults = {"fast": {"break_after": 3}, "balanced": {"break_after": 6}, "precise": {"status": 500}}
+    faults = {
+        "fast": {"break_after": 3},
+        "balanced": {"break_after": 6},
+        "precise": {"status": 500},
+    }
     async with faulty_stack(tmp_path, faults) as stack:
         found = events((await stack.generate(tier="fast", max_tokens=64)).text)
-        assert "".join(data["text"] for name, data in found if name == "message") == TEXT
+        assert (
+            "".join(data["text"] for name, data in found if name == "message") == TEXT
+        )
         assert found[-1][1]["continued_on"] == ["balanced", "fast"]
         assert stack.leases() == 0

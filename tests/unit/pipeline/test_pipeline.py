@@ -23,7 +23,13 @@ from router.pipeline.failover import Failover
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import ActiveRequest, RequestRegistry
-from router.pipeline.request import MAX_COUNT, Call, PromptText, RequestContext, RoutingOptions
+from router.pipeline.request import (
+    MAX_COUNT,
+    Call,
+    PromptText,
+    RequestContext,
+    RoutingOptions,
+)
 from router.policy.decision import Decision, Refusal, RequestRefusedError
 from router.policy.decision_log import DecisionLog, read_log
 from router.telemetry.record import Outcome
@@ -41,15 +47,26 @@ from tiers.spec import STANDARD_TIERS, TierName
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 TOKENS = 10_000  # a minute, of the key with a quota
-LIMITED = Caller("k1", "one", quota=Quota(tokens_per_minute=TOKENS, concurrent_requests=2))
+LIMITED = Caller(
+    "k1", "one", quota=Quota(tokens_per_minute=TOKENS, concurrent_requests=2)
+)
 READ = 4  # tokens of the prompt, by the estimate
-WHOLE = EngineRequest(document=JsonObject.parse(b'{"messages":[]}'), request_id="w", streamed=False)
+WHOLE = EngineRequest(
+    document=JsonObject.parse(b'{"messages":[]}'), request_id="w", streamed=False
+)
 
 
 def asked(caller: Caller = LIMITED, **fields: Any) -> Call:
     """Return a request for 100 tokens, as an endpoint would have parsed it."""
-    values = {"options": RoutingOptions(FAST, "tier"), "prompt": PromptText("hi", READ), "asked": HI, "max_tokens": 100}
-    return Call(context=RequestContext("r1", "t1", caller, "/generate"), **{**values, **fields})
+    values = {
+        "options": RoutingOptions(FAST, "tier"),
+        "prompt": PromptText("hi", READ),
+        "asked": HI,
+        "max_tokens": 100,
+    }
+    return Call(
+        context=RequestContext("r1", "t1", caller, "/generate"), **{**values, **fields}
+    )
 
 
 @dataclass
@@ -81,7 +98,9 @@ class Line:
     @asynccontextmanager
     async def serving(self, request: Call) -> AsyncIterator[ActiveRequest]:
         """Decide on a request, and serve it."""
-        async with self.pipeline.serve(request, await self.pipeline.decide(request)) as active:
+        async with self.pipeline.serve(
+            request, await self.pipeline.decide(request)
+        ) as active:
             yield active
 
     async def served(self, request: Call) -> str:
@@ -100,7 +119,9 @@ class Line:
     def held(self) -> int:
         """Return what requests hold of replicas, of the queue and of the registry."""
         pipeline = self.pipeline
-        return self.stack.held() + pipeline.admission.waiting + len(pipeline.registry.open)
+        return (
+            self.stack.held() + pipeline.admission.waiting + len(pipeline.registry.open)
+        )
 
     @property
     def outcome(self) -> tuple[Outcome, str | None]:
@@ -110,7 +131,9 @@ class Line:
 
 @asynccontextmanager
 async def line(
-    log: Path | None = None, options: dict[str, Any] | None = None, **behaviours: Behaviour
+    log: Path | None = None,
+    options: dict[str, Any] | None = None,
+    **behaviours: Behaviour,
 ) -> AsyncIterator[Line]:
     async with upstream_stack(options, **behaviours) as stack:
         noted, settings = Noted(), stack.settings
@@ -122,11 +145,21 @@ async def line(
             second_look=load_second_look(),
             policy=stack.policy,
             quotas=Quotas(),
-            charging=Charging(Reservations(MemoryLedger(), settings.budgets), stack.fleet, stack.policy, {}),
+            charging=Charging(
+                Reservations(MemoryLedger(), settings.budgets),
+                stack.fleet,
+                stack.policy,
+                {},
+            ),
             admission=Admission(stack.fleet, stack.policy, settings.admission),
             failover=Failover(*parts, settings.upstream.attempts, 256),
             overflow=Overflow(
-                OverflowClient(settings.overflow, settings.upstream, stack.telemetry, EngineTransport()),
+                OverflowClient(
+                    settings.overflow,
+                    settings.upstream,
+                    stack.telemetry,
+                    EngineTransport(),
+                ),
                 decisions,
                 stack.telemetry,
             ),
@@ -149,19 +182,29 @@ async def test_a_decision_that_is_served_is_told_to_observers(tmp_path: Path) ->
         assert at.noted == Noted(requests=1)
         decision = await at.pipeline.decide(asked())
         assert (decision.tier, at.noted.prompts, at.noted.requests) == (FAST, ["hi"], 2)
-    (record,) = (each for each in read_log(tmp_path / "log") if hasattr(each, "request_id"))
+    (record,) = (
+        each for each in read_log(tmp_path / "log") if hasattr(each, "request_id")
+    )
     assert record.request_id == "r1"
 
 
 async def test_a_second_look_is_taken_only_where_the_tier_hangs_on_it() -> None:
     """A prompt that may have code is looked at again, unless one tier would serve it either way."""
     texts = (text for _, text in (*ASKS, *CONTAINS, *NEITHER))
-    prompt = next(PromptText(text) for text in texts if PromptText(text).classify(EstimatingCounter()).doubtful)
+    prompt = next(
+        PromptText(text)
+        for text in texts
+        if PromptText(text).classify(EstimatingCounter()).doubtful
+    )
     async with line() as at:
         table = at.stack.policy.table
         at.stack.policy.table = replace(table, max_loss={PromptClass.CODE: 0.0})
-        hanging = await at.pipeline.decide(asked(prompt=prompt, options=RoutingOptions()))
-        alone = await at.pipeline.decide(asked(prompt=prompt, options=RoutingOptions(only=frozenset({PRECISE}))))
+        hanging = await at.pipeline.decide(
+            asked(prompt=prompt, options=RoutingOptions())
+        )
+        alone = await at.pipeline.decide(
+            asked(prompt=prompt, options=RoutingOptions(only=frozenset({PRECISE})))
+        )
     assert "second look" in hanging.query.features.signals
     assert not hanging.query.features.doubtful
     assert alone.query.features.doubtful
@@ -173,14 +216,20 @@ async def test_what_the_policy_refuses_costs_no_quota() -> None:
         with pytest.raises(RequestRefusedError):
             await at.served(request)
         assert at.outcome == (Outcome.REFUSED, Refusal.TOO_LONG.value)
-        assert (request.context.limits, await at.tokens_left(), at.held()) == ({}, TOKENS, 0)
+        assert (request.context.limits, await at.tokens_left(), at.held()) == (
+            {},
+            TOKENS,
+            0,
+        )
 
 
 async def test_no_quota_is_asked_for_more_tokens_than_any_counter_holds() -> None:
     async with line() as at:
         for replica in at.stack.fleet.replicas:
             replica.spec = replace(replica.spec, max_model_len=1 << 70)
-        at.stack.fleet.specs = tuple(replace(spec, max_model_len=1 << 70) for spec in at.stack.fleet.specs)
+        at.stack.fleet.specs = tuple(
+            replace(spec, max_model_len=1 << 70) for spec in at.stack.fleet.specs
+        )
         with pytest.raises(OverQuotaError, match=f"needs {MAX_COUNT}"):
             await at.served(asked(max_tokens=1 << 60))
         assert at.held() == 0
@@ -188,7 +237,9 @@ async def test_no_quota_is_asked_for_more_tokens_than_any_counter_holds() -> Non
 
 async def test_an_answer_that_took_too_long_costs_its_prompt() -> None:
     """An engine has computed it, for as long as the caller was ready to wait."""
-    async with line(options={"answer_timeout_s": 0.1}, fast=Behaviour(stall_after=1)) as at:
+    async with line(
+        options={"answer_timeout_s": 0.1}, fast=Behaviour(stall_after=1)
+    ) as at:
         with pytest.raises(EngineTooSlowError):
             await at.served(asked(asked=WHOLE))
         assert (await at.tokens_left(), at.held()) == (TOKENS - READ, 0)
@@ -219,8 +270,12 @@ async def test_a_request_that_is_cancelled_in_the_queue_costs_nothing() -> None:
         assert await at.tokens_left() == TOKENS
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError(), asyncio.CancelledError(), RuntimeError("encoder")])
-async def test_an_endpoint_that_fails_midway_ends_the_engines_work(error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError(), asyncio.CancelledError(), RuntimeError("encoder")]
+)
+async def test_an_endpoint_that_fails_midway_ends_the_engines_work(
+    error: BaseException,
+) -> None:
     """What came until then counts; no answer is shown to the observer that is not whole."""
     async with line(fast=Behaviour(stall_after=2)) as at:
         with pytest.raises(type(error)):
@@ -232,5 +287,7 @@ async def test_an_endpoint_that_fails_midway_ends_the_engines_work(error: BaseEx
         assert at.held() == 0
         assert await at.tokens_left() == TOKENS - READ - 2
         assert at.noted.answers == []
-        assert at.outcome[0] is (Outcome.ERROR if isinstance(error, RuntimeError) else Outcome.CLIENT_GONE)
+        assert at.outcome[0] is (
+            Outcome.ERROR if isinstance(error, RuntimeError) else Outcome.CLIENT_GONE
+        )
         await until(lambda: not at.stack.engines[FAST].running)

@@ -26,15 +26,24 @@ from tiers.spec import TemplateTokens, TierName
 
 TEMPLATE = TemplateTokens(alone=20, with_system=30, further_pair=11)
 COUNTER = EstimatingCounter()
-INTERACTIVE, STANDARD, BATCH = (PRIORITIES[name] for name in ("interactive", "standard", "batch"))
+INTERACTIVE, STANDARD, BATCH = (
+    PRIORITIES[name] for name in ("interactive", "standard", "batch")
+)
 
 
-def asked_for(prompt: PromptText, caller: Caller = ANONYMOUS, adapter: str | None = None, **values: Any) -> Call:
+def asked_for(
+    prompt: PromptText,
+    caller: Caller = ANONYMOUS,
+    adapter: str | None = None,
+    **values: Any,
+) -> Call:
     """Return a call for at most 100 tokens, if it says no other number."""
     document = {"messages": [], "max_tokens": 100}
     engine = EngineRequest(document=document, request_id="r", adapter=adapter)
     given = {"options": RoutingOptions(), "max_tokens": 100, **values}
-    return Call(context=RequestContext("r", "t", caller), prompt=prompt, asked=engine, **given)
+    return Call(
+        context=RequestContext("r", "t", caller), prompt=prompt, asked=engine, **given
+    )
 
 
 def test_a_prompt_without_a_count_has_the_classifiers() -> None:
@@ -42,20 +51,30 @@ def test_a_prompt_without_a_count_has_the_classifiers() -> None:
     text = PromptText("why is the sky blue?", messages=1)
     features = text.classify(COUNTER)
     assert features.tokens == COUNTER.count(text.text)
-    assert asked_for(text).query(features, TEMPLATE).prompt_tokens == features.tokens + 20
+    assert (
+        asked_for(text).query(features, TEMPLATE).prompt_tokens == features.tokens + 20
+    )
 
 
 @pytest.mark.parametrize(
-    ("messages", "system", "added"), [(0, False, 0), (1, False, 20), (2, True, 30), (3, False, 31), (4, True, 41)]
+    ("messages", "system", "added"),
+    [(0, False, 0), (1, False, 20), (2, True, 30), (3, False, 31), (4, True, 41)],
 )
-def test_the_template_is_counted_by_messages(messages: int, *, system: bool, added: int) -> None:
+def test_the_template_is_counted_by_messages(
+    messages: int, *, system: bool, added: int
+) -> None:
     """A completion has no template; each further pair of messages adds its own tokens."""
     text = PromptText("go on", 50, messages=messages, system=system)
-    assert asked_for(text).query(text.classify(COUNTER), TEMPLATE).prompt_tokens == 50 + added
+    assert (
+        asked_for(text).query(text.classify(COUNTER), TEMPLATE).prompt_tokens
+        == 50 + added
+    )
 
 
 def test_parts_that_are_not_text_make_the_class_unknown() -> None:
-    text = PromptText("what is in this picture?", 1020, messages=1, other_parts=("image_url",))
+    text = PromptText(
+        "what is in this picture?", 1020, messages=1, other_parts=("image_url",)
+    )
     features = text.classify(COUNTER)
     assert features.prompt_class is PromptClass.UNKNOWN
     assert features.signals == ("part that is not text: image_url",)
@@ -64,11 +83,21 @@ def test_parts_that_are_not_text_make_the_class_unknown() -> None:
 def test_a_query_has_the_options_and_the_callers_tiers() -> None:
     caller = Caller("k1", "one", tiers=frozenset({TierName.FAST, TierName.BALANCED}))
     options = RoutingOptions(TierName.FAST, "tier", require=True, sla=Sla(ttft_ms=300))
-    asked = asked_for(PromptText("hi", 7, all_tokens=21), caller, options=options, max_tokens=40, sequences=3)
+    asked = asked_for(
+        PromptText("hi", 7, all_tokens=21),
+        caller,
+        options=options,
+        max_tokens=40,
+        sequences=3,
+    )
     query = asked.query(asked.prompt.classify(COUNTER), TEMPLATE)
     assert (query.hint, query.require, query.sla.ttft_ms) == (TierName.FAST, True, 300)
     assert query.allowed == caller.tiers
-    assert (query.prompt_tokens, query.tokens_to_read, query.tokens_in_all) == (7, 21, 21 + 3 * 40)
+    assert (query.prompt_tokens, query.tokens_to_read, query.tokens_in_all) == (
+        7,
+        21,
+        21 + 3 * 40,
+    )
 
 
 def test_a_query_has_its_prefix_where_affinity_is_on() -> None:
@@ -82,10 +111,15 @@ def test_a_query_has_its_prefix_where_affinity_is_on() -> None:
     assert query.prefix is not None
     assert query.prefix.session == "one"
     assert query.prefix.ends[-1][1] == query.prompt_tokens
-    other = asked_for(prompt, adapter="mine", session="one").query(features, TEMPLATE, affinity=True)
+    other = asked_for(prompt, adapter="mine", session="one").query(
+        features, TEMPLATE, affinity=True
+    )
     assert other.prefix is not None
     assert other.prefix.blocks[0] != query.prefix.blocks[0]
-    assert asked_for(PromptText(text)).query(features, TEMPLATE, affinity=True).prefix is None
+    assert (
+        asked_for(PromptText(text)).query(features, TEMPLATE, affinity=True).prefix
+        is None
+    )
 
 
 def test_a_session_has_the_first_name_that_it_is_given() -> None:
@@ -103,7 +137,10 @@ def test_a_session_has_the_first_name_that_it_is_given() -> None:
 def test_counts_are_bounded() -> None:
     """However many tokens a caller claims, counters stay whole numbers that every store can hold."""
     asked = asked_for(PromptText("hi", 7, all_tokens=1 << 80))
-    assert asked.query(asked.prompt.classify(COUNTER), TEMPLATE).all_prompt_tokens == MAX_COUNT
+    assert (
+        asked.query(asked.prompt.classify(COUNTER), TEMPLATE).all_prompt_tokens
+        == MAX_COUNT
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,20 +153,29 @@ def test_counts_are_bounded() -> None:
         ("standard", "batch", BATCH),
     ],
 )
-def test_a_class_is_lowered_to_what_the_key_allows(most: Any, asked: Any, got: int) -> None:
+def test_a_class_is_lowered_to_what_the_key_allows(
+    most: Any, asked: Any, got: int
+) -> None:
     """A request that asks for no class has the standard one, or the highest of its key where that is lower."""
-    assert class_priority(Caller("k", "one", max_priority=most), asked, "priority") == got
+    assert (
+        class_priority(Caller("k", "one", max_priority=most), asked, "priority") == got
+    )
 
 
 def test_a_strict_key_refuses_what_is_beyond_it() -> None:
     strict = Caller("k", "one", over="refuse", max_priority="standard")
     with pytest.raises(BeyondKeyError) as refused:
         class_priority(strict, "interactive", "qarr.priority")
-    assert (refused.value.field, refused.value.asked) == ("qarr.priority", "interactive")
+    assert (refused.value.field, refused.value.asked) == (
+        "qarr.priority",
+        "interactive",
+    )
     assert "standard" in refused.value.allowed
     with pytest.raises(BeyondKeyError):
         priority_within(strict, -1000, "priority", "-1000")
-    assert class_priority(strict, None, "") == STANDARD, "who asks for nothing asks for nothing that is refused"
+    assert class_priority(strict, None, "") == STANDARD, (
+        "who asks for nothing asks for nothing that is refused"
+    )
 
 
 def test_numbers_are_kept_within_the_highest_class() -> None:
@@ -140,5 +186,9 @@ def test_numbers_are_kept_within_the_highest_class() -> None:
 
 def test_a_contexts_headers_carry_its_ids_and_limits() -> None:
     context = RequestContext("r1", "t1", limits={"x-ratelimit-limit-requests": "9"})
-    assert context.headers == {"x-request-id": "r1", "x-qarr-trace-id": "t1", "x-ratelimit-limit-requests": "9"}
+    assert context.headers == {
+        "x-request-id": "r1",
+        "x-qarr-trace-id": "t1",
+        "x-ratelimit-limit-requests": "9",
+    }
     assert context.ids == {"request_id": "r1", "trace_id": "t1"}

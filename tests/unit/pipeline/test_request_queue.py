@@ -11,7 +11,12 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def entry(
-    *tiers: TierName, key: str = "a", rank: int = 1, since: float = 0.0, due: float = 9.0, slots: int = 1
+    *tiers: TierName,
+    key: str = "a",
+    rank: int = 1,
+    since: float = 0.0,
+    due: float = 9.0,
+    slots: int = 1,
 ) -> Waiter:
     return Waiter(key, rank, since, since + due, frozenset(tiers), slots, long=False)
 
@@ -20,7 +25,11 @@ def test_order_is_class_then_places_held_then_deadline() -> None:
     """Over all queue, and as the counts of the keys are now."""
     held = Counter(a=2, b=1)
     queue: RequestQueue[Waiter] = RequestQueue(held)
-    much, little, soon = entry(FAST, key="a", due=1), entry(FAST, key="b", due=5), entry(PRECISE, key="b", due=4)
+    much, little, soon = (
+        entry(FAST, key="a", due=1),
+        entry(FAST, key="b", due=5),
+        entry(PRECISE, key="b", due=4),
+    )
     urgent = entry(FAST, key="a", rank=0, due=8)
     for each in (much, little, soon, urgent):
         queue.add(each)
@@ -53,10 +62,18 @@ def test_who_is_passed_over_hides_only_its_own_line() -> None:
 def test_the_oldest_of_a_tier() -> None:
     """Whatever its class, and in whichever line it stands."""
     queue: RequestQueue[Waiter] = RequestQueue({})
-    both, fast, precise = entry(FAST, PRECISE, since=2), entry(FAST, since=3, rank=0), entry(PRECISE, since=1)
+    both, fast, precise = (
+        entry(FAST, PRECISE, since=2),
+        entry(FAST, since=3, rank=0),
+        entry(PRECISE, since=1),
+    )
     for each in (fast, both, precise):
         queue.add(each)
-    assert (queue.oldest(FAST), queue.oldest(PRECISE), queue.oldest(BALANCED)) == (both, precise, None)
+    assert (queue.oldest(FAST), queue.oldest(PRECISE), queue.oldest(BALANCED)) == (
+        both,
+        precise,
+        None,
+    )
     assert [queue.waiting_for(tier) for tier in STANDARD_TIERS] == [2, 0, 2]
 
 

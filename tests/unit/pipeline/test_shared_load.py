@@ -39,18 +39,35 @@ def make_fleet(replicas: int = 2, limit: int = LIMIT) -> Fleet:
     spec = TierSpec(FAST, 2048, 16, limit)
     fleet = Fleet((spec,))
     for number in range(replicas):
-        fleet.add(Replica(f"fast-{number}", spec, f"http://e{number}", "", "m", status=ReplicaStatus.READY))
+        fleet.add(
+            Replica(
+                f"fast-{number}",
+                spec,
+                f"http://e{number}",
+                "",
+                "m",
+                status=ReplicaStatus.READY,
+            )
+        )
     return fleet
 
 
 @asynccontextmanager
-async def routers(url: str, count: int = 2, waiting: Callable[[], int] = lambda: 0) -> AsyncIterator[list[Fleet]]:
+async def routers(
+    url: str, count: int = 2, waiting: Callable[[], int] = lambda: 0
+) -> AsyncIterator[list[Fleet]]:
     """Run the shared state of routers that have the same two engines, until they know of one another."""
     fleets = [make_fleet() for _ in range(count)]
     shared = [SharedLoad(url, fleet, lambda _tier: waiting()) for fleet in fleets]
     tasks = [asyncio.create_task(each.run()) for each in shared]
     try:
-        await until(lambda: all(r.others.share and r.others.share.slots for fleet in fleets for r in fleet.replicas))
+        await until(
+            lambda: all(
+                r.others.share and r.others.share.slots
+                for fleet in fleets
+                for r in fleet.replicas
+            )
+        )
         yield fleets
         assert not any(task.done() for task in tasks)
     finally:
@@ -71,7 +88,10 @@ async def admin(url: str) -> AsyncIterator[Any]:
 async def test_what_one_router_has_the_others_count(redis_server: RedisServer) -> None:
     """Requests, tokens and places: together they stay within the limit, and a release is seen as well."""
     async with routers(redis_server.url) as (one, other):
-        leases = [one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) for _ in range(3)]
+        leases = [
+            one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"})
+            for _ in range(3)
+        ]
         assert leases.pop() is None  # two routers have two places each
         await until(lambda: other.replicas[0].others.counted == PeerLoad(2, 20, 10, 30))
         assert other.replicas[0].state.load.sequences == 2
@@ -82,17 +102,24 @@ async def test_what_one_router_has_the_others_count(redis_server: RedisServer) -
         await until(lambda: other.replicas[0].others.counted == PeerLoad())
 
 
-async def test_known_requests_are_not_taken_for_strangers(redis_server: RedisServer) -> None:
+async def test_known_requests_are_not_taken_for_strangers(
+    redis_server: RedisServer,
+) -> None:
     """What the engine's gauges tell of is counted once, though another router sent it."""
     async with routers(redis_server.url) as (one, other):
-        assert one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) is not None
+        assert (
+            one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"})
+            is not None
+        )
         await until(lambda: other.replicas[0].others.counted.slots == 1)
         for _ in range(FOREIGN_POLLS):
             other.replicas[0].note_gauges(Gauges(1, 0, 0.1))
         assert other.replicas[0].state.load.sequences == 1
 
 
-async def test_a_replica_that_one_router_spares_the_others_spare(redis_server: RedisServer) -> None:
+async def test_a_replica_that_one_router_spares_the_others_spare(
+    redis_server: RedisServer,
+) -> None:
     """And when its pause is over, each tries it by itself."""
     async with routers(redis_server.url) as (one, other):
         for _ in range(3):
@@ -101,7 +128,9 @@ async def test_a_replica_that_one_router_spares_the_others_spare(redis_server: R
             with lease:
                 lease.failed("EngineFailed")
         now = asyncio.get_running_loop().time
-        await until(lambda: other.replicas[0].breaker.state(now()) is not BreakerState.CLOSED)
+        await until(
+            lambda: other.replicas[0].breaker.state(now()) is not BreakerState.CLOSED
+        )
         await until(lambda: other.replicas[0].breaker.admits(now()))
         lease = other.lease(FAST, prompt_tokens=1, max_tokens=1, exclude={"fast-1"})
         assert lease is not None
@@ -110,19 +139,28 @@ async def test_a_replica_that_one_router_spares_the_others_spare(redis_server: R
         assert other.replicas[0].breaker.state(now()) is BreakerState.CLOSED
 
 
-async def test_routers_do_not_prolong_a_pause_for_one_another(redis_server: RedisServer) -> None:
+async def test_routers_do_not_prolong_a_pause_for_one_another(
+    redis_server: RedisServer,
+) -> None:
     """They tell one another of it again and again, out of step; it ends for all of them when it would have for one."""
     async with routers(redis_server.url, 1) as (one,):
         await asyncio.sleep(EVERY_S / 3)
         async with routers(redis_server.url, 1) as (two,):
             now = asyncio.get_running_loop().time
             for _ in range(3):
-                lease = one.lease(FAST, prompt_tokens=1, max_tokens=1, exclude={"fast-1"})
+                lease = one.lease(
+                    FAST, prompt_tokens=1, max_tokens=1, exclude={"fast-1"}
+                )
                 assert lease is not None
                 with lease:
                     lease.failed("EngineFailed")
             spared = [fleet.replicas[0].breaker for fleet in (one, two)]
-            await until(lambda: all(breaker.state(now()) is not BreakerState.CLOSED for breaker in spared))
+            await until(
+                lambda: all(
+                    breaker.state(now()) is not BreakerState.CLOSED
+                    for breaker in spared
+                )
+            )
             await until(lambda: all(breaker.admits(now()) for breaker in spared))
             assert all(not breaker.wait_s(now()) for breaker in spared)
 
@@ -141,7 +179,9 @@ async def test_a_peer_with_another_clock_spares_no_longer(
         await shared[0].exchange()
         monkeypatch.setattr(time, "time", right)
         await shared[1].exchange()
-        own, told = (fleet.replicas[0].breaker.wait_s(time.monotonic()) for fleet in (one, other))
+        own, told = (
+            fleet.replicas[0].breaker.wait_s(time.monotonic()) for fleet in (one, other)
+        )
         assert 0 < told <= own + 0.5  # they are told one after the other
     finally:
         for each in shared:
@@ -158,10 +198,15 @@ def test_a_peer_imposes_no_longer_pause_than_the_settings_have() -> None:
     assert breaker.admits(130.0)
 
 
-async def test_without_redis_each_goes_by_its_own_view(redis_server: RedisServer) -> None:
+async def test_without_redis_each_goes_by_its_own_view(
+    redis_server: RedisServer,
+) -> None:
     """When Redis stops answering the others are forgotten; when it is back, they count again."""
     async with routers(redis_server.url) as (one, other):
-        assert one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) is not None
+        assert (
+            one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"})
+            is not None
+        )
         await until(lambda: other.replicas[0].others.counted.slots == 1)
         redis_server.pause()
         try:
@@ -178,16 +223,25 @@ BREAK = {
     "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
     "garbage": (("HSET", ROUTERS, "someone", "}"), ("DEL", ROUTERS)),
     "another type": (
-        ("EVAL", f"redis.call('DEL', '{ROUTERS}') redis.call('SET', '{ROUTERS}', 1)", "0"),
+        (
+            "EVAL",
+            f"redis.call('DEL', '{ROUTERS}') redis.call('SET', '{ROUTERS}', 1)",
+            "0",
+        ),
         ("DEL", ROUTERS),
     ),
 }
 
 
 @pytest.mark.parametrize("how", BREAK)
-async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer, how: str) -> None:
+async def test_an_error_reply_is_an_outage_and_no_more(
+    redis_server: RedisServer, how: str
+) -> None:
     """Whatever Redis says instead of serving, the others are forgotten, and count again once it serves."""
-    async with admin(redis_server.url) as operator, routers(redis_server.url) as (one, other):
+    async with (
+        admin(redis_server.url) as operator,
+        routers(redis_server.url) as (one, other),
+    ):
         lease = one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"})
         assert lease is not None
         await until(lambda: other.replicas[0].others.counted.slots == 1)
@@ -203,9 +257,14 @@ async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer
         await until(lambda: other.replicas[0].others.counted == PeerLoad())
 
 
-async def test_a_redis_that_was_emptied_knows_nobody_and_gives_nothing_away(redis_server: RedisServer) -> None:
+async def test_a_redis_that_was_emptied_knows_nobody_and_gives_nothing_away(
+    redis_server: RedisServer,
+) -> None:
     """The first router that tells a Redis without memory gets no more than it had, until the others had time to tell."""
-    async with admin(redis_server.url) as operator, routers(redis_server.url) as (one, other):
+    async with (
+        admin(redis_server.url) as operator,
+        routers(redis_server.url) as (one, other),
+    ):
         await operator.flushall()
         await operator.script_flush()
         seen = set()
@@ -216,14 +275,21 @@ async def test_a_redis_that_was_emptied_knows_nobody_and_gives_nothing_away(redi
         assert len(await operator.hgetall(ROUTERS)) == 1 + 2
 
 
-async def test_a_router_without_need_keeps_its_part_of_an_emptied_redis(redis_server: RedisServer) -> None:
+async def test_a_router_without_need_keeps_its_part_of_an_emptied_redis(
+    redis_server: RedisServer,
+) -> None:
     """What nobody else could take yet is not given up either: it would be missed when requests come a moment later."""
     fleets, waiting = [make_fleet(1) for _ in range(2)], [9, 9]
-    shared = [SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate(fleets)]
+    shared = [
+        SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n])
+        for n, f in enumerate(fleets)
+    ]
     async with admin(redis_server.url) as operator:
         try:
             async with asyncio.timeout(20):
-                while any(fleet.replicas[0].state.limit != LIMIT // 2 for fleet in fleets):
+                while any(
+                    fleet.replicas[0].state.limit != LIMIT // 2 for fleet in fleets
+                ):
                     for each in shared:
                         await each.exchange()
                     await asyncio.sleep(0.05)
@@ -231,7 +297,9 @@ async def test_a_router_without_need_keeps_its_part_of_an_emptied_redis(redis_se
             waiting[0] = 0
             for each in (*shared, *shared):
                 await each.exchange()
-            assert [fleet.replicas[0].state.limit for fleet in fleets] == [LIMIT // 2] * 2
+            assert [fleet.replicas[0].state.limit for fleet in fleets] == [
+                LIMIT // 2
+            ] * 2
         finally:
             for each in shared:
                 await each.aclose()
@@ -254,8 +322,15 @@ async def test_what_nobody_foresaw_does_not_end_the_loop(
         await until(lambda: fleet.replicas[0].others.share is None)
         await asyncio.sleep(3 * EVERY_S)
         broken = False
-        await until(lambda: fleet.replicas[0].others.share is not None and fleet.replicas[0].state.limit == LIMIT)
-        assert [r.exc_info[0] for r in caplog.records if r.exc_info] == [ZeroDivisionError]
+        await until(
+            lambda: (
+                fleet.replicas[0].others.share is not None
+                and fleet.replicas[0].state.limit == LIMIT
+            )
+        )
+        assert [r.exc_info[0] for r in caplog.records if r.exc_info] == [
+            ZeroDivisionError
+        ]
     finally:
         await end_tasks([task])
         await shared.aclose()
@@ -272,7 +347,9 @@ def test_what_others_told_expires_where_it_is_read() -> None:
     assert (replica.others.counted, replica.state.limit) == (NO_PEERS, 1)
 
 
-async def test_what_redis_ran_too_late_changes_nothing(redis_server: RedisServer) -> None:
+async def test_what_redis_ran_too_late_changes_nothing(
+    redis_server: RedisServer,
+) -> None:
     """What a router told a Redis that hung is not true any more when Redis gets to it, and is left alone."""
     fleet = make_fleet(1)
     shared = SharedLoad(redis_server.url, fleet)
@@ -303,7 +380,9 @@ async def test_a_router_that_leaves_is_forgotten(redis_server: RedisServer) -> N
         await until(lambda: sum(r.others.counted.slots for r in one.replicas) == 0)
 
 
-async def test_the_share_of_a_router_that_died_comes_back(redis_server: RedisServer) -> None:
+async def test_the_share_of_a_router_that_died_comes_back(
+    redis_server: RedisServer,
+) -> None:
     """A router alone has the whole limit, with another one half of it, and once that has died the whole again."""
     async with routers(redis_server.url, 1) as (one,):
         await until(lambda: one.replicas[0].state.limit == LIMIT)
@@ -319,15 +398,28 @@ async def test_no_router_starves_another(redis_server: RedisServer) -> None:
     """However many requests wait at one router, another one that needs its part of the limit gets it within moments."""
     greedy, modest = make_fleet(1), make_fleet(1)
     waiting = [12, 0]
-    shared = [SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate((greedy, modest))]
+    shared = [
+        SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n])
+        for n, f in enumerate((greedy, modest))
+    ]
     work = [asyncio.create_task(each.run()) for each in shared]
     work.append(asyncio.create_task(take_what_there_is(greedy)))
     try:
         await until(lambda: greedy.replicas[0].state.in_flight == LIMIT)
         waiting[1] = 4
-        await until(lambda: greedy.replicas[0].state.limit == modest.replicas[0].state.limit == 2)
+        await until(
+            lambda: (
+                greedy.replicas[0].state.limit == modest.replicas[0].state.limit == 2
+            )
+        )
         work.append(asyncio.create_task(take_what_there_is(modest)))
-        await until(lambda: greedy.replicas[0].state.in_flight == modest.replicas[0].state.in_flight == 2)
+        await until(
+            lambda: (
+                greedy.replicas[0].state.in_flight
+                == modest.replicas[0].state.in_flight
+                == 2
+            )
+        )
     finally:
         await end_tasks(work)
         for each in shared:
@@ -343,12 +435,16 @@ async def take_what_there_is(fleet: Fleet) -> None:
                 await asyncio.sleep(0.05)
 
         while True:
-            while (lease := fleet.lease(FAST, prompt_tokens=1, max_tokens=1)) is not None:
+            while (
+                lease := fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
+            ) is not None:
                 requests.create_task(serve(lease))
             await asyncio.sleep(0.01)
 
 
-async def test_the_odd_place_goes_round(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_odd_place_goes_round(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where a limit does not divide evenly, each router in turn has the place that is left."""
     monkeypatch.setattr("router.pipeline.shared_load.TURN_S", 1)
     async with routers(redis_server.url, 3, waiting=lambda: 9) as fleets:
@@ -357,12 +453,17 @@ async def test_the_odd_place_goes_round(redis_server: RedisServer, monkeypatch: 
 
 
 @pytest.mark.parametrize("count", [2, 4])
-async def test_together_they_keep_to_the_limit(redis_server: RedisServer, count: int) -> None:
+async def test_together_they_keep_to_the_limit(
+    redis_server: RedisServer, count: int
+) -> None:
     """Whatever load comes and goes, and whenever Redis forgets all, never is there more than the limit and one a router."""
     dice, limit = random.Random(count), 10
     fleets = [make_fleet(1, limit) for _ in range(count)]
     waiting, leases = [0] * count, [list[Any]() for _ in range(count)]
-    shared = [SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate(fleets)]
+    shared = [
+        SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n])
+        for n, f in enumerate(fleets)
+    ]
     most, emptied, began = 0, False, time.monotonic()
     async with admin(redis_server.url) as operator:
         try:
@@ -372,12 +473,16 @@ async def test_together_they_keep_to_the_limit(redis_server: RedisServer, count:
                 for _ in range(dice.randrange(12)):
                     if leases[n] and dice.random() < 0.5:
                         leases[n].pop().release()
-                    elif (lease := fleets[n].lease(FAST, prompt_tokens=1, max_tokens=1)) is not None:
+                    elif (
+                        lease := fleets[n].lease(FAST, prompt_tokens=1, max_tokens=1)
+                    ) is not None:
                         leases[n].append(lease)
                 await shared[dice.randrange(count)].exchange()
                 if not emptied and time.monotonic() > began + 4:
                     emptied = await operator.flushall()
-                most = max(most, sum(fleet.replicas[0].state.in_flight for fleet in fleets))
+                most = max(
+                    most, sum(fleet.replicas[0].state.in_flight for fleet in fleets)
+                )
                 assert most <= limit + count
             assert most >= limit
         finally:

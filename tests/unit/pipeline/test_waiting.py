@@ -27,7 +27,10 @@ FAST = TierName.FAST
 def narrow(**admission: Any) -> dict[str, Any]:
     """Return settings with one place in all: the other tiers are too small for any prompt."""
     one, none = {"max_in_flight": 1}, {"max_model_len": 16, "max_in_flight": 1}
-    return {"tiers": {"fast": one, "balanced": none, "precise": none}, "admission": admission}
+    return {
+        "tiers": {"fast": one, "balanced": none, "precise": none},
+        "admission": admission,
+    }
 
 
 async def busy(stack: Stack) -> asyncio.Task[httpx.Response]:
@@ -39,7 +42,10 @@ async def busy(stack: Stack) -> asyncio.Task[httpx.Response]:
 
 async def queued(stack: Stack, count: int) -> None:
     async def are_queued() -> bool:
-        return f"qarr_waiting_requests {count}.0" in (await stack.client.get(f"{stack.url}/metrics")).text
+        return (
+            f"qarr_waiting_requests {count}.0"
+            in (await stack.client.get(f"{stack.url}/metrics")).text
+        )
 
     await until(are_queued, f"{count} requests in the queue")
 
@@ -81,10 +87,15 @@ async def test_places_go_by_priority_then_deadline(tmp_path: Path) -> None:
         assert order == ["interactive", "soon", "late", "batch"]
 
 
-async def test_those_who_wait_for_one_tier_do_not_keep_another_empty(tmp_path: Path) -> None:
+async def test_those_who_wait_for_one_tier_do_not_keep_another_empty(
+    tmp_path: Path,
+) -> None:
     """A full queue for ``fast`` is no reason to refuse, or to let wait, what another tier has room for."""
     one, none = {"max_in_flight": 1}, {"max_model_len": 16, "max_in_flight": 1}
-    overrides = {"tiers": {"fast": one, "balanced": none, "precise": one}, "admission": {"max_waiting": 1}}
+    overrides = {
+        "tiers": {"fast": one, "balanced": none, "precise": one},
+        "admission": {"max_waiting": 1},
+    }
     async with router_stack(tmp_path, overrides) as stack:
         first = await busy(stack)
         wanted = {"stream": False, "tier_policy": "require"}
@@ -112,7 +123,9 @@ async def test_one_key_does_not_crowd_out_another(tmp_path: Path) -> None:
         async def ask(name: str, secret: str) -> None:
             body = {"prompt": "hi", "stream": False}
             headers = {"authorization": f"Bearer {secret}"}
-            answer = await stack.client.post(f"{stack.url}/generate", json=body, headers=headers)
+            answer = await stack.client.post(
+                f"{stack.url}/generate", json=body, headers=headers
+            )
             assert answer.status_code == 200, answer.text
             order.append(name)
 
@@ -120,7 +133,9 @@ async def test_one_key_does_not_crowd_out_another(tmp_path: Path) -> None:
             headers = {"authorization": f"Bearer {few}"}
 
             async def are_queued() -> bool:
-                page = (await stack.client.get(f"{stack.url}/metrics", headers=headers)).text
+                page = (
+                    await stack.client.get(f"{stack.url}/metrics", headers=headers)
+                ).text
                 return f"qarr_waiting_requests {count}.0" in page
 
             await until(are_queued, f"{count} requests in the queue")
@@ -153,21 +168,30 @@ async def test_a_wait_has_an_end(tmp_path: Path) -> None:
         await until(lambda: stack.fleet.replicas[0].state.in_flight, poll_s=0.005)
         refused = await stack.generate()
         assert refused.status_code == 503
-        assert "no slot became free" in refused.json()["detail"] or "too late" in refused.json()["detail"]
+        assert (
+            "no slot became free" in refused.json()["detail"]
+            or "too late" in refused.json()["detail"]
+        )
         assert "retry-after" in refused.headers
         first.cancel()
 
 
 async def test_slow_moments_do_not_close_the_queue_for_good(tmp_path: Path) -> None:
     """After answers that took long, who would have waited too long is refused; once they are quick again, it is not."""
-    async with router_stack(tmp_path, narrow(max_wait_s={"interactive": 1.0, "standard": 60})) as stack:
+    async with router_stack(
+        tmp_path, narrow(max_wait_s={"interactive": 1.0, "standard": 60})
+    ) as stack:
         stack.engines[FAST].delay_s = 0.3
         for _ in range(2):  # 2 s each
             slow = [asyncio.create_task(stack.generate(stream=False)) for _ in range(2)]
-            assert {answer.status_code for answer in await asyncio.gather(*slow)} == {200}
+            assert {answer.status_code for answer in await asyncio.gather(*slow)} == {
+                200
+            }
         stack.engines[FAST].delay_s = 0.01
         for _ in range(60):
-            pair = [stack.generate(stream=False, priority="interactive") for _ in range(2)]
+            pair = [
+                stack.generate(stream=False, priority="interactive") for _ in range(2)
+            ]
             statuses = {answer.status_code for answer in await asyncio.gather(*pair)}
             if statuses == {200}:
                 break
@@ -177,12 +201,16 @@ async def test_slow_moments_do_not_close_the_queue_for_good(tmp_path: Path) -> N
 
 async def test_a_full_queue_sheds_the_least_urgent(tmp_path: Path) -> None:
     """With one place in the queue, an interactive request takes it from a batch one, and not the other way round."""
-    async with router_stack(tmp_path, narrow(max_waiting=1, max_wait_s={"batch": 60})) as stack:
+    async with router_stack(
+        tmp_path, narrow(max_waiting=1, max_wait_s={"batch": 60})
+    ) as stack:
         first = await busy(stack)
         stack.engines[FAST].delay_s = 0.5  # until all are there
         batch = asyncio.create_task(stack.generate(stream=False, priority="batch"))
         await queued(stack, 1)
-        urgent = asyncio.create_task(stack.generate(stream=False, priority="interactive"))
+        urgent = asyncio.create_task(
+            stack.generate(stream=False, priority="interactive")
+        )
         assert (await batch).status_code == 503  # it made room
         last = await stack.generate(stream=False, priority="batch")
         stack.engines[FAST].delay_s = 0.01
@@ -206,14 +234,18 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> 
         assert stack.leases() == 0
 
 
-async def test_a_replica_that_fails_is_left_alone_and_tried_again(tmp_path: Path) -> None:
+async def test_a_replica_that_fails_is_left_alone_and_tried_again(
+    tmp_path: Path,
+) -> None:
     """Failures in a row open its breaker: requests go elsewhere without an attempt; one probe closes it again."""
     overrides = {"upstream": {"breaker": BreakerOptions(pause_s=0.4)}}
     async with router_stack(tmp_path, overrides) as stack:
         engine = stack.engines[FAST]
         engine.status = 500
         for _ in range(3):
-            assert (await stack.generate(tier="fast")).headers["x-qarr-tier"] == "balanced"
+            assert (await stack.generate(tier="fast")).headers[
+                "x-qarr-tier"
+            ] == "balanced"
         tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
         assert tiers[0]["replicas"][0]["breaker"] == "open"
         attempts = len(engine.requests)
@@ -228,9 +260,13 @@ async def test_a_replica_that_fails_is_left_alone_and_tried_again(tmp_path: Path
         assert tiers[0]["replicas"][0]["breaker"] == "closed"
 
 
-async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(tmp_path: Path) -> None:
+async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(
+    tmp_path: Path,
+) -> None:
     """The probe is not streamed, so its first token is not seen: after a bounded time other requests go as well."""
-    overrides = narrow(max_wait_s={"standard": 60}) | {"upstream": {"breaker": BreakerOptions(pause_s=0.2)}}
+    overrides = narrow(max_wait_s={"standard": 60}) | {
+        "upstream": {"breaker": BreakerOptions(pause_s=0.2)}
+    }
     overrides["tiers"]["fast"] = {"max_in_flight": 8}
     async with router_stack(tmp_path, overrides) as stack:
         engine, breaker = stack.engines[FAST], stack.fleet.replicas[0].breaker
@@ -240,7 +276,9 @@ async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(tmp_path: Pa
         assert breaker.state(time.monotonic()) is BreakerState.OPEN
         engine.status, engine.delay_s = 200, 3600
         chat = {"model": "fast", "messages": [{"role": "user", "content": "hi"}]}
-        probe = asyncio.create_task(stack.client.post(f"{stack.url}/v1/chat/completions", json=chat))
+        probe = asyncio.create_task(
+            stack.client.post(f"{stack.url}/v1/chat/completions", json=chat)
+        )
         await until(lambda: engine.running, poll_s=0.005)
         engine.delay_s = 0
         assert (await stack.generate(stream=False)).status_code == 200
@@ -251,7 +289,13 @@ async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(tmp_path: Pa
 
 async def test_retries_are_bounded(tmp_path: Path) -> None:
     """When every engine fails, attempts do not multiply beyond the budget."""
-    overrides = {"upstream": {"retry_reserve": 4, "retry_share": 0, "breaker": BreakerOptions(1000, 1.0)}}
+    overrides = {
+        "upstream": {
+            "retry_reserve": 4,
+            "retry_share": 0,
+            "breaker": BreakerOptions(1000, 1.0),
+        }
+    }
     async with router_stack(tmp_path, overrides) as stack:
         for engine in stack.engines.values():
             engine.status = 500
@@ -264,13 +308,24 @@ def test_long_prompts_wait_while_the_cache_is_full() -> None:
     """From 88 % on they do, and until it is below 79.2 %; short ones do not."""
     spec = TierSpec(FAST, 2048, 16, 32)
     fleet = Fleet((spec,), options=FleetOptions(long_prompt_tokens=100))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY))
-    for usage, open_to_long in ((0.87, True), (0.88, False), (0.80, False), (0.79, True), (0.87, True)):
+    replica = fleet.add(
+        Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY)
+    )
+    for usage, open_to_long in (
+        (0.87, True),
+        (0.88, False),
+        (0.80, False),
+        (0.79, True),
+        (0.87, True),
+    ):
         replica.note_gauges(Gauges(1, 0, usage))
         lease = fleet.lease(FAST, prompt_tokens=101, max_tokens=1)
         assert (lease is not None) is open_to_long
         snapshot = fleet.snapshot()
-        assert candidate(snapshot.tiers[0], Request(101, 1, long=True), snapshot.load).free is open_to_long
+        assert (
+            candidate(snapshot.tiers[0], Request(101, 1, long=True), snapshot.load).free
+            is open_to_long
+        )
         if lease is not None:
             lease.release()
         short = fleet.lease(FAST, prompt_tokens=100, max_tokens=1)
@@ -282,12 +337,16 @@ def test_tokens_are_limited_as_well_as_requests() -> None:
     """What requests hold of the KV cache is counted when they come, and a lone request is never turned away."""
     spec = TierSpec(FAST, 2048, 16, 32)
     fleet = Fleet((spec,))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY))
+    replica = fleet.add(
+        Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY)
+    )
     replica.note_gauges(Gauges(0, 0, 0.0, 1000))
     first = fleet.lease(FAST, prompt_tokens=1500, max_tokens=100)
     assert first is not None
     assert fleet.lease(FAST, prompt_tokens=10, max_tokens=10) is None
-    assert fleet.lease(FAST, prompt_tokens=10, max_tokens=10, over_limit=True) is not None
+    assert (
+        fleet.lease(FAST, prompt_tokens=10, max_tokens=10, over_limit=True) is not None
+    )
     first.release()
     assert fleet.lease(FAST, prompt_tokens=10, max_tokens=10) is not None
     assert replica.state.kv.held == 40

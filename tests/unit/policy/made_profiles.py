@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from router.policy.profiles import AnswerCount, Fit, FitError, LatencyProfile, QualityProfile, Sample
+from router.policy.profiles import (
+    AnswerCount,
+    Fit,
+    FitError,
+    LatencyProfile,
+    QualityProfile,
+    Sample,
+)
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -34,8 +41,17 @@ def counted(
     )  # fmt: skip
 
 
-def quality(*counts: AnswerCount, identities: Identities = IDENTITIES, whole: bool = True) -> QualityProfile:
-    return QualityProfile(created=AT, model="m", checkpoints=identities, tasks="made", counts=counts, whole=whole)
+def quality(
+    *counts: AnswerCount, identities: Identities = IDENTITIES, whole: bool = True
+) -> QualityProfile:
+    return QualityProfile(
+        created=AT,
+        model="m",
+        checkpoints=identities,
+        tasks="made",
+        counts=counts,
+        whole=whole,
+    )
 
 
 def fit(tier: TierName, step_ms: float, spread: float = 0.2) -> Fit:
@@ -48,7 +64,9 @@ def fit(tier: TierName, step_ms: float, spread: float = 0.2) -> Fit:
 
 
 def latency(
-    speeds: Mapping[TierName, float], identities: Identities = IDENTITIES, machine: str = "big"
+    speeds: Mapping[TierName, float],
+    identities: Identities = IDENTITIES,
+    machine: str = "big",
 ) -> LatencyProfile:
     samples = tuple(
         Sample(
@@ -57,4 +75,11 @@ def latency(
         for tier, ms in speeds.items()
     )  # fmt: skip
     fits = tuple(fit(tier, ms) for tier, ms in speeds.items())
-    return LatencyProfile(created=AT, model="m", machine=machine, checkpoints=identities, fits=fits, samples=samples)
+    return LatencyProfile(
+        created=AT,
+        model="m",
+        machine=machine,
+        checkpoints=identities,
+        fits=fits,
+        samples=samples,
+    )

@@ -11,10 +11,24 @@ from msgspec.structs import replace
 from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.decide import LIKELIEST_TO_PASS, decide, fallbacks
-from router.policy.decision import Obstacle, PolicyParameters, Refusal, RequestRefusedError, Sla
+from router.policy.decision import (
+    Obstacle,
+    PolicyParameters,
+    Refusal,
+    RequestRefusedError,
+    Sla,
+)
 from router.policy.explain import CHOSEN, verdict
 from router.policy.losses import NO_LOSS, ExpectedLoss
-from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query, said
+from tests.unit.policy.test_decide import (
+    MEASURED,
+    PROFILED,
+    TABLE,
+    features,
+    fleet,
+    query,
+    said,
+)
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -22,12 +36,20 @@ LOSS = ExpectedLoss(0.2, 0.1, 0.3)
 
 
 @pytest.mark.parametrize(
-    ("confidence", "expected"), [(0.5, 0.2), (0.95, 0.3), (0.05, 0.1), (0.9, 0.2 + 0.1 * 1.2816 / 1.6449)]
+    ("confidence", "expected"),
+    [(0.5, 0.2), (0.95, 0.3), (0.05, 0.1), (0.9, 0.2 + 0.1 * 1.2816 / 1.6449)],
 )
-def test_a_loss_rises_with_the_confidence_asked_for(confidence: float, expected: float) -> None:
+def test_a_loss_rises_with_the_confidence_asked_for(
+    confidence: float, expected: float
+) -> None:
     """From the mean at even odds to the interval's end; no more than all answers can get worse."""
-    for loss, asked, worst in ((LOSS, confidence, expected), (ExpectedLoss(0.6, 0.1, 0.99), 0.9999, 1.0)):
-        table = PolicyParameters({FAST: {kind: dict.fromkeys(Complexity, loss) for kind in PromptClass}})
+    for loss, asked, worst in (
+        (LOSS, confidence, expected),
+        (ExpectedLoss(0.6, 0.1, 0.99), 0.9999, 1.0),
+    ):
+        table = PolicyParameters(
+            {FAST: {kind: dict.fromkeys(Complexity, loss) for kind in PromptClass}}
+        )
         decision = decide(query(sla=Sla(confidence=asked)), fleet(), table)
         assert decision.estimate(FAST).worst == pytest.approx(worst, abs=1e-4)
 
@@ -35,22 +57,33 @@ def test_a_loss_rises_with_the_confidence_asked_for(confidence: float, expected:
 def test_a_loss_is_that_of_the_kind_and_of_others_where_the_class_is_not_sure() -> None:
     """By the confidence; a complexity that was not judged is moderate."""
     kinds = {kind: dict.fromkeys(Complexity, LOSS) for kind in PromptClass}
-    kinds[PromptClass.CODE] = {each: ExpectedLoss(n / 10, 0, 1, 5) for n, each in enumerate(Complexity)}
+    kinds[PromptClass.CODE] = {
+        each: ExpectedLoss(n / 10, 0, 1, 5) for n, each in enumerate(Complexity)
+    }
     table = PolicyParameters({FAST: kinds})
-    asked = [replace(features(PromptClass.CODE, 0.9), complexity=each) for each in (None, *Complexity)]
+    asked = [
+        replace(features(PromptClass.CODE, 0.9), complexity=each)
+        for each in (None, *Complexity)
+    ]
     assert [table.loss(FAST, one).mean for one in asked] == [0.1, 0.0, 0.1, 0.2]
     assert table.loss(FAST, features(PromptClass.CODE, 0.6)).mean == 0.1
-    assert table.loss(FAST, features(PromptClass.CODE, 0.5)).mean == pytest.approx(0.5 * 0.1 + 0.5 * 0.2)
+    assert table.loss(FAST, features(PromptClass.CODE, 0.5)).mean == pytest.approx(
+        0.5 * 0.1 + 0.5 * 0.2
+    )
 
 
 def test_small_talk_does_not_lower_the_budget() -> None:
     """A budget like a tier's is the mean of what can be lost there, and small talk has nothing to lose."""
     lossy = {kind: dict.fromkeys(Complexity, LOSS) for kind in PromptClass}
-    table = PolicyParameters({BALANCED: lossy | {PromptClass.SMALL_TALK: dict.fromkeys(Complexity, NO_LOSS)}})
+    table = PolicyParameters(
+        {BALANCED: lossy | {PromptClass.SMALL_TALK: dict.fromkeys(Complexity, NO_LOSS)}}
+    )
     assert table.budget(FAST) == pytest.approx(LOSS.mean)
 
 
-def test_the_reference_loses_nothing_and_a_tier_that_nothing_is_known_of_everything() -> None:
+def test_the_reference_loses_nothing_and_a_tier_that_nothing_is_known_of_everything() -> (
+    None
+):
     assert PolicyParameters().loss(PRECISE, features(confidence=0.1)) == NO_LOSS
     assert PolicyParameters().loss(BALANCED, features(confidence=0.1)).mean == 1
 
@@ -69,7 +102,9 @@ def test_reports_are_found_by_tier() -> None:
     assert decision.chosen is decision.estimate(FAST)
     assert verdict(decision.choice, decision.estimate(FAST)) == CHOSEN
     with pytest.raises(KeyError):
-        decide(query(), fleet().__class__(fleet().tiers[1:], fleet().template), TABLE).estimate(FAST)
+        decide(
+            query(), fleet().__class__(fleet().tiers[1:], fleet().template), TABLE
+        ).estimate(FAST)
 
 
 def test_a_decision_is_plain_data() -> None:
@@ -77,23 +112,37 @@ def test_a_decision_is_plain_data() -> None:
     decision = decide(query(hint=BALANCED), fleet(speeds=MEASURED), PROFILED)
     with pytest.raises(AttributeError):
         decision.reason = ""  # type: ignore[misc]
-    moved, thawed = replace(decision, tier=PRECISE), pickle.loads(pickle.dumps(decision))  # noqa: S301
+    moved, thawed = (
+        replace(decision, tier=PRECISE),
+        pickle.loads(pickle.dumps(decision)),  # noqa: S301
+    )
     assert thawed == decision != moved
-    assert (moved.tier, moved.reason, fallbacks(moved)) == (PRECISE, decision.reason, (PRECISE, FAST))
+    assert (moved.tier, moved.reason, fallbacks(moved)) == (
+        PRECISE,
+        decision.reason,
+        (PRECISE, FAST),
+    )
     assert moved.chosen is decision.estimate(PRECISE)
     for copied in (moved, thawed):
         assert said(copied) == said(decision)
-        assert [copied.rate(tier) for tier in STANDARD_TIERS] == [decision.rate(tier) for tier in STANDARD_TIERS]
+        assert [copied.rate(tier) for tier in STANDARD_TIERS] == [
+            decision.rate(tier) for tier in STANDARD_TIERS
+        ]
         assert copied.rate(FAST) is not None
         assert fallbacks(copied) == fallbacks(decision)
     assert b"Snapshot" not in pickle.dumps(decision)
 
 
 def test_a_refusal_has_reports_and_no_chosen_one() -> None:
-    decision = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED)), TABLE)
+    decision = decide(
+        query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED)), TABLE
+    )
     assert decision.chosen is None
     assert len(said(decision)) == 3
-    assert str(RequestRefusedError(decision)) == "fast is failed; balanced is failed; precise is failed"
+    assert (
+        str(RequestRefusedError(decision))
+        == "fast is failed; balanced is failed; precise is failed"
+    )
 
 
 def test_every_refusal_but_that_of_bounds_is_an_obstacle() -> None:

@@ -20,7 +20,14 @@ from router.policy.decision_log import (
     read_log,
 )
 from router.policy.profiles import ProfileError
-from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query, warmed
+from tests.unit.policy.test_decide import (
+    MEASURED,
+    PROFILED,
+    TABLE,
+    fleet,
+    query,
+    warmed,
+)
 from tiers.prefix_memory import Part, Prefix
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
 from tiers.speed import Load
@@ -35,7 +42,12 @@ ENDED = OutcomeRecord("r1", BALANCED, 20, 7, 12.5, None, "EngineFailed")
 def written(path: Path) -> list[Record]:
     log = DecisionLog(path)
     busy = fleet(speeds=MEASURED, loads={FAST: Load(3, 40, 50)})
-    asked = query(hint=FAST, sla=Sla(ttft_ms=500, confidence=0.8), allowed=frozenset({FAST, PRECISE}), sequences=2)
+    asked = query(
+        hint=FAST,
+        sla=Sla(ttft_ms=500, confidence=0.8),
+        allowed=frozenset({FAST, PRECISE}),
+        sequences=2,
+    )
     log.decided("r1", decide(asked, busy, PROFILED), busy, PROFILED)
     log.ended(ENDED)
     failed = fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED))
@@ -53,15 +65,26 @@ def test_a_decision_can_be_made_again_from_its_record(tmp_path: Path) -> None:
     assert isinstance(second, DecisionRecord)
     for record in (first, second):
         again = decide(record.query, record.fleet, PROFILED)
-        assert (again.tier, again.refusal, again.reason) == (record.tier, record.refusal, record.reason)
+        assert (again.tier, again.refusal, again.reason) == (
+            record.tier,
+            record.refusal,
+            record.reason,
+        )
     assert first.predicted_ttft_ms is not None
-    assert (second.tier, second.refusal, second.predicted_ttft_ms) == (None, Refusal.NOT_READY, None)
+    assert (second.tier, second.refusal, second.predicted_ttft_ms) == (
+        None,
+        Refusal.NOT_READY,
+        None,
+    )
 
 
 def test_what_replicas_hold_is_logged_and_the_prompt_is_not(tmp_path: Path) -> None:
     """A decision for a warm tier is made again from the snapshot alone; there are no hashes of prompts in the file."""
     prefix = Prefix.of([Part("a secret " * 100, 1600)], session="whose")
-    asked, there = query(prompt_tokens=1600, prefix=prefix), warmed(fleet(speeds=MEASURED), {PRECISE: 1500})
+    asked, there = (
+        query(prompt_tokens=1600, prefix=prefix),
+        warmed(fleet(speeds=MEASURED), {PRECISE: 1500}),
+    )
     log = DecisionLog(tmp_path / "log")
     log.decided("r1", decide(asked, there, PROFILED), there, PROFILED)
     log.close()
@@ -71,7 +94,9 @@ def test_what_replicas_hold_is_logged_and_the_prompt_is_not(tmp_path: Path) -> N
     assert (again.tier, again.reason) == (PRECISE, record.reason)
     assert prefix is not None
     text = (tmp_path / "log").read_text()
-    assert not any(word in text for word in ("secret", "whose", "prefix", str(prefix.blocks[0])))
+    assert not any(
+        word in text for word in ("secret", "whose", "prefix", str(prefix.blocks[0]))
+    )
 
 
 def test_parameters_are_written_once_until_they_change(tmp_path: Path) -> None:
@@ -82,7 +107,10 @@ def test_parameters_are_written_once_until_they_change(tmp_path: Path) -> None:
     for table in (TABLE, TABLE, other, TABLE):
         log.decided("r", decide(query(), fleet(), table), fleet(), table)
     log.close()
-    kinds = [(r.kind, r.id if isinstance(r, PolicyRecord) else getattr(r, "policy", "")) for r in read_log(path)]
+    kinds = [
+        (r.kind, r.id if isinstance(r, PolicyRecord) else getattr(r, "policy", ""))
+        for r in read_log(path)
+    ]
     first, second = digest_of(TABLE), digest_of(other)
     assert kinds == [
         ("policy", first), ("decision", first), ("decision", first), ("policy", second), ("decision", second),
@@ -105,7 +133,9 @@ def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
     path = tmp_path / "log"
     records = written(path)
     lines = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join([lines[0], lines[1][:50], b"", *lines[2:], lines[1][:-1]]))
+    path.write_bytes(
+        b"\n".join([lines[0], lines[1][:50], b"", *lines[2:], lines[1][:-1]])
+    )
     assert list(read_log(path)) == [records[0], *records[2:]]
 
 
@@ -113,11 +143,19 @@ def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"kind": "other"}, "line 2 is no record of decisions: Input tag 'other'"),
-        ({"tier": "Slow"}, "line 2 is no record of decisions: decision.tier: 1 to 32 lower-case letters"),
-        ({"at": "yesterday"}, "line 2 is no record of decisions: decision.at: Input should be a valid number"),
+        (
+            {"tier": "Slow"},
+            "line 2 is no record of decisions: decision.tier: 1 to 32 lower-case letters",
+        ),
+        (
+            {"at": "yesterday"},
+            "line 2 is no record of decisions: decision.at: Input should be a valid number",
+        ),
     ],
 )
-def test_a_whole_line_that_is_no_record_is_an_error(change: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_a_whole_line_that_is_no_record_is_an_error(
+    change: dict[str, str], says: str, tmp_path: Path
+) -> None:
     """It names the line and the field: a log of another release is not half read in silence."""
     path = tmp_path / "log"
     written(path)
@@ -130,5 +168,8 @@ def test_a_whole_line_that_is_no_record_is_an_error(change: dict[str, str], says
 
 
 def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"the decision log .*/none cannot be read: No such file or directory"):
+    with pytest.raises(
+        ProfileError,
+        match=r"the decision log .*/none cannot be read: No such file or directory",
+    ):
         list(read_log(tmp_path / "none"))

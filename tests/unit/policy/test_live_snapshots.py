@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 STEPS = 120
 ADAPTER: TypeAdapter[FleetSnapshot] = TypeAdapter(LoggedFleet)
-LOSS = {kind: dict.fromkeys(Complexity, ExpectedLoss(0.03, 0.02, 0.05)) for kind in PromptClass}
+LOSS = {
+    kind: dict.fromkeys(Complexity, ExpectedLoss(0.03, 0.02, 0.05))
+    for kind in PromptClass
+}
 TABLE = PolicyParameters({TierName.FAST: LOSS, TierName.BALANCED: LOSS})
 
 
@@ -39,17 +42,28 @@ def alone(replica: Replica, now: float) -> Load:
     peers = others.peers if now < others.peers_until else PeerLoad()
     prompts = state.prompt_tokens + peers.prompt_tokens
     if prompts and speed is not None:
-        prompts = max(prompts - int((now - state.prompts_at) * 1000 / speed.prefill_ms_per_token), 0)
-    return Load(state.slots + peers.slots + others.foreign, prompts, replica.output_tokens + peers.output_tokens)
+        prompts = max(
+            prompts - int((now - state.prompts_at) * 1000 / speed.prefill_ms_per_token),
+            0,
+        )
+    return Load(
+        state.slots + peers.slots + others.foreign,
+        prompts,
+        replica.output_tokens + peers.output_tokens,
+    )
 
 
-def copied(replica: Replica, fleet: Fleet, now: float, *, reserved: bool) -> dict[str, Any]:
+def copied(
+    replica: Replica, fleet: Fleet, now: float, *, reserved: bool
+) -> dict[str, Any]:
     """Return a replica's line in the log, from what requests and others were counted; only the busy ones are the fleet's."""
     peers = replica.others.peers if now < replica.others.peers_until else PeerLoad()
     beside = [r for r in fleet.replicas if r is not replica]
     busy = [r for r in beside if alone(r, now).sequences > 0]
     left_ms, usually = ALWAYS_MS, 0.0
-    contended = any(r.state.speed is not None and r.state.speed.contention for r in fleet.replicas)
+    contended = any(
+        r.state.speed is not None and r.state.speed.contention for r in fleet.replicas
+    )
     if contended and len(fleet.replicas) <= MOST_BESIDE:
         usually = min(fleet._totals.busy_lately(now) / len(fleet.replicas), 1.0)
         left = [
@@ -59,7 +73,12 @@ def copied(replica: Replica, fleet: Fleet, now: float, *, reserved: bool) -> dic
             for r in busy
         ]
         left_ms = sum(left) / len(left) if left else ALWAYS_MS
-    state, limit, breaker, share = replica.state, replica.whole_limit, replica.breaker, replica.others.share
+    state, limit, breaker, share = (
+        replica.state,
+        replica.whole_limit,
+        replica.breaker,
+        replica.others.share,
+    )
     if share is not None:
         limit = min(limit, max(share.slots if now < share.until else 0, 1))
     fading = 2.718281828459045 ** ((state.prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
@@ -76,11 +95,16 @@ def copied(replica: Replica, fleet: Fleet, now: float, *, reserved: bool) -> dic
         "breaker": breaker.state(now).value,
         "admits": breaker.admits(now),
         "admits_in_s": breaker.admits_in_s(now),
-        "kv_tokens_held": sum(lease._kv_tokens for lease in open_leases(fleet, replica)) + peers.kv_tokens,
+        "kv_tokens_held": sum(lease._kv_tokens for lease in open_leases(fleet, replica))
+        + peers.kv_tokens,
         "places": sum(lease.sequences for lease in open_leases(fleet, replica)),
         "in_flight": len(open_leases(fleet, replica)),
-        "prompt_tokens_outstanding": sum(lease._prompt_tokens for lease in open_leases(fleet, replica)),
-        "output_tokens_outstanding": sum(lease._output_tokens for lease in open_leases(fleet, replica)),
+        "prompt_tokens_outstanding": sum(
+            lease._prompt_tokens for lease in open_leases(fleet, replica)
+        ),
+        "output_tokens_outstanding": sum(
+            lease._output_tokens for lease in open_leases(fleet, replica)
+        ),
         "state": state.status.value,
         "detail": state.detail,
         "pid": state.pid,
@@ -92,10 +116,16 @@ LEASES: list[Lease] = []
 
 
 def open_leases(fleet: Fleet, replica: Replica) -> list[Lease]:
-    return [lease for lease in LEASES if lease.replica is replica and lease._fleet is fleet and not lease._released]
+    return [
+        lease
+        for lease in LEASES
+        if lease.replica is replica and lease._fleet is fleet and not lease._released
+    ]
 
 
-def homes(members: list[Replica], prefix: Prefix | None) -> list[tuple[int | None, bool]]:
+def homes(
+    members: list[Replica], prefix: Prefix | None
+) -> list[tuple[int | None, bool]]:
     """Return what a tier's replicas hold of a prompt, and which is the session's own where they hold the same."""
     if prefix is None:
         return [(None, False)] * len(members)
@@ -112,9 +142,13 @@ class World:
     def __init__(self, seed: int, clock: SimpleNamespace) -> None:
         self.random, self.clock = random.Random(seed), clock
         self.specs = [
-            TierSpec(name, self.pick(512, 8192), self.pick(4, 16), self.pick(3, 8)) for name in STANDARD_TIERS
+            TierSpec(name, self.pick(512, 8192), self.pick(4, 16), self.pick(3, 8))
+            for name in STANDARD_TIERS
         ]
-        options = FleetOptions(adaptive_limit=self.pick(True, False), long_prompt_tokens=self.pick(100, 512))
+        options = FleetOptions(
+            adaptive_limit=self.pick(True, False),
+            long_prompt_tokens=self.pick(100, 512),
+        )
         self.fleet = Fleet(tuple(self.specs), options=options)
         self.fleet.preparations.clock = lambda: clock.now
         self.leases = LEASES
@@ -127,11 +161,19 @@ class World:
 
     def add(self) -> None:
         spec, number = self.pick(*self.specs), self.random.getrandbits(40)
-        self.fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m")).mark(ReplicaStatus.READY)
+        self.fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m")).mark(
+            ReplicaStatus.READY
+        )
 
     def speed(self) -> SpeedModel:
         return SpeedModel(
-            self.pick(5, 100), 0.5, self.pick(3, 30), 0.5, 1.0, self.pick(0, 0.5), profiled=self.pick(True, False)
+            self.pick(5, 100),
+            0.5,
+            self.pick(3, 30),
+            0.5,
+            1.0,
+            self.pick(0, 0.5),
+            profiled=self.pick(True, False),
         )
 
     def query(self) -> Query:
@@ -142,7 +184,12 @@ class World:
             self.pick(1, 400),
             hint=self.pick(None, None, *STANDARD_TIERS),
             require=self.pick(True, False, False),
-            sla=Sla(self.pick(None, 300.0), self.pick(None, 20.0), self.pick(None, 0.04), self.pick(None, 0.99)),
+            sla=Sla(
+                self.pick(None, 300.0),
+                self.pick(None, 20.0),
+                self.pick(None, 0.04),
+                self.pick(None, 0.99),
+            ),
             sequences=self.pick(1, 1, 3, 20),
             prefix=self.prefix(),
         )
@@ -151,12 +198,20 @@ class World:
         """Return one of a few chats at some length, so that replicas come to hold parts of them."""
         if self.pick(True, False, False):
             return None
-        turns = [Part(f"{self.pick('a', 'b')}" * 300, self.pick(70, 90)) for _ in range(self.pick(1, 2, 4))]
+        turns = [
+            Part(f"{self.pick('a', 'b')}" * 300, self.pick(70, 90))
+            for _ in range(self.pick(1, 2, 4))
+        ]
         return Prefix.of([Part("s" * 300, 80), *turns], session=self.pick("", "x", "y"))
 
     def happen(self) -> None:
         self.clock.now += self.pick(0, 0, 0.001, 0.3, 2.0, 30.0) * self.random.random()
-        events = [self.lease] * 6 + [self.use_lease] * 8 + [self.change_replica] * 6 + [self.change_fleet]
+        events = (
+            [self.lease] * 6
+            + [self.use_lease] * 8
+            + [self.change_replica] * 6
+            + [self.change_fleet]
+        )
         self.pick(*events)()
 
     def lease(self) -> None:
@@ -179,20 +234,36 @@ class World:
         uses = {
             "first token": lambda: lease.first_token(self.pick(None, 40.0, 4000.0)),
             "token": lambda: lease.produced(self.pick(1, 5, 500)),
-            "finished": lambda: lease.finished(self.pick(None, 20.0, 90.0), self.pick(0, 30), self.pick(None, 0, 60)),
+            "finished": lambda: lease.finished(
+                self.pick(None, 20.0, 90.0), self.pick(0, 30), self.pick(None, 0, 60)
+            ),
             "failed": lambda: lease.failed("x"),
             "release": lease.release,
         }
-        uses[self.pick("first token", "token", "token", "finished", "failed", "release")]()
+        uses[
+            self.pick("first token", "token", "token", "finished", "failed", "release")
+        ]()
 
     def change_replica(self) -> None:
         replica, now = self.pick(*self.fleet.replicas), self.clock.now
         until = now + self.pick(0.05, 3.0)
         changes = [
-            lambda: replica.note_gauges(Gauges(self.pick(0, 9), 1, self.pick(0.1, 0.85, 0.95), self.pick(None, 3000))),
-            lambda: replica.note_share(self.pick(None, Share(self.pick(0, 2, 9), until))),
+            lambda: replica.note_gauges(
+                Gauges(
+                    self.pick(0, 9),
+                    1,
+                    self.pick(0.1, 0.85, 0.95),
+                    self.pick(None, 3000),
+                )
+            ),
+            lambda: replica.note_share(
+                self.pick(None, Share(self.pick(0, 2, 9), until))
+            ),
             lambda: replica.note_peers(PeerLoad(self.pick(0, 2), 300, 400, 500), until),
-            lambda: replica.mark(self.pick(ReplicaStatus.READY, ReplicaStatus.READY, *ReplicaStatus), "why"),
+            lambda: replica.mark(
+                self.pick(ReplicaStatus.READY, ReplicaStatus.READY, *ReplicaStatus),
+                "why",
+            ),
             lambda: replica.measured(self.speed()),
             lambda: replica.update(speed=None),
             lambda: replica.update(pid=self.pick(None, 7)),
@@ -207,30 +278,46 @@ class World:
         if change == "add":
             self.add()
         elif change == "configure":
-            self.fleet.configure(replace(self.pick(*self.specs), max_in_flight=self.pick(2, 5)))
+            self.fleet.configure(
+                replace(self.pick(*self.specs), max_in_flight=self.pick(2, 5))
+            )
         elif len(self.fleet.replicas) > 1:
             self.fleet.remove(self.pick(*self.fleet.replicas))
 
-    def expected(self, reserved: Collection[str], prefix: Prefix | None) -> list[dict[str, Any]]:
+    def expected(
+        self, reserved: Collection[str], prefix: Prefix | None
+    ) -> list[dict[str, Any]]:
         found = []
         for spec in self.fleet.specs:
             members = [r for r in self.fleet.replicas if r.spec.name is spec.name]
-            for replica, (tokens, home) in zip(members, homes(members, prefix), strict=True):
-                line = copied(replica, self.fleet, self.clock.now, reserved=replica.id in reserved)
-                found.append({**line, "id": replica.id, "cached_tokens": tokens, "home": home})
+            for replica, (tokens, home) in zip(
+                members, homes(members, prefix), strict=True
+            ):
+                line = copied(
+                    replica, self.fleet, self.clock.now, reserved=replica.id in reserved
+                )
+                found.append(
+                    {**line, "id": replica.id, "cached_tokens": tokens, "home": home}
+                )
         return found
 
 
 def lines(snapshot: FleetSnapshot) -> list[dict[str, Any]]:
     """Return all replicas of a snapshot, as the log has them."""
-    return [line for tier in _fleet_line(snapshot)["tiers"] for line in tier["replicas"]]
+    return [
+        line for tier in _fleet_line(snapshot)["tiers"] for line in tier["replicas"]
+    ]
 
 
 def shown(decision: Decision) -> dict[str, Any]:
     """Return a decision without its candidates: a logged replica's load is not spread over its parts."""
-    estimates = tuple(structs.replace(each, found=None) for each in decision.choice.estimates)
+    estimates = tuple(
+        structs.replace(each, found=None) for each in decision.choice.estimates
+    )
     chosen = decision.chosen and structs.replace(decision.chosen, found=None)
-    return structs.asdict(decision) | {"choice": structs.replace(decision.choice, estimates=estimates, chosen=chosen)}
+    return structs.asdict(decision) | {
+        "choice": structs.replace(decision.choice, estimates=estimates, chosen=chosen)
+    }
 
 
 @pytest.fixture
@@ -242,24 +329,36 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_a_snapshot_is_what_copying_every_replica_gives(seed: int, clock: SimpleNamespace) -> None:
+def test_a_snapshot_is_what_copying_every_replica_gives(
+    seed: int, clock: SimpleNamespace
+) -> None:
     """Field by field at random times; also if it is read only after the fleet has changed again."""
     world, kept = World(seed, clock), []
     for _ in range(STEPS):
         world.happen()
-        reserved, prefix = world.pick((), (), {world.pick(*world.fleet.replicas).id}), world.prefix()
+        reserved, prefix = (
+            world.pick((), (), {world.pick(*world.fleet.replicas).id}),
+            world.prefix(),
+        )
         snapshot = world.fleet.snapshot(reserved, prefix)
         kept.append((snapshot, world.expected(reserved, prefix)))
         if world.pick(True, False, False):
             kept.append(kept.pop(world.random.randrange(len(kept))))
             snapshot, expected = kept.pop()
-            assert [line | more for line, more in zip(lines(snapshot), expected, strict=True)] == lines(snapshot)
+            assert [
+                line | more
+                for line, more in zip(lines(snapshot), expected, strict=True)
+            ] == lines(snapshot)
     for snapshot, expected in kept:
-        assert [line | more for line, more in zip(lines(snapshot), expected, strict=True)] == lines(snapshot)
+        assert [
+            line | more for line, more in zip(lines(snapshot), expected, strict=True)
+        ] == lines(snapshot)
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_a_decision_from_the_log_is_the_one_that_was_made(seed: int, clock: SimpleNamespace) -> None:
+def test_a_decision_from_the_log_is_the_one_that_was_made(
+    seed: int, clock: SimpleNamespace
+) -> None:
     """The same tier, texts, predictions and successors, and the same replicas that would serve."""
     world = World(seed, clock)
     for _ in range(STEPS):
@@ -267,9 +366,15 @@ def test_a_decision_from_the_log_is_the_one_that_was_made(seed: int, clock: Simp
         query = world.query()
         snapshot = world.fleet.snapshot(prefix=query.prefix)
         logged = ADAPTER.validate_json(ADAPTER.dump_json(snapshot))
-        assert shown(decide(query, logged, TABLE)) == shown(decide(query, snapshot, TABLE))
-        assert successors(TierName.FAST, query, logged, TABLE) == successors(TierName.FAST, query, snapshot, TABLE)
-        assert [tier.status for tier in logged.tiers] == [tier.status for tier in snapshot.tiers]
+        assert shown(decide(query, logged, TABLE)) == shown(
+            decide(query, snapshot, TABLE)
+        )
+        assert successors(TierName.FAST, query, logged, TABLE) == successors(
+            TierName.FAST, query, snapshot, TABLE
+        )
+        assert [tier.status for tier in logged.tiers] == [
+            tier.status for tier in snapshot.tiers
+        ]
         request = Request(query.tokens_to_read, query.max_tokens, query.sequences)
         for there, again in zip(snapshot.tiers, logged.tiers, strict=True):
             assert choose(again, request, None) == choose(there, request, snapshot.load)

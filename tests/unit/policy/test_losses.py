@@ -8,7 +8,16 @@ import pytest
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from router.policy.losses import NO_LOSS, ExpectedLoss, LossSource, losses, measured_loss, mixed, of_100, updated
+from router.policy.losses import (
+    NO_LOSS,
+    ExpectedLoss,
+    LossSource,
+    losses,
+    measured_loss,
+    mixed,
+    of_100,
+    updated,
+)
 from router.policy.profiles import Flips
 from router.policy.published import CLASSES, published_loss
 from tests.unit.policy.made_profiles import counted
@@ -42,7 +51,9 @@ def test_what_is_published_rises_with_complexity_and_with_fewer_bits() -> None:
 
 def test_smaller_models_are_expected_to_lose_more() -> None:
     """Several times as much at 1 to 3 billion parameters, and more the further they are from what is published."""
-    by_size = [published_loss("awq-int4", CHAT, size) for size in (70e9, 8e9, 3e9, 1e9, SMALL)]
+    by_size = [
+        published_loss("awq-int4", CHAT, size) for size in (70e9, 8e9, 3e9, 1e9, SMALL)
+    ]
     assert by_size[0] == by_size[1] == pytest.approx(0.001)
     assert by_size[1:] == sorted(by_size[1:])
     assert 2 < by_size[2] / by_size[1] < by_size[3] / by_size[1] < 25
@@ -51,7 +62,9 @@ def test_smaller_models_are_expected_to_lose_more() -> None:
 
 def test_a_model_of_unknown_size_counts_as_a_large_one() -> None:
     """But nobody says that losses of its size are published."""
-    assert published_loss("awq-int4", MATH, None) == published_loss("awq-int4", MATH, LARGE)
+    assert published_loss("awq-int4", MATH, None) == published_loss(
+        "awq-int4", MATH, LARGE
+    )
     loss = losses("awq-int4", (), None)[PromptClass.MATH][COMPLEX]
     assert loss.source is LossSource.ESTIMATED
 
@@ -74,7 +87,10 @@ def posterior_on_a_grid(prior: float, flips: Flips) -> tuple[float, float, float
     highest = max(logs)
     weights = [math.exp(log - highest) for log in logs]
     total = sum(weights)
-    mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+    mean = (
+        sum(value * weight for value, weight in zip(values, weights, strict=True))
+        / total
+    )
     below, quantiles = 0.0, []
     for value, weight in zip(values, weights, strict=True):
         below += weight / total
@@ -84,14 +100,24 @@ def posterior_on_a_grid(prior: float, flips: Flips) -> tuple[float, float, float
 
 
 @pytest.mark.parametrize(
-    "flips", [Flips(12, 1, 3), Flips(40, 8, 1), Flips(400, 8, 0), Flips(12, 0, 0), Flips(27, 6, 7)]
+    "flips",
+    [
+        Flips(12, 1, 3),
+        Flips(40, 8, 1),
+        Flips(400, 8, 0),
+        Flips(12, 0, 0),
+        Flips(27, 6, 7),
+    ],
 )
 @pytest.mark.parametrize("prior", [0.002, 0.02, 0.2])
 def test_answers_update_it_by_bayes_rule(prior: float, flips: Flips) -> None:
     """As an integral over all losses has it. None of these answers contradicts what is published."""
     loss = updated(prior, flips)
     mean, low, high = posterior_on_a_grid(prior, flips)
-    assert (loss.mean, loss.high) == (pytest.approx(mean, rel=0.04), pytest.approx(high, rel=0.04))
+    assert (loss.mean, loss.high) == (
+        pytest.approx(mean, rel=0.04),
+        pytest.approx(high, rel=0.04),
+    )
     assert loss.low == pytest.approx(low, rel=0.06, abs=1e-4)
     assert loss.answers == flips.answers
 
@@ -120,7 +146,8 @@ def test_twelve_answers_show_no_one_in_a_thousand() -> None:
     assert many.source is LossSource.MEASURED
     assert many.basis == "measured on 2000 answers"
     assert many.measured_high is not None
-    assert many.stated_high >= many.measured_high  # what is called measured is no less than what the answers allow
+    # what is called measured is no less than what the answers allow
+    assert many.stated_high >= many.measured_high
 
 
 def test_answers_move_what_is_expected_of_a_small_model() -> None:
@@ -133,7 +160,10 @@ def test_answers_move_what_is_expected_of_a_small_model() -> None:
 
 def test_kinds_with_few_answers_follow_their_class() -> None:
     """Where easy and moderate tasks lose ten times as many as published, complex ones are expected to as well."""
-    measured = [counted(FAST, 12, 0, PromptClass.MATH, each, of=30) for each in (TRIVIAL, MODERATE)]
+    measured = [
+        counted(FAST, 12, 0, PromptClass.MATH, each, of=30)
+        for each in (TRIVIAL, MODERATE)
+    ]
     expected = losses("awq-int4", measured, LARGE)
     assert expected[PromptClass.MATH][COMPLEX].mean > 0.3
     assert expected[PromptClass.CHAT] == losses("awq-int4", (), LARGE)[PromptClass.CHAT]
@@ -141,24 +171,36 @@ def test_kinds_with_few_answers_follow_their_class() -> None:
 
 def test_a_harder_kind_loses_no_less_than_an_easier_one() -> None:
     """Chance in few answers does not send proofs to a tier that fails at sums."""
-    measured = [counted(FAST, 10, 0, PromptClass.MATH, TRIVIAL, of=30), counted(FAST, 0, 0, *MATH, of=5)]
-    means = [loss.mean for loss in losses("awq-int4", measured, LARGE)[PromptClass.MATH].values()]
+    measured = [
+        counted(FAST, 10, 0, PromptClass.MATH, TRIVIAL, of=30),
+        counted(FAST, 0, 0, *MATH, of=5),
+    ]
+    means = [
+        loss.mean
+        for loss in losses("awq-int4", measured, LARGE)[PromptClass.MATH].values()
+    ]
     assert means == sorted(means)
 
 
 def test_small_talk_loses_nothing() -> None:
     """Whatever the model's size: it cannot be right or wrong."""
     for complexity in Complexity:
-        assert losses("awq-int4", (), SMALL)[PromptClass.SMALL_TALK][complexity].mean == 0
+        assert (
+            losses("awq-int4", (), SMALL)[PromptClass.SMALL_TALK][complexity].mean == 0
+        )
 
 
 def test_what_a_prompt_may_be_is_weighed() -> None:
     """Unknown is the mean of classes that may be taken for one another; a mixture lies between."""
     table = losses("awq-int4", (), LARGE)
     told_by_marks = {PromptClass.CODE, PromptClass.LONG_CONTEXT, PromptClass.SMALL_TALK}
-    doubtful = [table[kind][TRIVIAL].mean for kind in CLASSES if kind not in told_by_marks]
+    doubtful = [
+        table[kind][TRIVIAL].mean for kind in CLASSES if kind not in told_by_marks
+    ]
     assert table[PromptClass.UNKNOWN][TRIVIAL].mean == pytest.approx(sum(doubtful) / 5)
-    assert mixed(ExpectedLoss(0.1, 0, 0.2), ExpectedLoss(0.3, 0.2, 0.4), 0.75).mean == pytest.approx(0.15)
+    assert mixed(
+        ExpectedLoss(0.1, 0, 0.2), ExpectedLoss(0.3, 0.2, 0.4), 0.75
+    ).mean == pytest.approx(0.15)
 
 
 @pytest.mark.parametrize(

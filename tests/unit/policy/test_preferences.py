@@ -11,7 +11,15 @@ from msgspec.structs import replace
 from classifier import PromptClass
 from router.policy.decide import decide, fallbacks, successors
 from router.policy.decision import Basis, Refusal, Sla
-from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query, said
+from tests.unit.policy.test_decide import (
+    BALANCED,
+    FAST,
+    PRECISE,
+    TABLE,
+    fleet,
+    query,
+    said,
+)
 from tiers.quantization import quantizations_of, shown_quantization
 from tiers.spec import ReplicaStatus
 from tiers.speed import SpeedModel
@@ -24,7 +32,10 @@ SERVED = {FAST: "awq-int4", BALANCED: "fp8 (stated)", PRECISE: "bf16"}
 
 def known(given: FleetSnapshot, **changed: str) -> FleetSnapshot:
     precisions = {**SERVED, **changed}
-    tiers = [replace(t, spec=dataclasses.replace(t.spec, precision=precisions[t.spec.name])) for t in given.tiers]
+    tiers = [
+        replace(t, spec=dataclasses.replace(t.spec, precision=precisions[t.spec.name]))
+        for t in given.tiers
+    ]
     return replace(given, tiers=tuple(tiers))
 
 
@@ -50,23 +61,34 @@ def test_only_allowed_precisions_serve_and_take_over() -> None:
     assert said(decision)[0] == "serves awq-int4, and the request allows bf16, fp8 only"
     assert "the request allows bf16, fp8 only" in decision.reason
     assert successors(PRECISE, asked, known(fleet()), TABLE) == (BALANCED,)
-    assert decide(query(PromptClass.CODE, precisions=frozenset({"int4"})), known(fleet()), TABLE).degraded == (
-        "quality",
-    )
+    assert decide(
+        query(PromptClass.CODE, precisions=frozenset({"int4"})), known(fleet()), TABLE
+    ).degraded == ("quality",)
 
 
 def test_a_tier_of_several_precisions_needs_all_of_them_allowed() -> None:
     mixed = known(fleet(), fast="awq-int4, fp8")
-    assert decide(query(precisions=frozenset({"int4"})), mixed, TABLE).refusal is Refusal.EXCLUDED
-    assert decide(query(precisions=frozenset({"int4", "fp8"})), mixed, TABLE).tier is FAST
+    assert (
+        decide(query(precisions=frozenset({"int4"})), mixed, TABLE).refusal
+        is Refusal.EXCLUDED
+    )
+    assert (
+        decide(query(precisions=frozenset({"int4", "fp8"})), mixed, TABLE).tier is FAST
+    )
 
 
 def test_a_hint_beyond_the_allowed_is_not_taken() -> None:
     """A required one is refused, as excluded by the request itself; a key's refusal is told first."""
     asked = query(precisions=frozenset({"bf16"}), hint=FAST)
     assert decide(asked, known(fleet()), TABLE).tier is PRECISE
-    assert decide(replace(asked, require=True), known(fleet()), TABLE).refusal is Refusal.EXCLUDED
-    assert decide(replace(asked, allowed=frozenset({FAST})), known(fleet()), TABLE).refusal is Refusal.NOT_ALLOWED
+    assert (
+        decide(replace(asked, require=True), known(fleet()), TABLE).refusal
+        is Refusal.EXCLUDED
+    )
+    assert (
+        decide(replace(asked, allowed=frozenset({FAST})), known(fleet()), TABLE).refusal
+        is Refusal.NOT_ALLOWED
+    )
 
 
 def test_a_tier_whose_precision_is_not_known_yet_may_turn_out_to_fit() -> None:
@@ -74,8 +96,14 @@ def test_a_tier_whose_precision_is_not_known_yet_may_turn_out_to_fit() -> None:
     asked = query(precisions=frozenset({"bf16"}))
     starting = known(fleet({PRECISE: ReplicaStatus.STARTING}), precise="unknown")
     assert decide(asked, starting, TABLE).refusal is Refusal.NOT_READY
-    assert decide(replace(asked, only=frozenset({FAST})), starting, TABLE).refusal is Refusal.EXCLUDED
-    assert decide(asked, known(fleet(), precise="unknown"), TABLE).refusal is Refusal.EXCLUDED
+    assert (
+        decide(replace(asked, only=frozenset({FAST})), starting, TABLE).refusal
+        is Refusal.EXCLUDED
+    )
+    assert (
+        decide(asked, known(fleet(), precise="unknown"), TABLE).refusal
+        is Refusal.EXCLUDED
+    )
 
 
 def test_only_named_tiers_serve() -> None:
@@ -91,7 +119,10 @@ SPEEDS = {
 }
 
 
-@pytest.mark.parametrize(("sort", "tier"), [("latency", BALANCED), ("throughput", PRECISE), ("price", PRECISE)])
+@pytest.mark.parametrize(
+    ("sort", "tier"),
+    [("latency", BALANCED), ("throughput", PRECISE), ("price", PRECISE)],
+)
 def test_sorted_by_what_the_request_says(sort: str, tier: object) -> None:
     """The least predicted TTFT, TPOT or engine time serves; the reason says which."""
     decision = decide(query(sort=sort), fleet(speeds=SPEEDS), TABLE)
@@ -101,8 +132,24 @@ def test_sorted_by_what_the_request_says(sort: str, tier: object) -> None:
 
 def test_sorting_stays_within_the_bounds() -> None:
     """Quality comes first: of the tiers that a class may have, and within the request's SLA."""
-    assert decide(query(PromptClass.CODE, sort="latency"), fleet(speeds=SPEEDS), TABLE).tier is not FAST
-    assert decide(query(sort="latency", sla=Sla(tpot_ms=15)), fleet(speeds=SPEEDS), TABLE).tier is PRECISE
-    assert decide(query(sort="latency", hint=FAST), fleet(speeds=SPEEDS), TABLE).basis is Basis.HINT
+    assert (
+        decide(
+            query(PromptClass.CODE, sort="latency"), fleet(speeds=SPEEDS), TABLE
+        ).tier
+        is not FAST
+    )
+    assert (
+        decide(
+            query(sort="latency", sla=Sla(tpot_ms=15)), fleet(speeds=SPEEDS), TABLE
+        ).tier
+        is PRECISE
+    )
+    assert (
+        decide(query(sort="latency", hint=FAST), fleet(speeds=SPEEDS), TABLE).basis
+        is Basis.HINT
+    )
     unmeasured = decide(query(sort="throughput"), fleet(), TABLE)
-    assert (unmeasured.tier, "speed is not measured" in unmeasured.reason) == (FAST, True)
+    assert (unmeasured.tier, "speed is not measured" in unmeasured.reason) == (
+        FAST,
+        True,
+    )

@@ -42,7 +42,9 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
         ([0.0, 10.0, 20.0], 1.0, 20.0),
     ],
 )
-def test_percentiles_are_interpolated(values: list[float], share: float, expected: float) -> None:
+def test_percentiles_are_interpolated(
+    values: list[float], share: float, expected: float
+) -> None:
     """In any order of the values, up to both ends, and of none."""
     assert percentile(values, share) == pytest.approx(expected)
 
@@ -59,7 +61,12 @@ def test_a_perfect_fit_still_scatters() -> None:
     model = fit(FAST, 25, spread=0.0).model
     assert (model.ttft_spread, model.tpot_spread) == (MIN_SPREAD, MIN_SPREAD)
     assert fit(FAST, 25, spread=0.3).model.tpot_spread == 0.3
-    assert (model.step_ms(1), model.step_knee, model.contention, model.profiled) == (29, 5, 7, True)
+    assert (model.step_ms(1), model.step_knee, model.contention, model.profiled) == (
+        29,
+        5,
+        7,
+        True,
+    )
 
 
 def test_tiers_that_were_not_measured_again_keep_their_earlier_speeds() -> None:
@@ -75,7 +82,9 @@ def test_files_are_named_by_what_was_measured() -> None:
     assert profile_name(reordered) == profile_name(IDENTITIES)
     assert latency_name(reordered, "big") == latency_name(IDENTITIES, "big")
     others = [IDENTITIES, {**IDENTITIES, FAST: "other"}, {**IDENTITIES, FAST: None}]
-    names = [profile_name(o) for o in others] + [latency_name(o, m) for o in others for m in ("big", "small")]
+    names = [profile_name(o) for o in others] + [
+        latency_name(o, m) for o in others for m in ("big", "small")
+    ]
     assert len(set(names)) == len(names)
 
 
@@ -89,25 +98,37 @@ def test_profiles_are_the_same_after_a_file(tmp_path: Path) -> None:
     assert load_latency(path) == speeds
 
 
-def test_a_profile_of_an_earlier_release_counts_tokens_and_is_measured_again(tmp_path: Path) -> None:
+def test_a_profile_of_an_earlier_release_counts_tokens_and_is_measured_again(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "profile"
     path.write_text(json.dumps({"version": 2, "answer_tokens": 32, "losses": []}))
     with pytest.raises(
-        ProfileError, match=r"no quality profile of this release: version.*run 'qarr profile quality' again"
+        ProfileError,
+        match=r"no quality profile of this release: version.*run 'qarr profile quality' again",
     ):
         load_profile(path)
 
 
-@pytest.mark.parametrize(("load", "kind"), [(load_profile, "quality"), (load_latency, "latency")])
-def test_what_cannot_be_loaded_says_what_to_do(load: Callable[[Path], object], kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("load", "kind"), [(load_profile, "quality"), (load_latency, "latency")]
+)
+def test_what_cannot_be_loaded_says_what_to_do(
+    load: Callable[[Path], object], kind: str, tmp_path: Path
+) -> None:
     """A missing file, the other kind's file, and half a file, each by its name and kind."""
     path = tmp_path / "profile"
-    with pytest.raises(ProfileError, match=f"the {kind} profile {path} cannot be read: No such file"):
+    with pytest.raises(
+        ProfileError, match=f"the {kind} profile {path} cannot be read: No such file"
+    ):
         load(path)
     other = latency({}) if kind == "quality" else quality()
     for content in (other.model_dump_json(), other.model_dump_json()[:40]):
         path.write_text(content)
-        with pytest.raises(ProfileError, match=f"{path} is no {kind} profile .*; run 'qarr profile {kind}' again"):
+        with pytest.raises(
+            ProfileError,
+            match=f"{path} is no {kind} profile .*; run 'qarr profile {kind}' again",
+        ):
             load(path)
 
 
@@ -119,11 +140,13 @@ def test_a_profile_of_what_is_served_is_returned(tmp_path: Path) -> None:
     speeds = latency({}, unknown)
     assert speeds.check(unknown, "big", tmp_path) is speeds
     with pytest.raises(
-        ProfileError, match=r"quality profile .* another checkpoint of fast: unknown, here is digest of fast;"
+        ProfileError,
+        match=r"quality profile .* another checkpoint of fast: unknown, here is digest of fast;",
     ):
         measured.check(IDENTITIES, tmp_path)
     with pytest.raises(
-        ProfileError, match=r"latency profile .* another checkpoint of fast: unknown, here is digest of fast;"
+        ProfileError,
+        match=r"latency profile .* another checkpoint of fast: unknown, here is digest of fast;",
     ):
         speeds.check(IDENTITIES, "big", tmp_path)
 
@@ -134,8 +157,13 @@ def test_a_profile_may_cover_more_tiers_than_are_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", [QualityProfile, LatencyProfile])
-def test_the_first_fault_is_named(profile: type[QualityProfile | LatencyProfile]) -> None:
+def test_the_first_fault_is_named(
+    profile: type[QualityProfile | LatencyProfile],
+) -> None:
     """By where it is and what is wrong; the value itself, which may be long, is left out."""
     with pytest.raises(ValidationError) as caught:
         profile.model_validate({"version": "secret"})
-    assert first_fault(caught.value) == f"version: Input should be {'3' if profile is QualityProfile else '1'}"
+    assert (
+        first_fault(caught.value)
+        == f"version: Input should be {'3' if profile is QualityProfile else '1'}"
+    )

@@ -20,14 +20,27 @@ def test_a_decision_is_json_with_every_tier() -> None:
     """Names are plain strings, tiers rise in precision, and nothing needs an encoder of its own."""
     snapshot = fleet(speeds=MEASURED)
     served = [
-        replace(tier, spec=dataclasses.replace(tier.spec, precision=PRECISIONS[tier.spec.name]))
+        replace(
+            tier,
+            spec=dataclasses.replace(tier.spec, precision=PRECISIONS[tier.spec.name]),
+        )
         for tier in snapshot.tiers
     ]
-    decision = decide(query(PromptClass.CODE), replace(snapshot, tiers=tuple(served)), PROFILED)
+    decision = decide(
+        query(PromptClass.CODE), replace(snapshot, tiers=tuple(served)), PROFILED
+    )
     rendered = json.loads(json.dumps(render_decision(decision)))
-    assert (rendered["tier"], rendered["precision"], rendered["class"]) == ("precise", "bf16", "code")
+    assert (rendered["tier"], rendered["precision"], rendered["class"]) == (
+        "precise",
+        "bf16",
+        "code",
+    )
     assert (rendered["prompt_tokens"], rendered["max_tokens"]) == (20, 100)
-    assert [report["tier"] for report in rendered["tiers"]] == ["fast", "balanced", "precise"]
+    assert [report["tier"] for report in rendered["tiers"]] == [
+        "fast",
+        "balanced",
+        "precise",
+    ]
     assert rendered["tiers"][2]["verdict"] == "chosen"
     assert rendered["fallbacks"] == ["balanced", "fast"]
     assert rendered["reason"] == decision.reason
@@ -36,8 +49,16 @@ def test_a_decision_is_json_with_every_tier() -> None:
 
 def test_a_refusal_has_no_tier_and_says_when() -> None:
     """A fleet that starts is worth another try, after the time that starting takes."""
-    rendered = render_decision(decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.WARMING)), TABLE))
-    assert (rendered["tier"], rendered["precision"], rendered["fallbacks"]) == (None, None, [])
+    rendered = render_decision(
+        decide(
+            query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.WARMING)), TABLE
+        )
+    )
+    assert (rendered["tier"], rendered["precision"], rendered["fallbacks"]) == (
+        None,
+        None,
+        [],
+    )
     assert rendered["retry_after_s"] == 10
     assert {report["state"] for report in rendered["tiers"]} == {"warming"}
 
@@ -46,7 +67,11 @@ def test_losses_have_their_interval_and_what_they_rest_on() -> None:
     """0 answers: they are published; the reference loses nothing."""
     measured = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED)
     shown, _, reference = render_estimates(measured)
-    assert (shown["expected_loss"], shown["expected_loss_interval"], shown["loss_answers"]) == (0.2, [0.16, 0.25], 40)
+    assert (
+        shown["expected_loss"],
+        shown["expected_loss_interval"],
+        shown["loss_answers"],
+    ) == (0.2, [0.16, 0.25], 40)
     assert reference["expected_loss"] == 0
     unknown = render_estimates(decide(query(), fleet(), TABLE))[0]
     assert [unknown[name] for name in ("predicted_ttft_ms", "cost")] == [None, None]
@@ -54,8 +79,13 @@ def test_losses_have_their_interval_and_what_they_rest_on() -> None:
 
 def test_confidence_is_rounded_and_signals_are_a_list() -> None:
     asked = query(confidence=0.123456)
-    asked = replace(asked, features=replace(asked.features, signals=("a", "b"), language="de"))
+    asked = replace(
+        asked, features=replace(asked.features, signals=("a", "b"), language="de")
+    )
     rendered = render_decision(decide(asked, fleet(), TABLE))
     assert rendered["confidence"] == rendered["features"]["confidence"] == 0.123
     assert rendered["features"] == render_features(asked.features)
-    assert (rendered["features"]["signals"], rendered["features"]["language"]) == (["a", "b"], "de")
+    assert (rendered["features"]["signals"], rendered["features"]["language"]) == (
+        ["a", "b"],
+        "de",
+    )

@@ -14,7 +14,13 @@ import pytest
 
 from router.policy.decide import decide
 from router.policy.decision import Sla
-from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
+from router.policy.decision_log import (
+    DecisionLog,
+    DecisionRecord,
+    OutcomeRecord,
+    digest_of,
+    read_log,
+)
 from router.policy.profiles import ProfileError
 from router.section import PROJECT
 from tests.fakes.engine import Behaviour
@@ -46,7 +52,9 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def replay(*arguments: object) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "benchmarks/replay.py", *map(str, arguments)]
-    return subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        argv, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.anyio
@@ -59,7 +67,10 @@ async def test_a_thousand_decisions_come_out_again(tmp_path: Path, logs: Any) ->
         "policy": {"max_slowdown": 1.01},
         "tiers": {name: {"max_in_flight": 3} for name in STANDARD_TIERS},
     }
-    slow = {name: Behaviour(delay_s=0.002 * (3 - STANDARD_TIERS.index(name))) for name in STANDARD_TIERS}
+    slow = {
+        name: Behaviour(delay_s=0.002 * (3 - STANDARD_TIERS.index(name)))
+        for name in STANDARD_TIERS
+    }
     async with router_stack(tmp_path, overrides, **slow) as stack:
         limit = asyncio.Semaphore(12)
 
@@ -69,11 +80,21 @@ async def test_a_thousand_decisions_come_out_again(tmp_path: Path, logs: Any) ->
                 "tier": source.choice(("auto", "auto", "fast", "balanced", "precise")),
                 "tier_policy": source.choice(("prefer", "prefer", "require")),
                 "max_tokens": source.choice((5, 50, 1500)),
-                "sla": source.choice(({}, {}, {"ttft_ms": 10}, {"tpot_ms": 3}, {"max_quality_loss": 0.01})),
+                "sla": source.choice(
+                    (
+                        {},
+                        {},
+                        {"ttft_ms": 10},
+                        {"tpot_ms": 3},
+                        {"max_quality_loss": 0.01},
+                    )
+                ),
                 "stream": source.random() < 0.5,
             }
             async with limit:
-                return (await stack.client.post(f"{stack.url}/generate", json=body)).status_code
+                return (
+                    await stack.client.post(f"{stack.url}/generate", json=body)
+                ).status_code
 
         statuses = await asyncio.gather(*(one() for _ in range(REQUESTS)))
     assert set(statuses) <= {200, 422, 503}
@@ -84,7 +105,10 @@ async def test_a_thousand_decisions_come_out_again(tmp_path: Path, logs: Any) ->
     assert len(recording.outcomes) == statuses.count(200)
     assert not any(prompt[:12] in path.read_text("utf-8") for prompt in PROMPTS)
     shown = replay(path)
-    assert (shown.returncode, shown.stdout) == (0, f"{REQUESTS} of {REQUESTS} decisions come out as recorded\n")
+    assert (shown.returncode, shown.stdout) == (
+        0,
+        f"{REQUESTS} of {REQUESTS} decisions come out as recorded\n",
+    )
 
 
 def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path, logs: Any) -> None:
@@ -101,7 +125,9 @@ def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path, logs: Any) -
     assert "otherwise: 1, recorded balanced" in shown.stdout
 
 
-def write(path: Path, count: int, gap_s: float = 0.0, table: PolicyParameters = SCARCE) -> None:
+def write(
+    path: Path, count: int, gap_s: float = 0.0, table: PolicyParameters = SCARCE
+) -> None:
     """Write a log of so many equal chats, each decided on an idle fleet."""
     log = DecisionLog(path, 1 << 30)
     snapshot = fleet(speeds=MEASURED)
@@ -129,10 +155,24 @@ def test_the_command_compares_policies(tmp_path: Path) -> None:
     shown = replay(tmp_path / "log", "--policy", tmp_path / "other.toml")
     assert shown.returncode == 0, shown.stderr
     rows = {
-        name.strip(): rest.split() for name, _, rest in (line.partition("  ") for line in shown.stdout.splitlines())
+        name.strip(): rest.split()
+        for name, _, rest in (
+            line.partition("  ") for line in shown.stdout.splitlines()
+        )
     }
     # shares of three tiers, SLA met, refused, loss, TTFT p50 and p95, TPOT p50 and p95, engine seconds
-    assert rows["recorded, as seen"] == ["100%", "0%", "0%", "100.0%", "0", "0.080", "45", "45", "26.0", "26.0"]
+    assert rows["recorded, as seen"] == [
+        "100%",
+        "0%",
+        "0%",
+        "100.0%",
+        "0",
+        "0.080",
+        "45",
+        "45",
+        "26.0",
+        "26.0",
+    ]
     assert rows["recorded, simulated"] == [
         "100%",
         "0%",
@@ -154,7 +194,9 @@ def test_files_are_rotated_with_their_policy(tmp_path: Path, logs: Any) -> None:
     log = DecisionLog(tmp_path / "log", 20_000)
     snapshot = fleet(speeds=MEASURED, loads={FAST: Load(1)})
     for number in range(40):
-        log.decided(str(number), decide(query(), snapshot, PROFILED), snapshot, PROFILED)
+        log.decided(
+            str(number), decide(query(), snapshot, PROFILED), snapshot, PROFILED
+        )
     log.close()
     files = sorted(tmp_path.iterdir())
     assert len(files) == 4
@@ -176,7 +218,9 @@ def test_what_is_no_log_is_an_error(tmp_path: Path, logs: Any) -> None:
         logs.read_recording(path)
     with pytest.raises(ProfileError, match="cannot be read"):
         logs.read_recording(tmp_path / "none")
-    decisions = tuple(r for r in read_log_of(whole, tmp_path) if isinstance(r, DecisionRecord))
+    decisions = tuple(
+        r for r in read_log_of(whole, tmp_path) if isinstance(r, DecisionRecord)
+    )
     with pytest.raises(ProfileError, match="is not in the log"):
         logs.differing(logs.Recording({}, decisions, {}))
 

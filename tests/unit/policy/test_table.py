@@ -37,12 +37,24 @@ def settings(folder: Path | None = None, **values: Any) -> PolicySettings:
 
 
 def made_fleet() -> Fleet:
-    return Fleet([TierSpec(tier, 2048, 16, 32, urls=("u",), digest=d) for tier, d in IDENTITIES.items()], machine="big")
+    return Fleet(
+        [
+            TierSpec(tier, 2048, 16, 32, urls=("u",), digest=d)
+            for tier, d in IDENTITIES.items()
+        ],
+        machine="big",
+    )
 
 
-def write(folder: Path, profile: QualityProfile | LatencyProfile, *, at: float = 1.0) -> Path:
+def write(
+    folder: Path, profile: QualityProfile | LatencyProfile, *, at: float = 1.0
+) -> Path:
     """Write a profile of what the fleet serves, changed at a given time."""
-    name = profile_name(IDENTITIES) if profile.kind == "quality" else latency_name(IDENTITIES, "big")
+    name = (
+        profile_name(IDENTITIES)
+        if profile.kind == "quality"
+        else latency_name(IDENTITIES, "big")
+    )
     path = folder / name
     path.write_text(profile.model_dump_json())
     os.utime(path, (at, at))
@@ -60,14 +72,26 @@ def mean(store: PolicyStore, tier: TierName = FAST) -> float:
 def test_before_anything_is_measured_published_losses_count() -> None:
     """By the precision that a tier serves, and before that is known by what its name says."""
     specs = made_fleet().specs
-    table = policy_table(settings(max_loss={"code": 0.5}, prices={"fast": 2.5}), specs, 8e9)
+    table = policy_table(
+        settings(max_loss={"code": 0.5}, prices={"fast": 2.5}), specs, 8e9
+    )
     assert (table.max_loss, table.prices) == ({PromptClass.CODE: 0.5}, {FAST: 2.5})
-    lost = {tier: each[PromptClass.MATH][Complexity.COMPLEX] for tier, each in table.losses.items()}
+    lost = {
+        tier: each[PromptClass.MATH][Complexity.COMPLEX]
+        for tier, each in table.losses.items()
+    }
     assert {tier: (one.mean, one.basis) for tier, one in lost.items()} == {
         FAST: (0.11, "published for models of this size"), BALANCED: (0.01, "published for models of this size"),
     }  # fmt: skip
-    known = [replace(spec, precision="bf16") if spec.name is FAST else spec for spec in specs]
-    assert policy_table(settings(), known, 8e9).losses[FAST][PromptClass.MATH][Complexity.COMPLEX].mean == 0
+    known = [
+        replace(spec, precision="bf16") if spec.name is FAST else spec for spec in specs
+    ]
+    assert (
+        policy_table(settings(), known, 8e9)
+        .losses[FAST][PromptClass.MATH][Complexity.COMPLEX]
+        .mean
+        == 0
+    )
 
 
 def test_profiles_that_appear_change_and_vanish_are_followed(tmp_path: Path) -> None:
@@ -99,12 +123,15 @@ def test_an_adapter_has_losses_of_its_own(tmp_path: Path) -> None:
     published = mean(store)
     write(tmp_path, quality(counted(FAST, 8)))
     profile = quality(counted(FAST, 30)).model_copy(update={"adapter": "support"})
-    (tmp_path / profile_name(IDENTITIES, "support")).write_text(profile.model_dump_json())
+    (tmp_path / profile_name(IDENTITIES, "support")).write_text(
+        profile.model_dump_json()
+    )
     fleet.configure(replace(fleet.spec(FAST), adapters=("other", "support")))
     store.reload()
     features = query().features
     model, own, other, late = (
-        store.table.with_adapter(name).loss(FAST, features).mean for name in (None, "support", "other", "late")
+        store.table.with_adapter(name).loss(FAST, features).mean
+        for name in (None, "support", "other", "late")
     )
     assert published == other == late < model < own
     (tmp_path / profile_name(IDENTITIES, "support")).write_text("{")
@@ -120,7 +147,10 @@ def test_what_is_measured_next_is_what_decisions_depend_on(tmp_path: Path) -> No
     for _ in range(9):
         store.served(decide(query(), fleet(), TABLE), FAST)
     assert store.worth(FAST, KIND) > 5 * store.worth(FAST, code)
-    write(tmp_path, quality(counted(FAST, 38), counted(FAST, 1, 0, *code), counted(BALANCED, 0)))
+    write(
+        tmp_path,
+        quality(counted(FAST, 38), counted(FAST, 1, 0, *code), counted(BALANCED, 0)),
+    )
     store.reload()
     assert store.worth(FAST, KIND) == 0, "it loses far more than any bound"
     assert store.worth(FAST, code) > 0, "it may lose more than balanced or less"
@@ -132,14 +162,20 @@ def test_answers_count_against_the_budget_unless_the_caller_chose() -> None:
     store.served(decide(query(), fleet(), TABLE), FAST)
     store.served(decide(query(hint=FAST), fleet(), TABLE), FAST)
     store.served(decide(query(), fleet(), TABLE), None)
-    assert (store.tally.answers, store.tally.lost, store.tally.allowed) == (1, mean(store), 0.02)
+    assert (store.tally.answers, store.tally.lost, store.tally.allowed) == (
+        1,
+        mean(store),
+        0.02,
+    )
     decision = decide(query(), fleet(speeds=MEASURED), TABLE)
     spent, highest = (decision.estimate(tier).cost or 0.0 for tier in (FAST, PRECISE))
     store.served(decision, FAST)
     assert render_budget(store)["saved"] == round(1 - spent / highest, 4)
 
 
-def test_a_slower_tier_that_loses_more_may_not_pay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slower_tier_that_loses_more_may_not_pay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is named with what a GPU would change, in the log too, as nothing to worry about; a faster one is not, nor one that loses less."""
     caplog.set_level(logging.INFO, "qarr.router.policy")
     write(tmp_path, latency({FAST: 10, BALANCED: 90, PRECISE: 50}))
@@ -147,21 +183,36 @@ def test_a_slower_tier_that_loses_more_may_not_pay(tmp_path: Path, caplog: pytes
         "balanced may not pay with this model on this machine: a token takes 94 ms there and 54 ms on precise, which also "
         f"loses fewer answers. {WHERE_IT_PAYS} To leave balanced out: tiers.balanced.replicas = 0."
     )
-    assert PolicyStore(settings(tmp_path), made_fleet(), MODEL).pointless == {BALANCED: said}
-    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.INFO, said)]
+    assert PolicyStore(settings(tmp_path), made_fleet(), MODEL).pointless == {
+        BALANCED: said
+    }
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.INFO, said)
+    ]
     assert ("on a GPU" in said, "works all the same" in said) == (True, True)
 
 
-def test_old_numbers_that_counted_tokens_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_old_numbers_that_counted_tokens_are_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A twentieth of answers is more than anybody means."""
-    policy_table(settings(loss_budget=0.2, max_loss={"chat": 0.3, "code": 0.01}), made_fleet().specs, 8e9)
+    policy_table(
+        settings(loss_budget=0.2, max_loss={"chat": 0.3, "code": 0.01}),
+        made_fleet().specs,
+        8e9,
+    )
     assert [r.getMessage() for r in caplog.records] == [
         f"{name} = {value} lets {n} of 100 answers get worse: it counts answers, not tokens"
-        for name, value, n in (("policy.loss_budget", 0.2, 20), ("policy.max_loss.chat", 0.3, 30))
+        for name, value, n in (
+            ("policy.loss_budget", 0.2, 20),
+            ("policy.max_loss.chat", 0.3, 30),
+        )
     ]
 
 
-def test_files_that_did_not_change_are_not_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_did_not_change_are_not_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The router looks every two seconds, and says something only when it has loaded something."""
     store = PolicyStore(settings(tmp_path), made_fleet(), MODEL)
     write(tmp_path, quality(counted(FAST, 8)))
@@ -170,7 +221,9 @@ def test_files_that_did_not_change_are_not_read_again(tmp_path: Path, caplog: py
         table = store.table
         store.reload()
     assert store.table is table
-    assert [r.getMessage() for r in caplog.records] == [f"profiles loaded from {tmp_path}"]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"profiles loaded from {tmp_path}"
+    ]
 
 
 @pytest.mark.parametrize("broken", ["quality", "latency"])
@@ -178,13 +231,18 @@ def test_one_broken_profile_does_not_cost_the_other(
     broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The one that cannot be used counts as not measured, with a warning; the other one counts."""
-    paths = {"quality": write(tmp_path, quality(counted(FAST, 8))), "latency": write(tmp_path, latency({FAST: 10}))}
+    paths = {
+        "quality": write(tmp_path, quality(counted(FAST, 8))),
+        "latency": write(tmp_path, latency({FAST: 10})),
+    }
     paths[broken].write_text("{")
     fleet = made_fleet()
     store = PolicyStore(settings(tmp_path), fleet, MODEL)
     assert (store.quality is not None) is (broken == "latency")
     assert bool(fleet.speeds) is (broken == "quality")
-    assert [f"is no {broken} profile" in record.getMessage() for record in caplog.records] == [True]
+    assert [
+        f"is no {broken} profile" in record.getMessage() for record in caplog.records
+    ] == [True]
 
 
 def test_a_profile_under_the_right_name_of_other_weights_is_not_used(
@@ -200,7 +258,9 @@ def test_a_profile_under_the_right_name_of_other_weights_is_not_used(
     assert "measured on small, this is big" in caplog.text
 
 
-def test_new_speeds_replace_those_of_running_replicas_and_equal_ones_do_not(tmp_path: Path) -> None:
+def test_new_speeds_replace_those_of_running_replicas_and_equal_ones_do_not(
+    tmp_path: Path,
+) -> None:
     """What a replica has learned is dropped only when its speed was measured anew."""
     write(tmp_path, latency({FAST: 10}))
     fleet = made_fleet()
@@ -223,7 +283,9 @@ def test_successors_are_those_of_the_fleet_now() -> None:
     store = PolicyStore(settings(), fleet, MODEL)
     assert store.successors(FAST, query()) == ()
     fast, precise = (
-        fleet.add(Replica(f"{spec.name}-0", spec, "u", "", "m", status=ReplicaStatus.READY))
+        fleet.add(
+            Replica(f"{spec.name}-0", spec, "u", "", "m", status=ReplicaStatus.READY)
+        )
         for spec in (fleet.specs[0], fleet.specs[2])
     )
     assert store.successors(FAST, query()) == (PRECISE,)

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from router.policy.decision import PRIORITIES
-from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
+from router.policy.profiles import (
+    ProfileError,
+    latency_name,
+    load_latency,
+    load_profile,
+    profile_name,
+)
 from router.profiling.auto_profile import ELSEWHERE
 from router.profiling.profile_files import only_one
 from tests.unit.measuring_router import QUICK, TASKS, engines, measuring_router
@@ -20,27 +26,43 @@ from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
 
 @pytest.mark.anyio
-async def test_it_begins_when_all_tiers_are_ready_and_measures_once(tmp_path: Path) -> None:
+async def test_it_begins_when_all_tiers_are_ready_and_measures_once(
+    tmp_path: Path,
+) -> None:
     """Nothing before the last tier is ready; then speed and loss; a router started again finds both and asks nothing."""
     async with measuring_router(tmp_path, engines(), ready=False) as own:
         first, *others = own.fleet.replicas
         for replica in others:
             replica.mark(ReplicaStatus.READY)
-        found = await own.comes_to(state="waiting", what=None, detail="tiers are starting")
+        found = await own.comes_to(
+            state="waiting", what=None, detail="tiers are starting"
+        )
         assert found["measured"] == {"latency": [], "quality": []}
         assert not any(engine.requests for engine in own.engines)
         first.mark(ReplicaStatus.READY)
         await own.comes_to(what="latency")
         found = await own.comes_to(state="done")
-        assert found["measured"] == {"latency": list(STANDARD_TIERS), "quality": list(STANDARD_TIERS)}
+        assert found["measured"] == {
+            "latency": list(STANDARD_TIERS),
+            "quality": list(STANDARD_TIERS),
+        }
         assert all(replica.state.in_flight == 0 for replica in own.fleet.replicas)
         identities = {spec.name: spec.identity for spec in own.fleet.specs}
-        assert [fit.tier for fit in load_latency(tmp_path / latency_name(identities, "m")).fits] == list(STANDARD_TIERS)
+        assert [
+            fit.tier
+            for fit in load_latency(tmp_path / latency_name(identities, "m")).fits
+        ] == list(STANDARD_TIERS)
         loss = load_profile(tmp_path / profile_name(identities))
-        assert (loss.whole, {one.tier for one in loss.counts}) == (True, set(STANDARD_TIERS[:2]))
+        assert (loss.whole, {one.tier for one in loss.counts}) == (
+            True,
+            set(STANDARD_TIERS[:2]),
+        )
         # What it asked was no request of anybody's.
         assert (await own.client.get(f"{own.url}/requests")).json()["requests"] == []
-        assert "qarr_requests_total{" not in (await own.client.get(f"{own.url}/metrics")).text
+        assert (
+            "qarr_requests_total{"
+            not in (await own.client.get(f"{own.url}/metrics")).text
+        )
         asked = [body for engine in own.engines for body in engine.requests]
         assert {body["priority"] for body in asked} == {PRIORITIES["batch"]}
     async with measuring_router(tmp_path, engines()) as again:
@@ -57,8 +79,13 @@ async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
             await until(lambda: own.computing)
             own.engines[0].delay_s = 0.15
             body = {"prompt": "hi", "tier": "fast", "tier_policy": "require"}
-            async with own.client.stream("POST", f"{own.url}/generate", json=body) as answer:
-                assert sum(replica.state.in_flight for replica in own.fleet.replicas) == 1  # its own
+            async with own.client.stream(
+                "POST", f"{own.url}/generate", json=body
+            ) as answer:
+                # its own
+                assert (
+                    sum(replica.state.in_flight for replica in own.fleet.replicas) == 1
+                )
                 assert (await own.profiling())["state"] == "waiting"
                 await until(lambda: own.computing == 1)
                 asked = sum(len(engine.requests) for engine in own.engines)
@@ -67,7 +94,11 @@ async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
                 assert sum(len(engine.requests) for engine in own.engines) == asked
             own.engines[0].delay_s = 0.01
         await own.comes_to(state="done")
-        assert len(own.journal) == len(set(own.journal)) == len(TASKS) * len(STANDARD_TIERS)
+        assert (
+            len(own.journal)
+            == len(set(own.journal))
+            == len(TASKS) * len(STANDARD_TIERS)
+        )
         assert all(replica.state.in_flight == 0 for replica in own.fleet.replicas)
 
 
@@ -79,15 +110,27 @@ async def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
     before = len(own.journal)
     assert before < len(TASKS) * len(STANDARD_TIERS)
     async with measuring_router(tmp_path, engines()) as again:
-        assert (await again.comes_to(what="quality"))["measured"]["latency"] == list(STANDARD_TIERS)
+        assert (await again.comes_to(what="quality"))["measured"]["latency"] == list(
+            STANDARD_TIERS
+        )
         await again.comes_to(state="done")
-        assert len(again.journal) == len(set(again.journal)) == len(TASKS) * len(STANDARD_TIERS)
-        judged = sum(bool(body.get("prompt_logprobs")) for engine in again.engines for body in engine.requests)
+        assert (
+            len(again.journal)
+            == len(set(again.journal))
+            == len(TASKS) * len(STANDARD_TIERS)
+        )
+        judged = sum(
+            bool(body.get("prompt_logprobs"))
+            for engine in again.engines
+            for body in engine.requests
+        )
         assert judged <= len(TASKS) * len(STANDARD_TIERS) - before
 
 
 @pytest.mark.anyio
-async def test_it_waits_while_an_engine_elsewhere_is_in_the_fleet(tmp_path: Path) -> None:
+async def test_it_waits_while_an_engine_elsewhere_is_in_the_fleet(
+    tmp_path: Path,
+) -> None:
     """One that was added while the router runs; others may use it, and its weights are not known."""
     async with measuring_router(tmp_path, engines(), ready=False) as own:
         own.fleet.replicas[0].source = "command"
@@ -120,9 +163,13 @@ async def test_one_measures_at_a_time(tmp_path: Path) -> None:
             assert not any(engine.requests for engine in own.engines)
             await byhand.aclose()
             await own.comes_to(state="running")
-            with pytest.raises(ProfileError, match="another measurement writes into"), only_one(tmp_path):
+            with (
+                pytest.raises(ProfileError, match="another measurement writes into"),
+                only_one(tmp_path),
+            ):
                 pass
-            for kind in ("latency", "quality"):  # into another folder: the router says that it measures
+            # into another folder: the router says that it measures
+            for kind in ("latency", "quality"):
                 done = await asyncio.to_thread(
                     subprocess.run,
                     [QARR, "profile", kind, "--url", own.url],

@@ -37,7 +37,9 @@ def test_last_number(answer: str, number: float) -> None:
     finite = abs(number) < float("inf")
     check = {"type": "number", "value": number if finite else 1}
     assert passes(check, answer) is finite
-    assert not passes({"type": "number", "value": (number if finite else 1) + 1.25}, answer)
+    assert not passes(
+        {"type": "number", "value": (number if finite else 1) + 1.25}, answer
+    )
 
 
 LETTERS = {
@@ -109,8 +111,20 @@ CODE: list[tuple[str, list[Any], Any, bool]] = [
 
 
 @pytest.mark.parametrize(("answer", "args", "expected", "right"), CODE)
-def test_code_is_computed_without_running_it(answer: str, args: list[Any], expected: Any, *, right: bool) -> None:
-    assert passes({"type": "code", "function": "f", "cases": [[args, expected], [args, expected]]}, answer) is right
+def test_code_is_computed_without_running_it(
+    answer: str, args: list[Any], expected: Any, *, right: bool
+) -> None:
+    assert (
+        passes(
+            {
+                "type": "code",
+                "function": "f",
+                "cases": [[args, expected], [args, expected]],
+            },
+            answer,
+        )
+        is right
+    )
 
 
 N = 20_000
@@ -129,10 +143,16 @@ ENDLESS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("answer", LARGE + [f"def f():\n    {body}" for body in ENDLESS])
+@pytest.mark.parametrize(
+    "answer", LARGE + [f"def f():\n    {body}" for body in ENDLESS]
+)
 def test_code_that_is_large_endless_or_reaches_out_is_not_computed(answer: str) -> None:
     """Where it were computed, the whole would be None, as expected; nothing large is made on the way."""
-    whole = f"{answer}\n    return None" if answer.startswith("def") else f"[{answer}] and None"
+    whole = (
+        f"{answer}\n    return None"
+        if answer.startswith("def")
+        else f"[{answer}] and None"
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert not passes({"type": "code", "cases": [[[], None]]}, whole)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
@@ -163,7 +183,10 @@ def test_no_answer_raises_or_hangs(check: dict[str, Any]) -> None:
     assert not read.passes("x" * N + "Zq Qq -77.25")  # more is not read
 
     @settings(max_examples=60)
-    @given(st.text(st.characters()) | st.text("0123456789.,/-+$%{}[]()\\\"'`*_ \nABab:=^e×−", max_size=60))
+    @given(
+        st.text(st.characters())
+        | st.text("0123456789.,/-+$%{}[]()\\\"'`*_ \nABab:=^e×−", max_size=60)
+    )
     def any_text(text: str) -> None:
         assert isinstance(read.passes(text), bool)
 

@@ -35,14 +35,25 @@ async def test_the_fleet_is_what_the_router_shows(tmp_path: Path) -> None:
         assert set(fleet.tiers) == set(STANDARD_TIERS) - {FAST}
         assert set(fleet.checkpoints) == set(STANDARD_TIERS)
         assert fleet.checkpoints[FAST] == stack.fleet.replicas[0].url
-        assert (fleet.in_flight, fleet.served, fleet.measuring, fleet.model) == (0, 0, None, "fake")
-        assert fleet.tiers[TierName.PRECISE].max_model_len == stack.fleet.spec(TierName.PRECISE).max_model_len
+        assert (fleet.in_flight, fleet.served, fleet.measuring, fleet.model) == (
+            0,
+            0,
+            None,
+            "fake",
+        )
+        assert (
+            fleet.tiers[TierName.PRECISE].max_model_len
+            == stack.fleet.spec(TierName.PRECISE).max_model_len
+        )
 
 
 async def test_a_router_that_is_not_there_is_named() -> None:
     (port,) = reserved_ports()
     async with RouterClient(f"http://127.0.0.1:{port}", "") as client:
-        with pytest.raises(ProfileError, match=rf"no router answers at http://127\.0\.0\.1:{port} \(ConnectError\)"):
+        with pytest.raises(
+            ProfileError,
+            match=rf"no router answers at http://127\.0\.0\.1:{port} \(ConnectError\)",
+        ):
             await client.fleet()
 
 
@@ -65,7 +76,11 @@ async def test_answers_are_greedy_and_of_one_tier(tmp_path: Path) -> None:
         found = await client.ask(PATH, FAST, CHAT, nothing)
         assert found["choices"][0]["message"]["content"] == "".join(ANSWER)
         (asked,) = stack.engines[FAST].requests
-        assert (asked["temperature"], asked["priority"], asked["max_tokens"]) == (0, 1, 8)
+        assert (asked["temperature"], asked["priority"], asked["max_tokens"]) == (
+            0,
+            1,
+            8,
+        )
 
 
 async def test_a_lasting_refusal_is_an_error(tmp_path: Path) -> None:
@@ -77,7 +92,9 @@ async def test_a_lasting_refusal_is_an_error(tmp_path: Path) -> None:
             await client.time(FAST, [1, 2], 4, nothing)
 
 
-async def test_a_passing_refusal_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_passing_refusal_is_waited_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tier that is away is asked again, but not for ever."""
     async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         replica = stack.fleet.replicas[0]
@@ -114,7 +131,11 @@ async def test_an_answer_is_timed_from_its_first_token(tmp_path: Path) -> None:
         assert timed.tpot_ms > 5
         assert timed.ended - timed.started >= timed.ttft_ms / 1000
         (asked,) = engine.requests
-        assert (asked["prompt"], asked["max_tokens"], asked["ignore_eos"]) == ([1, 2, 3], 5, True)
+        assert (asked["prompt"], asked["max_tokens"], asked["ignore_eos"]) == (
+            [1, 2, 3],
+            5,
+            True,
+        )
         assert (await client.time(FAST, [1], 1, nothing)).tpot_ms is None
 
 

@@ -51,9 +51,15 @@ async def idle(*, priorities: bool = True) -> AsyncIterator[Idle]:
     engine = Behaviour()
     async with serving_all(FakeEngine(engine).app) as (url,):
         fleet = Fleet(
-            tuple(TierSpec(name, 2048, 8, 16, digest=f"digest of {name}") for name in STANDARD_TIERS), machine="m"
+            tuple(
+                TierSpec(name, 2048, 8, 16, digest=f"digest of {name}")
+                for name in STANDARD_TIERS
+            ),
+            machine="m",
         )
-        replica = Replica("fast-0", fleet.spec(FAST), url, "secret", "fake", takes_priority=priorities)
+        replica = Replica(
+            "fast-0", fleet.spec(FAST), url, "secret", "fake", takes_priority=priorities
+        )
         fleet.add(replica).mark(ReplicaStatus.READY)
         found = Idle(IdleClient(fleet, "model", 0.0, lambda: (0, 0)), fleet, engine)
         found.client._requests = lambda: (found.requests, found.served)
@@ -69,7 +75,11 @@ async def test_it_asks_the_engine_itself() -> None:
         answer = await one.client.ask(PATH, FAST, CHAT, nothing)
         assert answer["choices"][0]["message"]["content"] == "".join(ANSWER)
         (asked,), (headers,) = one.engine.requests, one.engine.headers
-        assert (asked["model"], asked["temperature"], asked["priority"]) == ("fake", 0, PRIORITIES["batch"])
+        assert (asked["model"], asked["temperature"], asked["priority"]) == (
+            "fake",
+            0,
+            PRIORITIES["batch"],
+        )
         assert headers["authorization"] == "Bearer secret"
         assert one.fleet.output_share == 1.0
     async with idle(priorities=False) as one:
@@ -102,16 +112,28 @@ async def test_a_request_finds_the_engine_free(monkeypatch: pytest.MonkeyPatch) 
         assert len(one.engine.requests) == 2
 
 
-async def test_it_waits_while_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_waits_while_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Requests that are open, leases that are not its own, and engines that start: all of them go first."""
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     async with idle() as one:
         lease = one.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
-        starting = one.fleet.add(Replica("balanced-0", one.fleet.spec(BALANCED), "http://nowhere", "", "fake"))
+        starting = one.fleet.add(
+            Replica(
+                "balanced-0", one.fleet.spec(BALANCED), "http://nowhere", "", "fake"
+            )
+        )
         one.served, waits = 1, list[int]()
-        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, lambda: waits.append(1)))
-        ends = (lambda: setattr(one, "served", 0), lease.release, lambda: starting.mark(ReplicaStatus.READY))
+        asking = asyncio.create_task(
+            one.client.ask(PATH, FAST, CHAT, lambda: waits.append(1))
+        )
+        ends = (
+            lambda: setattr(one, "served", 0),
+            lease.release,
+            lambda: starting.mark(ReplicaStatus.READY),
+        )
         for end in ends:
             before = len(waits)
             await until(lambda before=before: len(waits) > before + 1)
@@ -120,7 +142,9 @@ async def test_it_waits_while_others_are_served(monkeypatch: pytest.MonkeyPatch)
         assert (await asking)["choices"]
 
 
-async def test_a_step_that_is_disturbed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_is_disturbed_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By a request that comes while it runs, whether that has ended by then or not."""
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     async with idle() as one:
@@ -161,8 +185,14 @@ async def test_to_be_cancelled_is_not_to_give_way() -> None:
 async def test_an_answer_is_timed() -> None:
     async with idle() as one:
         begun: list[bool] = []
-        timed = await one.client.time(FAST, [5, 6, 7], 4, lambda: begun.append(one.client.asking))
-        assert (begun, timed.prompt_tokens, one.engine.requests[0]["prompt"]) == ([True], 3, [5, 6, 7])
+        timed = await one.client.time(
+            FAST, [5, 6, 7], 4, lambda: begun.append(one.client.asking)
+        )
+        assert (begun, timed.prompt_tokens, one.engine.requests[0]["prompt"]) == (
+            [True],
+            3,
+            [5, 6, 7],
+        )
         assert 0 < timed.ttft_ms / 1000 <= timed.ended - timed.started
 
 
@@ -171,7 +201,10 @@ async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUSY_WAIT_S", 0.001)
     async with idle() as one:
         one.engine.status = 400
-        for asking in (one.client.ask(PATH, FAST, CHAT, nothing), one.client.time(FAST, [1], 4, nothing)):
+        for asking in (
+            one.client.ask(PATH, FAST, CHAT, nothing),
+            one.client.time(FAST, [1], 4, nothing),
+        ):
             with pytest.raises(ProfileError, match=r"fast answered HTTP 400: .*broken"):
                 await asking
         one.engine.status = 503
@@ -180,14 +213,24 @@ async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         one.engine.status = 200
         assert (await passing)["choices"]
         monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
-        for asking in (one.client.ask(PATH, BALANCED, CHAT, nothing), one.client.time(BALANCED, [1], 4, nothing)):
-            with pytest.raises(ProfileError, match="balanced answered HTTP 503: no slot is free"):
+        for asking in (
+            one.client.ask(PATH, BALANCED, CHAT, nothing),
+            one.client.time(BALANCED, [1], 4, nothing),
+        ):
+            with pytest.raises(
+                ProfileError, match="balanced answered HTTP 503: no slot is free"
+            ):
                 await asking
 
 
 async def test_an_engine_that_is_gone_is_named() -> None:
     async with idle() as one:
         one.fleet.replicas[0].url = "http://127.0.0.1:1"
-        for asking in (one.client.ask(PATH, FAST, CHAT, nothing), one.client.time(FAST, [1], 4, nothing)):
-            with pytest.raises(ProfileError, match=r"fast does not answer \(ConnectError\)"):
+        for asking in (
+            one.client.ask(PATH, FAST, CHAT, nothing),
+            one.client.time(FAST, [1], 4, nothing),
+        ):
+            with pytest.raises(
+                ProfileError, match=r"fast does not answer \(ConnectError\)"
+            ):
                 await asking

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.profiles import LatencyProfile, ProfileError, Sample, latency_name, load_latency, profile_name
+from router.policy.profiles import (
+    LatencyProfile,
+    ProfileError,
+    Sample,
+    latency_name,
+    load_latency,
+    profile_name,
+)
 from router.policy.table import PolicyStore
 from router.profiling.latency import fit
 from router.settings import load_settings
@@ -81,7 +88,9 @@ def test_answers_that_come_in_one_piece_have_no_pace() -> None:
     assert found.step_base_ms == alone.step_base_ms
 
 
-@given(st.lists(st.tuples(st.floats(1, 1e3), st.floats(0, 1e4)), min_size=3, max_size=30))
+@given(
+    st.lists(st.tuples(st.floats(1, 1e3), st.floats(0, 1e4)), min_size=3, max_size=30)
+)
 def test_coefficients_are_never_negative(points: list[tuple[float, float]]) -> None:
     """Whatever the samples, no time has a negative part."""
     found = least_squares([(1.0, x) for _, x in points], [y for y, _ in points])
@@ -96,8 +105,13 @@ def test_too_few_samples_are_an_error() -> None:
 def test_queue_for_a_place_counts() -> None:
     """Beyond the sequences that an engine runs, a request waits for others to end."""
     load = Load(SEQS + 3, 0, output_tokens=(SEQS + 3) * 100)
-    waiting = TRUE.times(10, load, SEQS, 0.5).ttft_ms - TRUE.times(10, Load(SEQS - 1, 0), SEQS, 0.5).ttft_ms
-    assert waiting == pytest.approx(4 * 2 * 50 * TRUE.step_ms(SEQS) / (SEQS + 1) + 1.5 * 6)
+    waiting = (
+        TRUE.times(10, load, SEQS, 0.5).ttft_ms
+        - TRUE.times(10, Load(SEQS - 1, 0), SEQS, 0.5).ttft_ms
+    )
+    assert waiting == pytest.approx(
+        4 * 2 * 50 * TRUE.step_ms(SEQS) / (SEQS + 1) + 1.5 * 6
+    )
 
 
 def test_engine_time_is_shared_by_the_batch() -> None:
@@ -116,7 +130,10 @@ def test_a_profile_of_another_machine_or_checkpoint_is_refused(tmp_path: Path) -
     path = tmp_path / latency_name(served, "big")
     path.write_text(profile.model_dump_json())
     load_latency(path).check(served, "big", path)
-    with pytest.raises(ProfileError, match="measured on big, this is small; run 'qarr profile latency' again"):
+    with pytest.raises(
+        ProfileError,
+        match="measured on big, this is small; run 'qarr profile latency' again",
+    ):
         profile.check(served, "small", path)
     with pytest.raises(ProfileError, match="another checkpoint of fast: a, here is z"):
         profile.check({**served, FAST: "z"}, "big", path)
@@ -126,15 +143,23 @@ def test_a_profile_of_another_machine_or_checkpoint_is_refused(tmp_path: Path) -
     assert latency_name(served, "big") != latency_name(served, "small")
 
 
-def test_a_router_starts_without_profiles_that_it_cannot_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_router_starts_without_profiles_that_it_cannot_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One of another release, or half a file: said so with what to run, and counted as not measured."""
     served: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: "c"}
-    specs = tuple(TierSpec(tier, 2048, 16, 32, digest=digest) for tier, digest in served.items())
+    specs = tuple(
+        TierSpec(tier, 2048, 16, 32, digest=digest) for tier, digest in served.items()
+    )
     fleet = Fleet(specs, machine="big")
     identities = {spec.name: spec.identity for spec in specs}
     for name in (latency_name(identities, "big"), profile_name(identities)):
         (tmp_path / name).write_text('{"version": 9}')
-    policy = PolicyStore(load_settings(None, {"policy": {"profiles": str(tmp_path)}}).policy, fleet, "made-8B")
+    policy = PolicyStore(
+        load_settings(None, {"policy": {"profiles": str(tmp_path)}}).policy,
+        fleet,
+        "made-8B",
+    )
     assert policy.quality is None
     assert not fleet.speeds
     for kind in ("quality", "latency"):

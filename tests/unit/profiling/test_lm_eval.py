@@ -13,7 +13,14 @@ import pytest
 from classifier import Complexity, PromptClass
 from router.policy.profiles import ProfileError
 from router.profiling.client import FleetState
-from router.profiling.lm_eval import CLASSES, Imported, Known, Sample, import_runs, read_classes
+from router.profiling.lm_eval import (
+    CLASSES,
+    Imported,
+    Known,
+    Sample,
+    import_runs,
+    read_classes,
+)
 from tiers.spec import STANDARD_TIERS, TierName
 
 LOGS = Path(__file__).with_name("lm_eval_logs")
@@ -28,9 +35,13 @@ def imported(*folders: Path, known: dict[str, Known] = USUAL) -> Imported:
 
 
 def flips(made: Imported) -> dict[TierName, tuple[int, int, int]]:
-    found = {tier: [count.flips for count in made.profile.of(tier)] for tier in (FAST, BALANCED)}
+    found = {
+        tier: [count.flips for count in made.profile.of(tier)]
+        for tier in (FAST, BALANCED)
+    }
     return {
-        tier: (sum(f[0] for f in one), sum(f[1] for f in one), sum(f[2] for f in one)) for tier, one in found.items()
+        tier: (sum(f[0] for f in one), sum(f[1] for f in one), sum(f[2] for f in one))
+        for tier, one in found.items()
     }
 
 
@@ -39,7 +50,9 @@ def logs(tmp_path: Path) -> Path:
     return Path(shutil.copytree(LOGS, tmp_path / "logs"))
 
 
-def change(folder: Path, make: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+def change(
+    folder: Path, make: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+) -> None:
     (path,) = folder.glob("samples_*.jsonl")
     rows = make([json.loads(line) for line in path.read_text("utf-8").splitlines()])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
@@ -49,27 +62,43 @@ def test_one_folder_with_a_run_of_each_tier_is_a_profile_of_the_fleet() -> None:
     """Right: precise and balanced 5 of 8, fast 2 others; each answer once, though two filters judged it."""
     made = imported(LOGS)
     assert flips(made) == {FAST: (7, 5, 2), BALANCED: (5, 0, 0)}
-    assert {(count.prompt_class, count.answered > 0) for count in made.profile.counts} == {(PromptClass.MATH, True)}
+    assert {
+        (count.prompt_class, count.answered > 0) for count in made.profile.counts
+    } == {(PromptClass.MATH, True)}
     assert sum(count.asked for count in made.profile.of(FAST)) == 8
-    assert (made.profile.checkpoints, made.profile.model, set(made.unpaired.values())) == (DIGESTS, "m", {0})
+    assert (
+        made.profile.checkpoints,
+        made.profile.model,
+        set(made.unpaired.values()),
+    ) == (DIGESTS, "m", {0})
     assert made.profile.tasks == "lm-evaluation-harness (gsm_short)"
 
 
 def test_only_equal_prompts_are_paired(logs: Path) -> None:
     """Of the same document, with the same few-shot examples."""
-    change(logs / "fast", lambda rows: [{**row, "prompt_hash": "other"} if row["doc_id"] < 3 else row for row in rows])
+    change(
+        logs / "fast",
+        lambda rows: [
+            {**row, "prompt_hash": "other"} if row["doc_id"] < 3 else row
+            for row in rows
+        ],
+    )
     made = imported(logs)
     assert made.unpaired == {BALANCED: 0, FAST: 3}
     assert sum(count.answered for count in made.profile.of(FAST)) == 5
     change(logs / "fast", lambda rows: [{**row, "doc_hash": "other"} for row in rows])
-    with pytest.raises(ProfileError, match="fast and precise answered no prompt in common"):
+    with pytest.raises(
+        ProfileError, match="fast and precise answered no prompt in common"
+    ):
         imported(logs)
 
 
 def test_the_newest_run_counts_and_a_tier_may_be_said(logs: Path) -> None:
     """Of the model's name and what was said, the latter."""
     (path,) = (logs / "balanced").glob("samples_*.jsonl")
-    shutil.copy(path, logs / "fast" / "samples_gsm_short_2999-01-01T00-00-00.000000.jsonl")
+    shutil.copy(
+        path, logs / "fast" / "samples_gsm_short_2999-01-01T00-00-00.000000.jsonl"
+    )
     with pytest.raises(ProfileError, match="give it as TIER=DIR"):
         imported(logs)
     runs = [(FAST, logs / "fast"), (PRECISE, logs / "precise")]
@@ -78,20 +107,31 @@ def test_the_newest_run_counts_and_a_tier_may_be_said(logs: Path) -> None:
 
 def test_classes_of_tasks_are_read(tmp_path: Path) -> None:
     """JSON or TOML; an own pattern before the usual ones; a fault names the file and the place."""
-    (toml := tmp_path / "own.toml").write_text('"gsm_*" = { class = "chat", complexity = "complex" }')
+    (toml := tmp_path / "own.toml").write_text(
+        '"gsm_*" = { class = "chat", complexity = "complex" }'
+    )
     made = imported(LOGS, known={**read_classes(toml), **USUAL})
-    assert {(c.prompt_class, c.complexity) for c in made.profile.counts} == {(PromptClass.CHAT, Complexity.COMPLEX)}
+    assert {(c.prompt_class, c.complexity) for c in made.profile.counts} == {
+        (PromptClass.CHAT, Complexity.COMPLEX)
+    }
     (own := tmp_path / "own.json").write_text('{"a": "code", "b": "poems"}')
     with pytest.raises(ProfileError, match=r"own\.json: b\.class"):
         read_classes(own)
     own.write_text('{"a": "code"}')
     assert read_classes(own)["a"].prompt_class is PromptClass.CODE
-    with pytest.raises(ProfileError, match=r"class of the task gsm_short is not known.*--classes"):
+    with pytest.raises(
+        ProfileError, match=r"class of the task gsm_short is not known.*--classes"
+    ):
         imported(LOGS, known={})
 
 
 def sample(arg: Any = "What?", **metrics: Any) -> Sample:
-    base = {"doc_id": 0, "doc_hash": "d", "prompt_hash": "p", "arguments": {"gen_args_0": {"arg_0": arg}}}
+    base = {
+        "doc_id": 0,
+        "doc_hash": "d",
+        "prompt_hash": "p",
+        "arguments": {"gen_args_0": {"arg_0": arg}},
+    }
     return Sample.model_validate({**base, "metrics": list(metrics), **metrics})
 
 
@@ -101,18 +141,26 @@ def sample(arg: Any = "What?", **metrics: Any) -> Sample:
         ({"exact_match": 1.0, "f1": 0.2}, True),
         ({"acc_norm": 1.0, "acc": 0.0}, False),
         ({"pass@1": 1}, True),
-        ({"prompt_level_strict_acc": False, "inst_level_strict_acc": [True, False]}, False),
+        (
+            {"prompt_level_strict_acc": False, "inst_level_strict_acc": [True, False]},
+            False,
+        ),
         ({"4096": 1.0, "8192": -1.0}, True),
         ({"bleu": 3.1}, None),
     ],
 )
-def test_the_strictest_metric_tells_what_is_right(metrics: dict[str, Any], right: object) -> None:
+def test_the_strictest_metric_tells_what_is_right(
+    metrics: dict[str, Any], right: object
+) -> None:
     assert sample(**metrics).right is right
 
 
 def test_the_prompt_of_a_chat_is_its_last_user_message() -> None:
     """Few-shot examples are turns before it; a completion's prompt is whole."""
-    turns = [{"role": role, "content": text} for role, text in (("user", "1+1?"), ("assistant", "2"), ("user", "2+2?"))]
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("user", "1+1?"), ("assistant", "2"), ("user", "2+2?"))
+    ]
     assert sample([json.dumps(turns)]).prompt == "2+2?"
     assert sample("Q: 1+1?\nA:").prompt == "Q: 1+1?\nA:"
 

@@ -24,7 +24,12 @@ NO_MATCH = {"type": "contains", "all": ["Berlin"]}
 
 
 def task(name: str, check: dict[str, Any] = PARIS, **more: Any) -> Task:
-    fields = {"class": "chat", "complexity": "trivial", "prompt": f"What is {name}?", "max_tokens": 8}
+    fields = {
+        "class": "chat",
+        "complexity": "trivial",
+        "prompt": f"What is {name}?",
+        "max_tokens": 8,
+    }
     return Task.model_validate({"id": name, "check": check, **fields, **more})
 
 
@@ -44,8 +49,12 @@ async def measured(
     return await measure(client, made, lambda *_: None)
 
 
-def flips(profile: QualityProfile) -> dict[tuple[TierName, PromptClass], tuple[int, int, int]]:
-    return {(count.tier, count.prompt_class): tuple(count.flips) for count in profile.counts}
+def flips(
+    profile: QualityProfile,
+) -> dict[tuple[TierName, PromptClass], tuple[int, int, int]]:
+    return {
+        (count.tier, count.prompt_class): tuple(count.flips) for count in profile.counts
+    }
 
 
 def asked(stack: Stack) -> dict[TierName, int]:
@@ -56,34 +65,53 @@ def asked(stack: Stack) -> dict[TierName, int]:
 
 
 @pytest.mark.anyio
-async def test_an_adapter_is_measured_on_the_tiers_that_offer_it(tmp_path: Path) -> None:
+async def test_an_adapter_is_measured_on_the_tiers_that_offer_it(
+    tmp_path: Path,
+) -> None:
     """It answers everywhere, on the reference too; what the model itself lost is no part of it."""
     async with connected(tmp_path) as (stack, client):
         await measured(client, tmp_path)
         asked(stack)
-        with pytest.raises(ProfileError, match="tier precise does not offer the adapter support"):
+        with pytest.raises(
+            ProfileError, match="tier precise does not offer the adapter support"
+        ):
             await measured(client, tmp_path, adapter="support")
-        for tiers, wrong in ((["precise"], "no tier but precise offers"), (["fast"], None)):
+        for tiers, wrong in (
+            (["precise"], "no tier but precise offers"),
+            (["fast"], None),
+        ):
             body = {"name": "support", "path": "/x", "tiers": tiers}
-            (await stack.client.post(f"{stack.url}/admin/adapters", json=body)).raise_for_status()
+            (
+                await stack.client.post(f"{stack.url}/admin/adapters", json=body)
+            ).raise_for_status()
             if wrong:
                 with pytest.raises(ProfileError, match=wrong):
                     await measured(client, tmp_path, adapter="support")
         profile = await measured(client, tmp_path, adapter="support")
-        models = [request["model"] for engine in stack.engines.values() for request in engine.requests]
+        models = [
+            request["model"]
+            for engine in stack.engines.values()
+            for request in engine.requests
+        ]
         assert (profile.adapter, set(models)) == ("support", {"support"})
         assert {count.tier for count in profile.counts} == {FAST}
         assert asked(stack)[BALANCED] == 0
 
 
 @pytest.mark.anyio
-async def test_each_task_is_answered_once_a_tier_and_some_answers_are_scored(tmp_path: Path) -> None:
+async def test_each_task_is_answered_once_a_tier_and_some_answers_are_scored(
+    tmp_path: Path,
+) -> None:
     async with connected(tmp_path) as (stack, client):
         profile = await measured(client, tmp_path)
         assert asked(stack) == {FAST: 2, BALANCED: 2, PRECISE: 2 + 4}
         kinds = PromptClass.CHAT, PromptClass.CODE
-        assert flips(profile) == {(tier, kind): (1, 0, 0) for tier in (FAST, BALANCED) for kind in kinds}
-        assert {count.diagnosis.disagreement for count in profile.counts if count.diagnosis} == {0}
+        assert flips(profile) == {
+            (tier, kind): (1, 0, 0) for tier in (FAST, BALANCED) for kind in kinds
+        }
+        assert {
+            count.diagnosis.disagreement for count in profile.counts if count.diagnosis
+        } == {0}
         assert (profile.whole, profile.tasks) == (True, "two tasks")
         (tmp_path / "journal.jsonl").unlink()
         asked(stack)
@@ -106,8 +134,12 @@ async def test_the_journal_saves_what_was_judged(tmp_path: Path) -> None:
         assert sum(asked(stack).values()) == 0
         journal = tmp_path / "journal.jsonl"
         whole = journal.read_text().splitlines()
-        kept = [row for row in map(json.loads, whole) if row["answer"]["tier"] != "fast"]
-        next(row for row in kept if row["answer"]["tier"] == "balanced")["setting"] = "other weights"
+        kept = [
+            row for row in map(json.loads, whole) if row["answer"]["tier"] != "fast"
+        ]
+        next(row for row in kept if row["answer"]["tier"] == "balanced")["setting"] = (
+            "other weights"
+        )
         journal.write_text("\n".join(map(json.dumps, kept)) + "\n" + whole[0][:30])
         assert (await measured(client, tmp_path)).counts == first.counts
         assert asked(stack) == {FAST: 2, BALANCED: 1, PRECISE: 3}  # scores
@@ -127,19 +159,31 @@ async def test_worse_and_better_answers_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_reference_and_lowest_tier_get_wrong_is_asked_of_no_other(tmp_path: Path) -> None:
+async def test_what_reference_and_lowest_tier_get_wrong_is_asked_of_no_other(
+    tmp_path: Path,
+) -> None:
     async with connected(tmp_path) as (stack, client):
-        profile = await measured(client, tmp_path, (task("one", NO_MATCH),), diagnosed=0)
+        profile = await measured(
+            client, tmp_path, (task("one", NO_MATCH),), diagnosed=0
+        )
         assert asked(stack) == {FAST: 1, BALANCED: 0, PRECISE: 1}
-        assert flips(profile) == {(tier, PromptClass.CHAT): (0, 0, 0) for tier in (FAST, BALANCED)}
+        assert flips(profile) == {
+            (tier, PromptClass.CHAT): (0, 0, 0) for tier in (FAST, BALANCED)
+        }
         await measured(client, tmp_path, (task("one", NO_MATCH),), diagnosed=0)
         assert sum(asked(stack).values()) == 0
 
 
 @pytest.mark.anyio
-async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(tmp_path: Path) -> None:
+async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(
+    tmp_path: Path,
+) -> None:
     """By the worth that the policy gives a kind on any tier; what is known is told on the way."""
-    tasks = tuple(task(f"{kind} {n}", **{"class": kind}) for kind in ("chat", "math", "code") for n in range(30))
+    tasks = tuple(
+        task(f"{kind} {n}", **{"class": kind})
+        for kind in ("chat", "math", "code")
+        for n in range(30)
+    )
     told: list[QualityProfile] = []
     worth = {PromptClass.CHAT: 1.0, PromptClass.MATH: 2.0, PromptClass.CODE: 0.0}
     async with connected(tmp_path) as (stack, client):
@@ -147,9 +191,14 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(t
             client, tmp_path, tasks, diagnosed=0, parallel=1, keep=told.append,
             worth=lambda tier, kind: worth[kind[0]] if tier is FAST else 0.0,
         )  # fmt: skip
-        prompts = [request["messages"][0]["content"] for request in stack.engines[FAST].requests]
+        prompts = [
+            request["messages"][0]["content"]
+            for request in stack.engines[FAST].requests
+        ]
     assert {*prompts} == {t.prompt for t in tasks[:60]}
-    assert sum("math" in prompt for prompt in prompts[:18]) == 12, "twice as often, as it is worth twice as much"
+    assert sum("math" in prompt for prompt in prompts[:18]) == 12, (
+        "twice as often, as it is worth twice as much"
+    )
     assert [(one.whole, sum(c.asked for c in one.counts if c.tier is FAST)) for one in told] == [
         (False, 20), (False, 40), (False, 60),
     ]  # fmt: skip
@@ -167,7 +216,9 @@ async def test_code_is_run_only_if_that_is_asked_for(tmp_path: Path) -> None:
         return False
 
     async with connected(tmp_path) as (stack, client):
-        profile = await measured(client, tmp_path, (ran, task("long " * 5000)), diagnosed=0)
+        profile = await measured(
+            client, tmp_path, (ran, task("long " * 5000)), diagnosed=0
+        )
         assert (profile.counts, sum(asked(stack).values())) == ((), 0)
         await measured(client, tmp_path, (ran,), diagnosed=0, runs=runs)
         assert seen == [("The capital of France is Paris.", "assert f(2) == 4")] * 2
@@ -179,7 +230,9 @@ async def test_disagreement_is_measured(tmp_path: Path) -> None:
     async with connected(tmp_path) as (stack, client):
         stack.engines[PRECISE].rank = 2
         counts = (await measured(client, tmp_path)).counts
-        assert {count.diagnosis.disagreement for count in counts if count.diagnosis} == {1.0}
+        assert {
+            count.diagnosis.disagreement for count in counts if count.diagnosis
+        } == {1.0}
 
 
 @pytest.mark.anyio
@@ -188,7 +241,10 @@ async def test_without_the_reference_nothing_is_measured(tmp_path: Path) -> None
         for replica in stack.fleet.replicas:
             if replica.spec.name is PRECISE:
                 replica.mark(ReplicaStatus.DRAINING)
-        with pytest.raises(ProfileError, match="tier precise is not ready, and the others are measured against it"):
+        with pytest.raises(
+            ProfileError,
+            match="tier precise is not ready, and the others are measured against it",
+        ):
             await measured(client, tmp_path)
         assert sum(asked(stack).values()) == 0
 
@@ -207,4 +263,6 @@ async def test_a_tier_that_refuses_ends_the_measurement(tmp_path: Path) -> None:
 async def test_the_profile_holds_no_text(tmp_path: Path) -> None:
     async with connected(tmp_path) as (_, client):
         profile = await measured(client, tmp_path)
-        assert not any(text in profile.model_dump_json() for text in ("What is", "Paris"))
+        assert not any(
+            text in profile.model_dump_json() for text in ("What is", "Paris")
+        )

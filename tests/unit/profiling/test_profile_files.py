@@ -24,7 +24,9 @@ SERVED: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: None}
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def latency(tiers: tuple[TierName, ...], step_ms: float, machine: str = "m") -> LatencyProfile:
+def latency(
+    tiers: tuple[TierName, ...], step_ms: float, machine: str = "m"
+) -> LatencyProfile:
     error = FitError(median=0, p95=0)
     fits = tuple(
         Fit(tier=tier, ttft_base_ms=1, prefill_ms_per_token=1, ttft_steps=0, step_base_ms=step_ms,
@@ -32,7 +34,14 @@ def latency(tiers: tuple[TierName, ...], step_ms: float, machine: str = "m") -> 
             ttft_error=error, tpot_error=error, samples=0)
         for tier in tiers
     )  # fmt: skip
-    return LatencyProfile(created=NOW, model="m", machine=machine, checkpoints=SERVED, fits=fits, samples=())
+    return LatencyProfile(
+        created=NOW,
+        model="m",
+        machine=machine,
+        checkpoints=SERVED,
+        fits=fits,
+        samples=(),
+    )
 
 
 def test_one_measurement_writes_at_a_time(tmp_path: Path) -> None:
@@ -40,7 +49,9 @@ def test_one_measurement_writes_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "here"
     with (
         only_one(folder),
-        pytest.raises(ProfileError, match=r"another measurement writes .* 'qarr doctor'"),
+        pytest.raises(
+            ProfileError, match=r"another measurement writes .* 'qarr doctor'"
+        ),
         only_one(folder),
     ):
         pass
@@ -51,7 +62,9 @@ def test_one_measurement_writes_at_a_time(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(ProfileError, match=r"policy\.profiles: .*file/folder cannot be written"),
+        pytest.raises(
+            ProfileError, match=r"policy\.profiles: .*file/folder cannot be written"
+        ),
         only_one(tmp_path / "file" / "folder"),
     ):
         pass
@@ -72,7 +85,9 @@ def test_tiers_that_are_left_out_keep_their_speed(tmp_path: Path) -> None:
 
 
 def test_a_quality_profile_is_the_same_after_its_file(tmp_path: Path) -> None:
-    profile = QualityProfile(created=NOW, model="m", checkpoints=SERVED, tasks="made", counts=())
+    profile = QualityProfile(
+        created=NOW, model="m", checkpoints=SERVED, tasks="made", counts=()
+    )
     path = keep_quality(tmp_path, profile)
     assert load_profile(path) == profile
     assert keep_quality(tmp_path, profile.model_copy(update={"adapter": "a"})) != path

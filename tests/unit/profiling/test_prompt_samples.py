@@ -28,7 +28,9 @@ def test_samples_are_prompts_with_their_class(tmp_path: Path) -> None:
     texts = ["two\nlines", "ünïcode \u2028", 'a "quote"']
     lines_after(path, 1.0, *texts)
     rows = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
-    assert [(row["text"], row["class"]) for row in rows] == [(text, "code") for text in texts]
+    assert [(row["text"], row["class"]) for row in rows] == [
+        (text, "code") for text in texts
+    ]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -42,7 +44,9 @@ def test_nothing_is_kept_of_no_share(tmp_path: Path) -> None:
     assert lines_after(tmp_path / "prompts.jsonl", 0.0, "a", "b", "c") == []
 
 
-@pytest.mark.parametrize(("before", "kept"), [(MAX_PROMPTS - 1, 1), (MAX_PROMPTS, 0), (MAX_PROMPTS + 5, 0)])
+@pytest.mark.parametrize(
+    ("before", "kept"), [(MAX_PROMPTS - 1, 1), (MAX_PROMPTS, 0), (MAX_PROMPTS + 5, 0)]
+)
 def test_a_full_file_takes_no_more(tmp_path: Path, before: int, kept: int) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("{}\n" * before)

@@ -45,7 +45,12 @@ def test_code_is_found_in_an_answer(answer: str, code: str) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "passed"),
-    [(f"Here:\n```python\n{SOLVED}```", True), (SOLVED.replace("2", "3"), False), ("def f(x:", False), (LATE, True)],
+    [
+        (f"Here:\n```python\n{SOLVED}```", True),
+        (SOLVED.replace("2", "3"), False),
+        ("def f(x:", False),
+        (LATE, True),
+    ],
 )
 def test_the_test_decides(answer: str, *, passed: bool) -> None:
     assert asyncio.run(passes(answer, TEST)) is passed
@@ -102,22 +107,38 @@ def test_no_connection_is_made() -> None:
         server.settimeout(0.2)
         for call in (f"s.connect({server.getsockname()!r})", "socket.socket()"):
             done = subprocess.run(
-                [sys.executable, "-c", UNDER_LOCK + call], capture_output=True, text=True, check=False, timeout=100
+                [sys.executable, "-c", UNDER_LOCK + call],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=100,
             )
             assert "PermissionError" in done.stderr
         with pytest.raises(TimeoutError):
             server.accept()
 
 
-def test_nothing_is_left_of_what_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_what_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert not run("import time; time.sleep(60)", "", seconds=0.3)
     assert not list(tmp_path.iterdir())
-    assert not [child for child in psutil.Process().children() if "sandbox.py" in " ".join(child.cmdline())]
+    assert not [
+        child
+        for child in psutil.Process().children()
+        if "sandbox.py" in " ".join(child.cmdline())
+    ]
 
 
 def test_nothing_runs_where_the_lock_is_not_known() -> None:
     other = "import ctypes; ctypes.CDLL(None).personality(8); from router.profiling.run_code import run; run('', '')"
-    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", other],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
     assert "ProfileError: code is not run" in done.stderr
     assert "no list of system calls" in done.stderr

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.profiles import TOP_K, Diagnosis, profile_name
-from router.profiling.scoring import Judged, Scores, answer_body, compare, count, kl_divergence, score
+from router.profiling.scoring import (
+    Judged,
+    Scores,
+    answer_body,
+    compare,
+    count,
+    kl_divergence,
+    score,
+)
 from tests.unit.policy.made_profiles import counted, quality
 from tests.unit.router_stack import Stack, router_stack
 from tests.waiting import until
@@ -30,9 +38,13 @@ def test_kl_by_hand() -> None:
     """Two full distributions give the textbook figure; what is cut off is compared as one rest."""
     assert kl_divergence(logs(0.5, 0.5), logs(0.5, 0.5)) == pytest.approx(0, abs=1e-6)
     by_hand = 0.75 * math.log(0.75 / 0.25) + 0.25 * math.log(0.25 / 0.75)
-    assert kl_divergence(logs(0.75, 0.25), logs(0.25, 0.75)) == pytest.approx(by_hand, abs=1e-6)
+    assert kl_divergence(logs(0.75, 0.25), logs(0.25, 0.75)) == pytest.approx(
+        by_hand, abs=1e-6
+    )
     truncated = 0.6 * math.log(0.6 / 0.3) + 0.4 * math.log(0.4 / 0.7)
-    assert kl_divergence({7: math.log(0.6)}, {7: math.log(0.3), 8: math.log(0.2)}) == pytest.approx(truncated)
+    assert kl_divergence(
+        {7: math.log(0.6)}, {7: math.log(0.3), 8: math.log(0.2)}
+    ) == pytest.approx(truncated)
     assert kl_divergence({1: math.log(0.9)}, {2: math.log(0.9)}) == pytest.approx(
         0, abs=1e-6
     )  # nothing shared: unknown
@@ -46,23 +58,42 @@ def test_kl_by_hand() -> None:
 def test_truncation_never_raises_kl(p: list[float], q: list[float], kept: int) -> None:
     """With fewer tokens known the figure is a lower bound of the true one, and never negative."""
     full_p, full_q = logs(*(x / sum(p) for x in p)), logs(*(x / sum(q) for x in q))
-    top = [dict(sorted(d.items(), key=lambda item: -item[1])[:kept]) for d in (full_p, full_q)]
+    top = [
+        dict(sorted(d.items(), key=lambda item: -item[1])[:kept])
+        for d in (full_p, full_q)
+    ]
     exact = sum(math.exp(full_p[t]) * (full_p[t] - full_q[t]) for t in full_p)
     assert 0 <= kl_divergence(*top) <= exact + 1e-6
 
 
 def test_scores_by_hand() -> None:
     """Disagreement by rank, and regret against the reference's own first choice."""
-    reference = [{10: (math.log(0.9), 1)}, {11: (math.log(0.2), 2), 99: (math.log(0.7), 1)}, {12: (math.log(0.5), 1)}]
-    found = compare([10, 11, 12], [{10: math.log(0.9)}, {11: 0.0}, {12: math.log(0.5)}], reference)
+    reference = [
+        {10: (math.log(0.9), 1)},
+        {11: (math.log(0.2), 2), 99: (math.log(0.7), 1)},
+        {12: (math.log(0.5), 1)},
+    ]
+    found = compare(
+        [10, 11, 12], [{10: math.log(0.9)}, {11: 0.0}, {12: math.log(0.5)}], reference
+    )
     assert (found.tokens, found.disagreed) == (3, 1)
     assert found.regret == pytest.approx(math.log(0.7 / 0.2))
     assert found.kl > 0
 
 
 def answered(*tops: dict[int, float], ids: list[int]) -> dict[str, Any]:
-    content = [{"top_logprobs": [{"token": f"token_id:{t}", "logprob": p} for t, p in top.items()]} for top in tops]
-    return {"prompt_token_ids": [1, 2], "choices": [{"token_ids": ids, "logprobs": {"content": content or None}}]}
+    content = [
+        {
+            "top_logprobs": [
+                {"token": f"token_id:{t}", "logprob": p} for t, p in top.items()
+            ]
+        }
+        for top in tops
+    ]
+    return {
+        "prompt_token_ids": [1, 2],
+        "choices": [{"token_ids": ids, "logprobs": {"content": content or None}}],
+    }
 
 
 @pytest.mark.anyio
@@ -81,42 +112,83 @@ async def test_the_reference_scores_the_answer_after_its_prompt() -> None:
 
     found = await score(answered({7: -0.1, 8: -2.5}, {9: -0.3}, ids=[7, 9, 0]), ask)
     assert (found.tokens, found.disagreed, round(found.regret, 6)) == (2, 1, 2.9)
-    assert asked == [{"prompt": [1, 2, 7, 9], "max_tokens": 1, "temperature": 0, "prompt_logprobs": TOP_K}]
+    assert asked == [
+        {
+            "prompt": [1, 2, 7, 9],
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": TOP_K,
+        }
+    ]
     assert (await score(answered(ids=[2]), ask)).tokens == 0
     assert len(asked) == 1
 
 
 def test_answers_are_greedy_and_bounded() -> None:
     body = answer_body([{"role": "user", "content": "hi"}], 24, scored=True)
-    assert (body["temperature"], body["max_tokens"], body["top_logprobs"]) == (0, 24, TOP_K)
-    assert body["return_token_ids"] is body["return_tokens_as_token_ids"] is body["logprobs"] is True
+    assert (body["temperature"], body["max_tokens"], body["top_logprobs"]) == (
+        0,
+        24,
+        TOP_K,
+    )
+    assert (
+        body["return_token_ids"]
+        is body["return_tokens_as_token_ids"]
+        is body["logprobs"]
+        is True
+    )
     plain = answer_body([{"role": "user", "content": "hi"}], 24, scored=False)
     assert plain.keys() == {"messages", "temperature", "max_tokens"}
 
 
-def judged(task: str, tier: TierName, *, right: bool, scores: Scores | None = None) -> Judged:
+def judged(
+    task: str, tier: TierName, *, right: bool, scores: Scores | None = None
+) -> Judged:
     return Judged(
-        task=task, prompt_class=PromptClass.MATH, complexity=Complexity.TRIVIAL, tier=tier, right=right, scores=scores
+        task=task,
+        prompt_class=PromptClass.MATH,
+        complexity=Complexity.TRIVIAL,
+        tier=tier,
+        right=right,
+        scores=scores,
     )
 
 
 def test_answers_are_paired_by_task() -> None:
     """What only one of both has answered is no pair; diagnoses are weighted by tokens."""
     answers = [judged(name, PRECISE, right=name in "abcx") for name in "abcdex"]
-    scores = Scores(tokens=10, disagreed=5, kl=1.0, regret=2.0), Scores(tokens=30, disagreed=0, kl=0.0, regret=0.0)
-    answers += [judged("a", FAST, right=True, scores=scores[0]), judged("b", FAST, right=False, scores=scores[1])]
-    answers += [judged("c", FAST, right=False), judged("d", FAST, right=True), judged("e", FAST, right=False)]
+    scores = (
+        Scores(tokens=10, disagreed=5, kl=1.0, regret=2.0),
+        Scores(tokens=30, disagreed=0, kl=0.0, regret=0.0),
+    )
+    answers += [
+        judged("a", FAST, right=True, scores=scores[0]),
+        judged("b", FAST, right=False, scores=scores[1]),
+    ]
+    answers += [
+        judged("c", FAST, right=False),
+        judged("d", FAST, right=True),
+        judged("e", FAST, right=False),
+    ]
     answers.append(judged("y", FAST, right=True))
     (found,) = count(answers, [FAST])
-    assert (found.tier, found.prompt_class, found.complexity) == (FAST, PromptClass.MATH, Complexity.TRIVIAL)
+    assert (found.tier, found.prompt_class, found.complexity) == (
+        FAST,
+        PromptClass.MATH,
+        Complexity.TRIVIAL,
+    )
     assert (found.asked, found.right, found.answered) == (6, 4, 5)
     assert (found.worse, found.better, found.both) == (2, 1, 1)
     assert found.flips == (4, 2, 1)
-    assert found.diagnosis == Diagnosis(tokens=40, disagreement=0.125, kl=0.025, regret=0.05)
+    assert found.diagnosis == Diagnosis(
+        tokens=40, disagreement=0.125, kl=0.025, regret=0.05
+    )
 
 
 async def _route(stack: Stack, prompt: str, **wishes: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = (await stack.client.post(f"{stack.url}/route", json={"prompt": prompt, **wishes})).json()
+    answer: dict[str, Any] = (
+        await stack.client.post(f"{stack.url}/route", json={"prompt": prompt, **wishes})
+    ).json()
     return answer
 
 
@@ -134,7 +206,8 @@ async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
             for each in Complexity
         ]
         path = tmp_path / profile_name(checkpoints)
-        path.write_text(quality(*counts, identities=checkpoints).model_dump_json())  # taken up while the router runs
+        # taken up while the router runs
+        path.write_text(quality(*counts, identities=checkpoints).model_dump_json())
 
         async def answers() -> int:
             number: int = (await _route(stack, prompt))["tiers"][0]["loss_answers"]
@@ -144,13 +217,23 @@ async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
         tiers = {}
         for bound in (0.5, 0.1, 0.001):
             decision = await _route(stack, prompt, sla={"max_quality_loss": bound})
-            tiers[bound] = [t["tier"] for t in decision["tiers"] if "allowed" not in t["verdict"]]
+            tiers[bound] = [
+                t["tier"] for t in decision["tiers"] if "allowed" not in t["verdict"]
+            ]
             losses = {t["tier"]: t["expected_loss"] for t in decision["tiers"]}
             assert losses["fast"] == pytest.approx(0.2, abs=0.03)
             assert losses["precise"] == 0
-        assert tiers == {0.5: ["fast", "balanced", "precise"], 0.1: ["balanced", "precise"], 0.001: ["precise"]}
+        assert tiers == {
+            0.5: ["fast", "balanced", "precise"],
+            0.1: ["balanced", "precise"],
+            0.001: ["precise"],
+        }
         decision = await _route(stack, prompt)
-        assert [tier["loss_source"] for tier in decision["tiers"]] == ["measured", "measured", "published"]
+        assert [tier["loss_source"] for tier in decision["tiers"]] == [
+            "measured",
+            "measured",
+            "published",
+        ]
         assert (
             "fast may get up to 23 of 100 answers wrong that precise gets right (measured on 400 answers)"
             in decision["reason"]

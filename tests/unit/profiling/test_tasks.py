@@ -12,31 +12,71 @@ from classifier import Complexity, PromptClass
 from router.policy.profiles import ProfileError
 from router.profiling.tasks import TASKS, read_tasks
 
-TASK: dict[str, Any] = {"prompt": "Write a poem\u2028", "max_tokens": 8, "check": {"type": "exact", "values": ["x"]}}
+TASK: dict[str, Any] = {
+    "prompt": "Write a poem\u2028",
+    "max_tokens": 8,
+    "check": {"type": "exact", "values": ["x"]},
+}
 
 
 def read(path: Path, *rows: Any) -> Any:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows))
+    path.write_text(
+        "\n".join(
+            row if isinstance(row, str) else json.dumps(row, ensure_ascii=False)
+            for row in rows
+        )
+    )
     return read_tasks(path)
 
 
 def test_our_own_tasks_can_be_read() -> None:
     """They are of each class in which an answer can be right or wrong."""
     tasks = read_tasks(TASKS)
-    assert {task.prompt_class for task in tasks} == set(PromptClass) - {PromptClass.UNKNOWN, PromptClass.SMALL_TALK}
+    assert {task.prompt_class for task in tasks} == set(PromptClass) - {
+        PromptClass.UNKNOWN,
+        PromptClass.SMALL_TALK,
+    }
     assert len({task.digest for task in tasks}) == len(tasks)
 
 
 def test_the_classifier_judges_what_a_line_leaves_out(tmp_path: Path) -> None:
-    first, second = read(tmp_path / "t", "", TASK, {**TASK, "id": "a", "class": "math", "complexity": "complex"})
-    assert (first.id, first.prompt_class, second.id) == ("line-2", PromptClass.WRITING, "a")
-    assert (second.prompt_class, second.complexity) == (PromptClass.MATH, Complexity.COMPLEX)
+    first, second = read(
+        tmp_path / "t",
+        "",
+        TASK,
+        {**TASK, "id": "a", "class": "math", "complexity": "complex"},
+    )
+    assert (first.id, first.prompt_class, second.id) == (
+        "line-2",
+        PromptClass.WRITING,
+        "a",
+    )
+    assert (second.prompt_class, second.complexity) == (
+        PromptClass.MATH,
+        Complexity.COMPLEX,
+    )
 
 
-def test_a_digest_changes_with_all_that_decides_the_outcome_and_nothing_else(tmp_path: Path) -> None:
-    checks = ({"type": "exact", "values": ["y"]}, {"type": "json"}, {"type": "json", "schema": {"type": "null"}})
-    changes = [("prompt", "b"), ("max_tokens", 9), ("system", "s"), *(("check", check) for check in checks)]
-    tasks = read(tmp_path / "t", TASK, *({**TASK, key: value} for key, value in changes), {**TASK, "class": "math"})
+def test_a_digest_changes_with_all_that_decides_the_outcome_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    checks = (
+        {"type": "exact", "values": ["y"]},
+        {"type": "json"},
+        {"type": "json", "schema": {"type": "null"}},
+    )
+    changes = [
+        ("prompt", "b"),
+        ("max_tokens", 9),
+        ("system", "s"),
+        *(("check", check) for check in checks),
+    ]
+    tasks = read(
+        tmp_path / "t",
+        TASK,
+        *({**TASK, key: value} for key, value in changes),
+        {**TASK, "class": "math"},
+    )
     digests = [task.digest for task in tasks]
     assert (len(set(digests)), digests[-1]) == (7, digests[0])
 
@@ -65,8 +105,13 @@ def test_a_wrong_line_is_named(tmp_path: Path, row: Any, why: str) -> None:
     assert why in str(error.value)
 
 
-@pytest.mark.parametrize(("content", "why"), [(b"\n \n", "no tasks"), (b"\xff", "be read"), (None, "be read")])
-def test_a_file_without_tasks_is_refused(tmp_path: Path, content: bytes | None, why: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(b"\n \n", "no tasks"), (b"\xff", "be read"), (None, "be read")],
+)
+def test_a_file_without_tasks_is_refused(
+    tmp_path: Path, content: bytes | None, why: str
+) -> None:
     path = tmp_path / "tasks.jsonl"
     if content is not None:
         path.write_bytes(content)

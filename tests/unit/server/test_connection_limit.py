@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
-from router.server.connection_limit import FILES_BESIDES, SPARE_CONNECTIONS, ConnectionLimit
+from router.server.connection_limit import (
+    FILES_BESIDES,
+    SPARE_CONNECTIONS,
+    ConnectionLimit,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +24,9 @@ from router.server.connection_limit import FILES_BESIDES, SPARE_CONNECTIONS, Con
         (1, 1, 0),
     ],
 )
-def test_each_connection_has_a_file_for_one_to_an_engine(files: int, served: int, spare: int) -> None:
+def test_each_connection_has_a_file_for_one_to_an_engine(
+    files: int, served: int, spare: int
+) -> None:
     """With the files that the settings need, the settings' connections are served; with fewer, fewer."""
     assert ConnectionLimit.of(4096, files) == ConnectionLimit(served, spare)
 
@@ -31,6 +37,12 @@ def test_the_log_says_how_many_connections_there_are_files_for() -> None:
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300));"
         "from router.server.connection_limit import allow_files; allow_files(4096)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert "may open 300 files" in done.stderr
     assert "takes 112 connections" in done.stderr

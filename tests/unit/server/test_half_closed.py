@@ -34,7 +34,9 @@ def slow(stack: Stack, delay_s: float) -> Behaviour:
 
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_client_that_sends_nothing_more_gets_its_answer(tmp_path: Path, path: str, *, streamed: bool) -> None:
+async def test_a_client_that_sends_nothing_more_gets_its_answer(
+    tmp_path: Path, path: str, *, streamed: bool
+) -> None:
     """It closes its side before the first token; the connection ends with the answer."""
     async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
         slow(stack, 0.1)
@@ -48,20 +50,33 @@ async def test_a_client_that_sends_nothing_more_gets_its_answer(tmp_path: Path, 
         assert ANSWER[-2].encode() in body
         assert (b"0\r\n\r\n" in body) is streamed
         await until(lambda: stack.leases() == 0)
-        await until(lambda: [record.outcome for record in stack.pipeline.registry.recent] == ["ok"])
+        await until(
+            lambda: (
+                [record.outcome for record in stack.pipeline.registry.recent] == ["ok"]
+            )
+        )
 
 
-async def test_a_client_that_closes_its_side_later_gets_the_rest(tmp_path: Path) -> None:
+async def test_a_client_that_closes_its_side_later_gets_the_rest(
+    tmp_path: Path,
+) -> None:
     async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
         slow(stack, 0.1)
-        writer.write(request("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True}))
+        writer.write(
+            request(
+                "/v1/chat/completions",
+                {**BODIES["/v1/chat/completions"], "stream": True},
+            )
+        )
         await reader.readuntil(b"data: ")
         writer.write_eof()
         async with asyncio.timeout(20):
             assert b"[DONE]" in await reader.read(-1)
 
 
-@pytest.mark.parametrize(("streamed", "begun"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("streamed", "begun"), [(False, False), (True, False), (True, True)]
+)
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_client_that_has_left_frees_the_engine(
     tmp_path: Path, path: str, *, streamed: bool, begun: bool
@@ -75,13 +90,21 @@ async def test_a_client_that_has_left_frees_the_engine(
             await until(lambda: engine.running > 0)
             if begun:
                 await reader.readuntil(b"The")
-                await reader.read(1 << 16)  # what is unread would make the kernel send a reset at once
+                # what is unread would make the kernel send a reset at once
+                await reader.read(1 << 16)
             writer.close()
             await until(lambda: engine.running == 0 and stack.leases() == 0)
-        await until(lambda: [record.outcome for record in stack.pipeline.registry.recent] == ["client_gone"])
+        await until(
+            lambda: (
+                [record.outcome for record in stack.pipeline.registry.recent]
+                == ["client_gone"]
+            )
+        )
 
 
-async def test_a_client_that_leaves_within_its_request_gets_nothing(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_within_its_request_gets_nothing(
+    tmp_path: Path,
+) -> None:
     async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
         writer.write(request("/generate", {"prompt": "hi"})[:-3])
         writer.write_eof()
@@ -92,7 +115,11 @@ async def test_a_client_that_leaves_within_its_request_gets_nothing(tmp_path: Pa
 async def test_http_1_0_gets_no_interim_answer(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
         slow(stack, 0.1)
-        writer.write(request("/generate", {"prompt": "hi", "stream": False}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        writer.write(
+            request("/generate", {"prompt": "hi", "stream": False}).replace(
+                b"HTTP/1.1", b"HTTP/1.0"
+            )
+        )
         writer.write_eof()
         async with asyncio.timeout(20):
             answer = await reader.read(-1)

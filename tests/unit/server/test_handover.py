@@ -80,15 +80,26 @@ async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
     behaviours = {name: Behaviour() for name in NAMES}
     (port,) = reserved_ports()
     async with serving_all(*(FakeEngine(b).app for b in behaviours.values())) as urls:
-        named = [part for name, url in zip(NAMES, urls, strict=True) for part in (f"--{name}", url)]
+        named = [
+            part
+            for name, url in zip(NAMES, urls, strict=True)
+            for part in (f"--{name}", url)
+        ]
         environment = {
             **os.environ,
             "QARR_SERVER__RUNTIME_DIR": str(tmp_path / "run"),
             "QARR_POLICY__MAX_SLOWDOWN": "1e9",
             "QARR_ENGINE__LOG_DIR": str(tmp_path / "logs"),
-            "QARR_TELEMETRY__LOG_LEVEL": "warning",  # a line a request would fill a pipe that is read no further
+            # a line a request would fill a pipe that is read no further
+            "QARR_TELEMETRY__LOG_LEVEL": "warning",
         }
-        found = Routers(port, tmp_path / "run", behaviours, [*named, "--port", str(port)], environment)
+        found = Routers(
+            port,
+            tmp_path / "run",
+            behaviours,
+            [*named, "--port", str(port)],
+            environment,
+        )
         try:
             yield found
         finally:
@@ -133,10 +144,16 @@ async def test_a_signal_drains(tmp_path: Path) -> None:
         async with asyncio.timeout(10):
             while (ready := await client.get(f"{found.url}/readyz")).status_code != 503:
                 pass
-        assert (ready.json()["ready"], ready.json()["reasons"]) == (False, ["the router is shutting down"])
+        assert (ready.json()["ready"], ready.json()["reasons"]) == (
+            False,
+            ["the router is shutting down"],
+        )
         assert ready.headers["connection"] == "close"
         refused = await client.post(f"{found.url}/generate", json={"prompt": "hi"})
-        assert (refused.status_code, refused.json()["type"]) == (503, "urn:qarr:problem:draining")
+        assert (refused.status_code, refused.json()["type"]) == (
+            503,
+            "urn:qarr:problem:draining",
+        )
         assert refused.headers["retry-after"] == "1"
         answer = await stream
         assert events(answer.text)[-1][0] == "done"
@@ -145,7 +162,10 @@ async def test_a_signal_drains(tmp_path: Path) -> None:
 
 async def test_a_stream_is_resumed_from_a_router_that_drains(tmp_path: Path) -> None:
     """Nobody else has the rest of it; but an id of no stream is no way in."""
-    async with routers(tmp_path) as found, httpx.AsyncClient(timeout=60, trust_env=False) as client:
+    async with (
+        routers(tmp_path) as found,
+        httpx.AsyncClient(timeout=60, trust_env=False) as client,
+    ):
         process = await found.start()
         found.behaviours["fast"].delay_s = 0.3
         body = {"prompt": "hi", "tier": "fast", "resumable": True}
@@ -154,16 +174,22 @@ async def test_a_stream_is_resumed_from_a_router_that_drains(tmp_path: Path) -> 
             last = next_id = ""
             while not next_id.startswith("data:"):
                 next_id = await anext(lines)
-                last = next_id.removeprefix("id: ") if next_id.startswith("id: ") else last
+                last = (
+                    next_id.removeprefix("id: ") if next_id.startswith("id: ") else last
+                )
         other = a_stream(found.url, tier="fast")  # keeps the router
         await until(lambda: found.behaviours["fast"].running == 2)
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(10):
             while (await client.get(f"{found.url}/readyz")).status_code != 503:
                 pass
-        wrong = await client.post(f"{found.url}/generate", json=body, headers={"last-event-id": "x.1"})
+        wrong = await client.post(
+            f"{found.url}/generate", json=body, headers={"last-event-id": "x.1"}
+        )
         assert wrong.status_code == 404
-        rest = await client.post(f"{found.url}/generate", json=body, headers={"last-event-id": last})
+        rest = await client.post(
+            f"{found.url}/generate", json=body, headers={"last-event-id": last}
+        )
         assert rest.status_code == 200
         assert events(rest.text)[-1][0] == "done"
         assert (await other).status_code == 200
@@ -184,7 +210,9 @@ async def test_draining_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_the_second_signal_ends_at_once(number: signal.Signals, tmp_path: Path) -> None:
+async def test_the_second_signal_ends_at_once(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     """With a long time to drain, and a stream that does not end; the router ends itself, without a trace."""
     async with routers(tmp_path) as found:
         process = await found.start(QARR_SERVER__DRAIN_S="600")
@@ -198,10 +226,14 @@ async def test_the_second_signal_ends_at_once(number: signal.Signals, tmp_path: 
         process.send_signal(number)
         _, written = await asyncio.wait_for(process.communicate(), 30)
         await asyncio.gather(stream, return_exceptions=True)
-        assert (process.returncode, "Traceback" in written.decode()) == (0, False), written.decode()
+        assert (process.returncode, "Traceback" in written.decode()) == (0, False), (
+            written.decode()
+        )
 
 
-async def test_signals_before_it_listens_end_it_in_order(caplog: pytest.LogCaptureFixture) -> None:
+async def test_signals_before_it_listens_end_it_in_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """What the application has begun it ends itself: nothing is broken off."""
     steps = []
 
@@ -212,12 +244,20 @@ async def test_signals_before_it_listens_end_it_in_order(caplog: pytest.LogCaptu
         steps.append("ended")
 
     settings = ServerSettings()
-    server = Server(Starlette(lifespan=lifespan), ServerState(), settings, protocol_for(settings, refusal))
+    server = Server(
+        Starlette(lifespan=lifespan),
+        ServerState(),
+        settings,
+        protocol_for(settings, refusal),
+    )
     server._signalled()
     server._signalled()
     with socket.create_server(("127.0.0.1", 0)) as sock:
         await server.serve(sockets=[sock])
-    assert (steps, [entry for entry in caplog.records if entry.levelno >= logging.WARNING]) == (["begun", "ended"], [])
+    assert (
+        steps,
+        [entry for entry in caplog.records if entry.levelno >= logging.WARNING],
+    ) == (["begun", "ended"], [])
 
 
 @pytest.mark.timeout(400)
@@ -234,15 +274,22 @@ async def test_a_takeover_refuses_and_cuts_nobody(tmp_path: Path) -> None:
         async def ask(*, keep: bool) -> None:
             nonlocal count
             limits = httpx.Limits(max_keepalive_connections=1 if keep else 0)
-            async with httpx.AsyncClient(timeout=30, trust_env=False, limits=limits) as client:
+            async with httpx.AsyncClient(
+                timeout=30, trust_env=False, limits=limits
+            ) as client:
                 while not stop:
                     try:
-                        answer = await client.post(f"{found.url}/generate", json={"prompt": "hi"})
+                        answer = await client.post(
+                            f"{found.url}/generate", json={"prompt": "hi"}
+                        )
                     except httpx.HTTPError as error:
                         faults.append(f"{type(error).__name__} {error}")
                         continue
                     count += 1
-                    if answer.status_code != 200 or events(answer.text)[-1][0] != "done":
+                    if (
+                        answer.status_code != 200
+                        or events(answer.text)[-1][0] != "done"
+                    ):
                         faults.append(answer.text)
 
         asking = [asyncio.create_task(ask(keep=bool(n % 2))) for n in range(12)]
@@ -276,10 +323,14 @@ async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path) -> None:
         async with asyncio.timeout(60):
             while b"context of 8192 tokens" not in await new.stderr.readline():
                 pass
-        assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
+        assert (
+            await client.post(f"{found.url}/generate", json={"prompt": "hi"})
+        ).status_code == 200
         new.kill()
         await within(new.wait(), "the process to end")
-        assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
+        assert (
+            await client.post(f"{found.url}/generate", json={"prompt": "hi"})
+        ).status_code == 200
         assert old.returncode is None
         await found.start("--takeover")
         assert await asyncio.wait_for(old.wait(), 60) == 0
@@ -297,20 +348,29 @@ async def test_the_control_socket_is_private(tmp_path: Path) -> None:
                 other.settimeout(5)
                 other.connect(str(path))
                 other.sendall(said)
-                line, fds, _, _ = await asyncio.to_thread(socket.recv_fds, other, 100, 1)
+                line, fds, _, _ = await asyncio.to_thread(
+                    socket.recv_fds, other, 100, 1
+                )
                 assert bool(fds) is (said == HELLO), line
                 for fd in fds:
                     os.close(fd)
-        assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
+        assert (
+            await client.post(f"{found.url}/generate", json={"prompt": "hi"})
+        ).status_code == 200
 
 
-async def test_a_router_that_says_nothing_keeps_no_other_from_taking_over(tmp_path: Path) -> None:
+async def test_a_router_that_says_nothing_keeps_no_other_from_taking_over(
+    tmp_path: Path,
+) -> None:
     """Neither those that only connect nor one that has the socket and hangs; the latter is told that it is too late."""
     async with routers(tmp_path) as found:
         old = await found.start()
         path = str(control_path(found.runtime, found.port))
         with ExitStack() as held:
-            silent = [held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(MOST_PEERS - 2)]
+            silent = [
+                held.enter_context(socket.socket(socket.AF_UNIX))
+                for _ in range(MOST_PEERS - 2)
+            ]
             for peer in silent:
                 peer.connect(path)
             hung = held.enter_context(socket.socket(socket.AF_UNIX))
@@ -358,5 +418,8 @@ async def test_nothing_to_take_over(tmp_path: Path) -> None:
         process = await found.begin("--takeover")
         _, shown = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 2
-        assert f"there is no router to take over from at {control_path(found.runtime, found.port)}" in shown.decode()
+        assert (
+            f"there is no router to take over from at {control_path(found.runtime, found.port)}"
+            in shown.decode()
+        )
         assert "without --takeover" in shown.decode()

@@ -28,7 +28,12 @@ PIECE = "x" * 100_000
 
 def request(path: str, body: dict[str, Any] | bytes, *headers: str) -> bytes:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(raw)}", *headers]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        f"content-length: {len(raw)}",
+        *headers,
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + raw
 
 
@@ -46,7 +51,9 @@ async def connected(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port_of(stack)))
-    reader, writer = await asyncio.open_connection(sock=sock, limit=4096 if small else 1 << 16)
+    reader, writer = await asyncio.open_connection(
+        sock=sock, limit=4096 if small else 1 << 16
+    )
     try:
         yield reader, writer
     finally:
@@ -58,7 +65,11 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], 
     async with asyncio.timeout(10):
         head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
-    return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
+    return (
+        int(first.split()[1]),
+        dict(line.lower().split(": ", 1) for line in lines),
+        body,
+    )
 
 
 def open_at(port: int) -> int:
@@ -67,20 +78,30 @@ def open_at(port: int) -> int:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
-async def test_a_client_that_stops_reading_holds_the_engine_back_and_is_cut(tmp_path: Path, path: str) -> None:
+async def test_a_client_that_stops_reading_holds_the_engine_back_and_is_cut(
+    tmp_path: Path, path: str
+) -> None:
     """Its engine is read no further than bounded buffers allow, then the request is aborted and the lease comes back."""
     async with router_stack(tmp_path, {"server": {"write_timeout_s": 3}}) as stack:
         engine = stack.engines[TierName.FAST]
         engine.answer = (PIECE,) * 1000
         body = {"prompt": "hi", "tier": "fast", "max_tokens": 1000}
-        chat = {"messages": [{"role": "user", "content": "hi"}], "model": "fast", "stream": True, "max_tokens": 1000}
+        chat = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "model": "fast",
+            "stream": True,
+            "max_tokens": 1000,
+        }
         async with connected(stack, small=True) as (reader, writer):
             writer.write(request(path, body if path == "/generate" else chat))
             await reader.readuntil(b"data: ")
             writer.transport.pause_reading()  # type: ignore[attr-defined]
-            await until_still(lambda: engine.tokens, "the engine to be held back", still_s=1)
+            await until_still(
+                lambda: engine.tokens, "the engine to be held back", still_s=1
+            )
             assert stack.leases() > 0
-            assert 0 < engine.tokens < 400  # of 1000: what four sockets' buffers take, and our own
+            # of 1000: what four sockets' buffers take, and our own
+            assert 0 < engine.tokens < 400
             await until(lambda: engine.running == 0 and stack.leases() == 0)
             assert engine.tokens < 400
             await until(lambda: not open_at(port_of(stack)))
@@ -100,16 +121,26 @@ async def test_a_finished_answer_that_is_not_read_is_cut(tmp_path: Path) -> None
         assert stack.leases() == 0
 
 
-async def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.server.http_protocol.MAX_UNREAD_BYTES", 50_000_000)  # the kernel takes some of each
+async def test_answers_that_nobody_takes_are_bounded_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the kernel takes some of each
+    monkeypatch.setattr("router.server.http_protocol.MAX_UNREAD_BYTES", 50_000_000)
     async with router_stack(tmp_path) as stack, AsyncExitStack() as clients:
         stack.engines[TierName.FAST].answer = (PIECE,) * 240
-        body, port = {"prompt": "hi", "tier": "fast", "max_tokens": 240, "stream": False}, port_of(stack)
+        body, port = (
+            {"prompt": "hi", "tier": "fast", "max_tokens": 240, "stream": False},
+            port_of(stack),
+        )
         for number in range(4):
             _, writer = await clients.enter_async_context(connected(stack, small=True))
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(request("/generate", body))
-            await until(lambda number=number: open_at(port) == min(number + 1, 2) and not stack.leases())  # type: ignore[misc]
+            await until(
+                lambda number=number: (
+                    open_at(port) == min(number + 1, 2) and not stack.leases()
+                )
+            )  # type: ignore[misc]
         assert (await stack.generate(tier="balanced")).status_code == 200
 
 
@@ -121,15 +152,25 @@ async def test_a_head_that_comes_too_slowly_is_408(tmp_path: Path) -> None:
                 writer.write(sent)
                 status, headers, body = await answer_of(reader)
             expected = (408, "close", "application/problem+json")
-            assert (status, headers["connection"], headers["content-type"]) == expected, sent
+            assert (
+                status,
+                headers["connection"],
+                headers["content-type"],
+            ) == expected, sent
             problem = json.loads(body)
-            assert (problem["status"], problem["type"]) == (408, "urn:qarr:problem:too-slow")
+            assert (problem["status"], problem["type"]) == (
+                408,
+                "urn:qarr:problem:too-slow",
+            )
             assert problem["request_id"] == headers["x-request-id"]
 
 
 async def test_trickled_headers_do_not_extend_their_time(tmp_path: Path) -> None:
     """A header every little while is as slow as none."""
-    async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
+    async with (
+        router_stack(tmp_path, {"server": SHORT}) as stack,
+        connected(stack) as (reader, writer),
+    ):
         writer.write(b"GET /healthz HTTP/1.1\r\n")
         reading = asyncio.create_task(answer_of(reader))
         for number in range(100):
@@ -159,11 +200,20 @@ async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
         await until(lambda: not open_at(port_of(stack)))
 
 
-@pytest.mark.parametrize(("path", "name"), [("/generate", "type"), ("/v1/chat/completions", "error")])
-async def test_a_body_that_comes_too_slowly_is_408(tmp_path: Path, path: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "name"), [("/generate", "type"), ("/v1/chat/completions", "error")]
+)
+async def test_a_body_that_comes_too_slowly_is_408(
+    tmp_path: Path, path: str, name: str
+) -> None:
     """A body that is begun and not ended is answered in the endpoint's own form, and the connection ends."""
-    async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
-        writer.write(f'POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{{"prompt"'.encode())
+    async with (
+        router_stack(tmp_path, {"server": SHORT}) as stack,
+        connected(stack) as (reader, writer),
+    ):
+        writer.write(
+            f'POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{{"prompt"'.encode()
+        )
         status, headers, body = await answer_of(reader)
         assert (status, headers["connection"]) == (408, "close")
         assert name in json.loads(body)
@@ -172,8 +222,13 @@ async def test_a_body_that_comes_too_slowly_is_408(tmp_path: Path, path: str, na
 
 async def test_a_body_that_nobody_reads_ends_with_its_time(tmp_path: Path) -> None:
     """An endpoint without a body answers at once; a body that goes on after that keeps nothing open."""
-    async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
-        writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\nx")
+    async with (
+        router_stack(tmp_path, {"server": SHORT}) as stack,
+        connected(stack) as (reader, writer),
+    ):
+        writer.write(
+            b"GET /healthz HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\nx"
+        )
         reading = asyncio.create_task(answer_of(reader))
 
         def sends_more_until_answered() -> bool:
@@ -206,11 +261,15 @@ async def test_a_head_that_is_too_large_is_431(tmp_path: Path) -> None:
             assert json.loads(body)["type"] == "urn:qarr:problem:head-too-large"
 
 
-async def test_a_large_head_and_a_large_body_in_one_piece_are_served(tmp_path: Path) -> None:
+async def test_a_large_head_and_a_large_body_in_one_piece_are_served(
+    tmp_path: Path,
+) -> None:
     """The bound on a head does not count what follows it."""
     async with router_stack(tmp_path) as stack:
         body = {"prompt": "a" * 16_000, "tier": "precise", "stream": False}
-        answer = await stack.client.post(f"{stack.url}/generate", json=body, headers={"x-long": "y" * 30_000})
+        answer = await stack.client.post(
+            f"{stack.url}/generate", json=body, headers={"x-long": "y" * 30_000}
+        )
         assert answer.status_code == 200
 
 
@@ -222,8 +281,14 @@ async def test_too_many_connections_are_503(tmp_path: Path) -> None:
             async with connected(stack) as (reader, writer):
                 writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 status, headers, body = await answer_of(reader)
-                assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
-                assert json.loads(body)["type"] == "urn:qarr:problem:too-many-connections"
+                assert (status, headers["retry-after"], headers["connection"]) == (
+                    503,
+                    "1",
+                    "close",
+                )
+                assert (
+                    json.loads(body)["type"] == "urn:qarr:problem:too-many-connections"
+                )
             one.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert b" 200 " in await first.readuntil(b"alive")
         await until(lambda: not open_at(port_of(stack)))
@@ -259,8 +324,14 @@ HOSTS = [
     (b"GET /tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nhost: evil.example\r\n\r\n", 400),
     (b"GET /tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nHost: 127.0.0.1\r\n\r\n", 400),
     (b"GET /tiers HTTP/1.0\r\nhost: 127.0.0.1\r\nhost: 127.0.0.1\r\n\r\n", 400),
-    (b"GET http://evil.example/tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n", 421),
-    (b"GET http://127.0.0.1/tiers HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n", 200),
+    (
+        b"GET http://evil.example/tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n",
+        421,
+    ),
+    (
+        b"GET http://127.0.0.1/tiers HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n",
+        200,
+    ),
     (b"GET /tiers HTTP/1.0\r\n\r\n", 200),
 ]
 
@@ -281,19 +352,31 @@ async def test_http_1_0_gets_no_chunks(tmp_path: Path, keep: bytes) -> None:
         for streamed in (True, False):
             body = json.dumps({"prompt": "hi", "stream": streamed}).encode()
             async with connected(stack) as (reader, writer):
-                writer.write(b"POST /generate HTTP/1.0\r\n%scontent-length: %d\r\n\r\n" % (keep, len(body)) + body)
+                writer.write(
+                    b"POST /generate HTTP/1.0\r\n%scontent-length: %d\r\n\r\n"
+                    % (keep, len(body))
+                    + body
+                )
                 status, headers, answer = await answer_of(reader)
             assert (status, headers["connection"]) == (200, "close")
             assert "transfer-encoding" not in headers
-            assert headers.get("content-length") == (None if streamed else str(len(answer)))
+            assert headers.get("content-length") == (
+                None if streamed else str(len(answer))
+            )
             text = answer.decode()
-            assert events(text)[-1][0] == "done" if streamed else json.loads(text)["finish_reason"] == "stop"
+            assert (
+                events(text)[-1][0] == "done"
+                if streamed
+                else json.loads(text)["finish_reason"] == "stop"
+            )
         async with connected(stack) as (reader, writer):
             writer.write(b"HEAD /tiers HTTP/1.0\r\n\r\n")
             assert (await answer_of(reader))[0::2] == (200, b"")
 
 
-async def test_garbage_after_a_request_does_not_get_into_its_answer(tmp_path: Path) -> None:
+async def test_garbage_after_a_request_does_not_get_into_its_answer(
+    tmp_path: Path,
+) -> None:
     """What cannot be read behind a streamed request ends the connection: no error is written into the stream."""
     async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
         engine = stack.engines[TierName.FAST]
@@ -306,24 +389,35 @@ async def test_garbage_after_a_request_does_not_get_into_its_answer(tmp_path: Pa
         await until(lambda: engine.running == 0 and stack.leases() == 0)
 
 
-async def test_a_client_that_leaves_with_requests_in_line_frees_the_engine(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_with_requests_in_line_frees_the_engine(
+    tmp_path: Path,
+) -> None:
     """A disconnect ends the request that is answered, also where another one waits behind it."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
         engine.answer, engine.delay_s = ("word ",) * 2000, 0.05
         async with connected(stack) as (reader, writer):
-            writer.write(request("/generate", {"prompt": "hi", "tier": "fast", "max_tokens": 2000}) * 2)
+            writer.write(
+                request(
+                    "/generate", {"prompt": "hi", "tier": "fast", "max_tokens": 2000}
+                )
+                * 2
+            )
             await reader.readuntil(b"data: ")
         await until(lambda: engine.running == 0 and stack.leases() == 0)
         assert sum("messages" in asked for asked in engine.requests) == 1
 
 
-async def test_requests_in_line_are_answered_in_order_and_bounded(tmp_path: Path) -> None:
+async def test_requests_in_line_are_answered_in_order_and_bounded(
+    tmp_path: Path,
+) -> None:
     """A few requests sent at once are answered one by one; very many end the connection."""
     async with router_stack(tmp_path) as stack:
         healthz = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"
         async with connected(stack) as (reader, writer):
-            writer.write((healthz + b"\r\n") * 9 + healthz + b"connection: close\r\n\r\n")
+            writer.write(
+                (healthz + b"\r\n") * 9 + healthz + b"connection: close\r\n\r\n"
+            )
             everything = await asyncio.wait_for(reader.read(), 10)
             assert everything.count(b" 200 OK") == everything.count(b"alive") == 10
         async with connected(stack) as (reader, writer):
@@ -332,16 +426,23 @@ async def test_requests_in_line_are_answered_in_order_and_bounded(tmp_path: Path
             assert everything.count(b" 200 OK") <= 32
 
 
-async def test_an_early_refusal_reaches_a_client_that_still_sends(tmp_path: Path) -> None:
+async def test_an_early_refusal_reaches_a_client_that_still_sends(
+    tmp_path: Path,
+) -> None:
     """A body over the limit is answered 413, and the answer can be read while the body is still being sent."""
     async with router_stack(tmp_path, {"server": {"max_body_bytes": 1024}}) as stack:
         async with connected(stack) as (reader, writer):
-            writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000000\r\n\r\n")
+            writer.write(
+                b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000000\r\n\r\n"
+            )
             for _ in range(20):
                 writer.write(b"x" * 100_000)
                 await writer.drain()
             status, _, body = await answer_of(reader)
-            assert (status, json.loads(body)["type"]) == (413, "urn:qarr:problem:body-too-large")
+            assert (status, json.loads(body)["type"]) == (
+                413,
+                "urn:qarr:problem:body-too-large",
+            )
         await until(lambda: not open_at(port_of(stack)))
 
 
@@ -349,18 +450,28 @@ def post_whole(url: str, size: int) -> tuple[int, bytes]:
     """Post so many bytes as Python's standard library does, which reads the answer once all of them are sent."""
     body = urllib.request.Request(url, b"x" * size, method="POST")  # noqa: S310  a loopback address
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(body, timeout=60) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            body, timeout=60
+        ) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
 
 
-@pytest.mark.parametrize(("path", "status"), [("/generate", 413), ("/v1/completions", 413), ("/nowhere", 404)])
-async def test_a_client_that_sends_all_before_it_reads_gets_its_answer(tmp_path: Path, path: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/generate", 413), ("/v1/completions", 413), ("/nowhere", 404)],
+)
+async def test_a_client_that_sends_all_before_it_reads_gets_its_answer(
+    tmp_path: Path, path: str, status: int
+) -> None:
     """Twenty megabytes are taken in after the answer is made: closing on them would reset the connection."""
     async with router_stack(tmp_path) as stack:
         code, body = await asyncio.to_thread(post_whole, stack.url + path, 20_000_000)
-        assert (code, "problem:" in str(body) or "error" in json.loads(body)) == (status, True)
+        assert (code, "problem:" in str(body) or "error" in json.loads(body)) == (
+            status,
+            True,
+        )
         await until(lambda: not open_at(port_of(stack)))
 
 
@@ -374,7 +485,10 @@ async def test_a_refused_client_is_heard_for_as_long_as_it_sends(
         router_stack(tmp_path, {"server": {"max_body_bytes": 1024}}) as stack,
         connected(stack) as (reader, writer),
     ):
-        writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size)
+        writer.write(
+            b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            % size
+        )
         for _ in range(pieces):
             writer.write(b"x" * (size // pieces))
             await writer.drain()
@@ -391,8 +505,13 @@ async def test_a_refused_client_is_not_heard_for_ever(
     """What is taken in is bounded in bytes and in time: one that never ends, and one that falls silent, are cut off."""
     monkeypatch.setattr("router.server.http_protocol.LINGER_S", 0.3)
     bounds = {"server": {"max_body_bytes": 1024, "body_timeout_s": 0.6}}
-    async with router_stack(tmp_path, bounds) as stack, connected(stack) as (reader, writer):
-        writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000000\r\n\r\n")
+    async with (
+        router_stack(tmp_path, bounds) as stack,
+        connected(stack) as (reader, writer),
+    ):
+        writer.write(
+            b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000000\r\n\r\n"
+        )
         assert (await answer_of(reader))[0] == 413
         async with asyncio.timeout(20):
             while open_at(port_of(stack)):
@@ -407,7 +526,9 @@ async def test_a_body_beyond_all_bounds_has_one_answer(tmp_path: Path) -> None:
         router_stack(tmp_path, {"server": {"max_body_bytes": 1024}}) as stack,
         connected(stack) as (reader, writer),
     ):
-        writer.write(b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000000\r\n\r\n")
+        writer.write(
+            b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000000\r\n\r\n"
+        )
         for _ in range(20):
             writer.write(b"x" * 100_000)
             await writer.drain()
@@ -417,23 +538,34 @@ async def test_a_body_beyond_all_bounds_has_one_answer(tmp_path: Path) -> None:
 
 async def test_tiny_chunks_and_trailers_are_bounded(tmp_path: Path) -> None:
     """A body that is nearly all framing, and trailers without an end, are refused."""
-    async with router_stack(tmp_path, {"server": {"max_body_bytes": 1024, "max_header_bytes": 1024}}) as stack:
+    async with router_stack(
+        tmp_path, {"server": {"max_body_bytes": 1024, "max_header_bytes": 1024}}
+    ) as stack:
         head = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-        for endless in (b"1;" + b"e" * 500 + b"\r\nx\r\n", b"0\r\n" + b"t: " + b"y" * 500 + b"\r\n"):
+        for endless in (
+            b"1;" + b"e" * 500 + b"\r\nx\r\n",
+            b"0\r\n" + b"t: " + b"y" * 500 + b"\r\n",
+        ):
             async with connected(stack) as (reader, writer):
                 writer.write(head)
                 reading = asyncio.create_task(answer_of(reader))
                 for number in range(200):
                     if reading.done():
                         break
-                    writer.write(endless if number == 0 or endless.startswith(b"1") else endless[3:])
+                    writer.write(
+                        endless
+                        if number == 0 or endless.startswith(b"1")
+                        else endless[3:]
+                    )
                     await asyncio.sleep(0.01)
                 assert (await reading)[0] == 413
 
 
 async def test_without_keys_a_foreign_name_is_not_served(tmp_path: Path) -> None:
     """A web page could reach a router on this machine by a name of its own, and read what it answers."""
-    async with router_stack(tmp_path, {"server": {"allowed_hosts": ("Qarr.example.com",)}}) as stack:
+    async with router_stack(
+        tmp_path, {"server": {"allowed_hosts": ("Qarr.example.com",)}}
+    ) as stack:
         port = stack.url.rpartition(":")[2]
         for host, status in (
             (f"rebound.example.com:{port}", 421), ("rebound.example.com", 421), ("127.0.0.1.example.com", 421),
@@ -441,16 +573,26 @@ async def test_without_keys_a_foreign_name_is_not_served(tmp_path: Path) -> None
             ("app.localhost", 200), ("LOCALHOST", 200), ("[::1]:80", 200), ("10.0.0.7", 200), ("router", 421),
             (f"router:{port}", 421), ("ai", 421), ("127.0.0.1:80@rebound.example.com", 421),
         ):  # fmt: skip
-            answer = await stack.client.get(f"{stack.url}/tiers", headers={"host": host})
+            answer = await stack.client.get(
+                f"{stack.url}/tiers", headers={"host": host}
+            )
             assert answer.status_code == status, host
             assert status == 200 or "server.allowed_hosts" in answer.json()["detail"]
-        assert (await stack.client.get(f"{stack.url}/healthz", headers={"host": "x.example.com"})).status_code == 200
+        assert (
+            await stack.client.get(
+                f"{stack.url}/healthz", headers={"host": "x.example.com"}
+            )
+        ).status_code == 200
     (tmp_path / "more").mkdir()
     keys = tmp_path / "keys.json"
     secret = add_key(keys, "one")[0]
-    async with router_stack(tmp_path / "more", {"auth": {"keys_file": str(keys)}}) as stack:
+    async with router_stack(
+        tmp_path / "more", {"auth": {"keys_file": str(keys)}}
+    ) as stack:
         headers = {"host": "rebound.example.com", "authorization": f"Bearer {secret}"}
-        assert (await stack.client.get(f"{stack.url}/tiers", headers=headers)).status_code == 200
+        assert (
+            await stack.client.get(f"{stack.url}/tiers", headers=headers)
+        ).status_code == 200
 
 
 PAGE_ELSEWHERE = {"sec-fetch-site": "cross-site", "origin": "https://evil.example"}
@@ -460,7 +602,10 @@ PLAIN = {"content-type": "text/plain;charset=UTF-8"}
 POSTED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"prompt": "hi"}),
     ("/route", {"prompt": "hi"}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stream": True}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hi"}], "stream": True},
+    ),
     ("/v1/completions", {"prompt": "hi"}),
     ("/v1/embeddings", {"input": "hi"}),
     ("/tokenize", {"prompt": "hi"}),
@@ -470,7 +615,9 @@ POSTED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def test_a_web_page_of_another_origin_cannot_post_without_a_key(tmp_path: Path) -> None:
+async def test_a_web_page_of_another_origin_cannot_post_without_a_key(
+    tmp_path: Path,
+) -> None:
     """A browser that such a page makes send a plain text, which needs no permission, is refused; no engine is asked."""
     async with router_stack(tmp_path) as stack:
         own = stack.url
@@ -480,7 +627,9 @@ async def test_a_web_page_of_another_origin_cannot_post_without_a_key(tmp_path: 
             {"origin": own.replace("127.0.0.1", "localhost")}, {"origin": ""},
         )  # fmt: skip
         for (path, body), headers in product(POSTED, foreign):
-            answer = await stack.client.post(own + path, content=json.dumps(body), headers={**PLAIN, **headers})
+            answer = await stack.client.post(
+                own + path, content=json.dumps(body), headers={**PLAIN, **headers}
+            )
             assert answer.status_code == 403, (path, headers)
             assert answer.headers["connection"] == "close"
             problem = answer.json()
@@ -493,7 +642,9 @@ async def test_a_web_page_of_another_origin_cannot_post_without_a_key(tmp_path: 
 
 async def test_its_own_page_and_programs_may_post_without_a_key(tmp_path: Path) -> None:
     """The page, whichever header its browser sends, curl with its form type, and whatever is no browser are served."""
-    async with router_stack(tmp_path, {"server": {"allowed_hosts": ("qarr.example",)}}) as stack:
+    async with router_stack(
+        tmp_path, {"server": {"allowed_hosts": ("qarr.example",)}}
+    ) as stack:
         port = stack.url.rpartition(":")[2]
         for headers in (
             {"origin": stack.url, "sec-fetch-site": "same-origin"},
@@ -506,18 +657,29 @@ async def test_its_own_page_and_programs_may_post_without_a_key(tmp_path: Path) 
             {},
         ):
             body = json.dumps({"prompt": "hi", "stream": False})
-            answer = await stack.client.post(f"{stack.url}/generate", content=body, headers=headers)
+            answer = await stack.client.post(
+                f"{stack.url}/generate", content=body, headers=headers
+            )
             assert answer.status_code == 200, headers
         seen = await stack.client.get(f"{stack.url}/tiers", headers=PAGE_ELSEWHERE)
         assert seen.status_code == 200
-        assert "access-control-allow-origin" not in seen.headers  # so that no such page can read it
+        # so that no such page can read it
+        assert "access-control-allow-origin" not in seen.headers
 
 
 async def test_a_key_says_enough_about_who_sends(tmp_path: Path) -> None:
     """A page of another origin cannot have a browser add a key, so a request with one is its sender's own."""
     secret = add_key(tmp_path / "keys.json", "one")[0]
-    async with router_stack(tmp_path, {"auth": {"keys_file": str(tmp_path / "keys.json")}}) as stack:
+    async with router_stack(
+        tmp_path, {"auth": {"keys_file": str(tmp_path / "keys.json")}}
+    ) as stack:
         keyed = {**PAGE_ELSEWHERE, "authorization": f"Bearer {secret}"}
         asked = {"prompt": "hi", "stream": False}
-        assert (await stack.client.post(f"{stack.url}/generate", json=asked, headers=keyed)).status_code == 200
-        assert (await stack.client.post(f"{stack.url}/generate", json=asked, headers=PAGE_ELSEWHERE)).status_code == 401
+        assert (
+            await stack.client.post(f"{stack.url}/generate", json=asked, headers=keyed)
+        ).status_code == 200
+        assert (
+            await stack.client.post(
+                f"{stack.url}/generate", json=asked, headers=PAGE_ELSEWHERE
+            )
+        ).status_code == 401

@@ -30,7 +30,8 @@ from tests.waiting import until, within
 
 pytestmark = pytest.mark.anyio
 CLIENTS = 64
-TURNS = 8  # for accepting a connection, making its protocol, and for the loop to see that the socket is readable
+# for accepting a connection, making its protocol, and for the loop to see that the socket is readable
+TURNS = 8
 
 
 class Counting(asyncio.Protocol):
@@ -60,7 +61,10 @@ class Exhausted(socket.socket):
 def connected(clients: ExitStack, port: int, count: int) -> list[socket.socket]:
     """Return connections that wait to be accepted; the event loop does not run meanwhile."""
     address = ("127.0.0.1", port)
-    return [clients.enter_context(socket.create_connection(address, timeout=20)) for _ in range(count)]
+    return [
+        clients.enter_context(socket.create_connection(address, timeout=20))
+        for _ in range(count)
+    ]
 
 
 def highest_file(process: int) -> int:
@@ -77,7 +81,9 @@ async def turns(count: int = TURNS) -> None:
 async def serving(tls: Tls | None = None) -> AsyncIterator[tuple[Server, int]]:
     """Run the router's server with an empty application; yield it with its port."""
     settings = ServerSettings()
-    server = Server(Starlette(), ServerState(), settings, protocol_for(settings, refusal), tls)
+    server = Server(
+        Starlette(), ServerState(), settings, protocol_for(settings, refusal), tls
+    )
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as sock:
         task = asyncio.create_task(server.serve(sockets=[sock]))
         await until(lambda: server.started)
@@ -105,23 +111,36 @@ async def test_clients_that_come_at_once_are_served_over_tls(tmp_path: Path) -> 
     trust = ssl.create_default_context(cafile=authority.ca)
 
     async def ask(port: int) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust, server_hostname="localhost")
-        writer.write(b"GET /nowhere HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=trust, server_hostname="localhost"
+        )
+        writer.write(
+            b"GET /nowhere HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        )
         answer = await reader.read()
         writer.close()
         return answer
 
-    async with serving(Tls(TlsSettings(certificate=files.certificate, key=files.key))) as (_, port):
+    async with serving(
+        Tls(TlsSettings(certificate=files.certificate, key=files.key))
+    ) as (_, port):
         with ExitStack() as clients:
             connected(clients, port, 1)
-            answers = await within(asyncio.gather(*(ask(port) for _ in range(CLIENTS))), "all answers")
-            assert {answer.split(b"\r\n")[0] for answer in answers} == {b"HTTP/1.1 404 Not Found"}
+            answers = await within(
+                asyncio.gather(*(ask(port) for _ in range(CLIENTS))), "all answers"
+            )
+            assert {answer.split(b"\r\n")[0] for answer in answers} == {
+                b"HTTP/1.1 404 Not Found"
+            }
 
 
 async def test_more_than_fit_into_a_turn_are_accepted_in_the_next() -> None:
     """Open streams get their turn between them, and nobody is forgotten."""
     made: list[Counting] = []
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as sock, ExitStack() as clients:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=1024) as sock,
+        ExitStack() as clients,
+    ):
         listener = Listener(sock, lambda: Counting(made), {})
         connected(clients, sock.getsockname()[1], ACCEPTED_A_TURN + 10)
         listener.start()
@@ -133,8 +152,15 @@ async def test_who_waits_when_it_closes_is_left_to_the_other_router() -> None:
     """The socket is shared: a connection that the one has not accepted, the other accepts."""
     first: list[Counting] = []
     second: list[Counting] = []
-    with socket.create_server(("127.0.0.1", 0)) as sock, sock.dup() as shared, ExitStack() as clients:
-        old, new = Listener(sock, lambda: Counting(first), {}), Listener(shared, lambda: Counting(second), {})
+    with (
+        socket.create_server(("127.0.0.1", 0)) as sock,
+        sock.dup() as shared,
+        ExitStack() as clients,
+    ):
+        old, new = (
+            Listener(sock, lambda: Counting(first), {}),
+            Listener(shared, lambda: Counting(second), {}),
+        )
         old.start()
         await turns()
         old.close()
@@ -146,7 +172,9 @@ async def test_who_waits_when_it_closes_is_left_to_the_other_router() -> None:
         assert first == []
 
 
-@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EPERM])
+@pytest.mark.parametrize(
+    "error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EPERM]
+)
 async def test_a_socket_that_cannot_be_accepted_from_is_left_alone_for_a_while(
     error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,7 +195,11 @@ async def test_a_socket_that_cannot_be_accepted_from_is_left_alone_for_a_while(
         sock.error = None
         await until(lambda: len(made) == 2)
         listener.close()
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.WARNING
+    ]
     assert len(told) == 1
     assert os.strerror(error) in told[0]
 
@@ -195,7 +227,9 @@ async def test_a_client_that_has_left_hides_no_other() -> None:
         assert len(made) == 1
 
 
-async def test_a_router_whose_files_run_out_serves_again_when_it_has_some(tmp_path: Path) -> None:
+async def test_a_router_whose_files_run_out_serves_again_when_it_has_some(
+    tmp_path: Path,
+) -> None:
     """New clients wait meanwhile, and the log names the limit; what was connected before is served."""
     async with own_router(tmp_path) as router:
         assert await router.status() == 200
@@ -211,6 +245,8 @@ async def test_a_router_whose_files_run_out_serves_again_when_it_has_some(tmp_pa
             request = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
             for client in waiting:
                 client.sendall(request)
-                assert (await asyncio.to_thread(client.recv, 100)).startswith(b"HTTP/1.1 200 OK")
+                assert (await asyncio.to_thread(client.recv, 100)).startswith(
+                    b"HTTP/1.1 200 OK"
+                )
         assert router.errors.read_text().count("new connections wait") == 1
         assert await router.status() == 200

@@ -35,14 +35,21 @@ print(full - before, process.memory_info().rss - before)
 def run(script: str) -> list[int]:
     """Return the numbers that a script prints, in a process of its own, which has no memory to spare from before."""
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", script],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
     )
     return [int(number) for number in done.stdout.split()]
 
 
 def test_what_is_asked_and_answered_does_not_stay_in_the_parser() -> None:
     body = b'{"prompt": "a short one", "system_prompt": "be brief"}'
-    one, other = (parsed(GenerateBody, body, allowed_values, STANDARD_RULES) for _ in range(2))
+    one, other = (
+        parsed(GenerateBody, body, allowed_values, STANDARD_RULES) for _ in range(2)
+    )
     assert one.prompt == other.prompt
     assert one.prompt is not other.prompt, "the parser kept the prompt"
     assert one.system_prompt is not other.system_prompt
@@ -52,26 +59,57 @@ async def ask(stack: Stack, way: str) -> None:
     """Use the router in one way, and wait until it has nothing of it any more, no task either."""
     before = asyncio.all_tasks()
     if way == "left":
-        async with stack.client.stream("POST", f"{stack.url}/generate", json={"prompt": "hi"}) as answer:
+        async with stack.client.stream(
+            "POST", f"{stack.url}/generate", json={"prompt": "hi"}
+        ) as answer:
             assert answer.status_code == 200
     elif way == "openai":
-        body = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-        assert (await stack.client.post(f"{stack.url}/v1/chat/completions", json=body)).status_code == 200
+        body = {
+            "model": "auto",
+            "messages": [{"role": "user", "content": "hi"}],
+            "stream": True,
+        }
+        assert (
+            await stack.client.post(f"{stack.url}/v1/chat/completions", json=body)
+        ).status_code == 200
     elif way == "refused":
-        assert (await stack.generate(tier="fast", tier_policy="require", max_tokens=4000)).status_code >= 400
+        assert (
+            await stack.generate(tier="fast", tier_policy="require", max_tokens=4000)
+        ).status_code >= 400
     else:
-        answer = await stack.generate(tier="fast", stream=way != "whole", resumable=way == "resumable")
+        answer = await stack.generate(
+            tier="fast", stream=way != "whole", resumable=way == "resumable"
+        )
         assert answer.status_code == 200
-    await until(lambda: not (stack.leases() or asyncio.all_tasks() - before), poll_s=0.01)
+    await until(
+        lambda: not (stack.leases() or asyncio.all_tasks() - before), poll_s=0.01
+    )
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("way", ["whole", "streamed", "resumable", "openai", "left", "refused", "broken", "reported"])
-async def test_a_request_leaves_nothing_for_the_collector(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [
+        "whole",
+        "streamed",
+        "resumable",
+        "openai",
+        "left",
+        "refused",
+        "broken",
+        "reported",
+    ],
+)
+async def test_a_request_leaves_nothing_for_the_collector(
+    tmp_path: Path, way: str
+) -> None:
     """What only the collector frees piles up until it comes: memory goes up and down, and in the end up."""
     faults = {"broken": {"break_after": 2}, "reported": {"error_after": 2}}.get(way, {})
     answer = ("Paris", " lies", " on", " the", " Seine")
-    engines = {name: Behaviour(answer=answer, delay_s=0.01) for name in ("fast", "balanced", "precise")}
+    engines = {
+        name: Behaviour(answer=answer, delay_s=0.01)
+        for name in ("fast", "balanced", "precise")
+    }
     async with router_stack(tmp_path, **engines) as stack:
         for name, value in faults.items():
             setattr(engines["fast"], name, value)
@@ -85,10 +123,17 @@ async def test_a_request_leaves_nothing_for_the_collector(tmp_path: Path, way: s
             for _ in range(3):
                 await ask(stack, way)
             gc.collect()
-            left = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage)
+            left = Counter(
+                f"{type(each).__module__}.{type(each).__qualname__}"
+                for each in gc.garbage
+            )
         finally:
             gc.set_debug(0)
             gc.garbage.clear()
             gc.enable()
             del existing
-    assert not {name: count for name, count in left.items() if name.startswith(("router.", "tiers."))}
+    assert not {
+        name: count
+        for name, count in left.items()
+        if name.startswith(("router.", "tiers."))
+    }

@@ -46,7 +46,9 @@ class Flow:
         await within(self.drained.wait(), "the test to let it drain")
 
 
-def client_on(wire: Wire, *, method: str = "POST", version: str = "1.1", keep_alive: bool = True) -> Responder:
+def client_on(
+    wire: Wire, *, method: str = "POST", version: str = "1.1", keep_alive: bool = True
+) -> Responder:
     cycle = RequestResponseCycle(
         scope={"type": "http", "method": method, "http_version": version},  # type: ignore[arg-type, typeddict-item]
         transport=wire,  # type: ignore[arg-type]
@@ -63,18 +65,31 @@ def client_on(wire: Wire, *, method: str = "POST", version: str = "1.1", keep_al
     return Responder(cycle)
 
 
-async def answer(client: Responder, *bodies: bytes, status: int = 200, hold: bool = False, **headers: str) -> None:
-    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+async def answer(
+    client: Responder,
+    *bodies: bytes,
+    status: int = 200,
+    hold: bool = False,
+    **headers: str,
+) -> None:
+    pairs = [
+        (name.replace("_", "-").encode(), value.encode())
+        for name, value in headers.items()
+    ]
     await client.send({"type": START, "status": status, "headers": pairs, HOLD: hold})
     for number, body in enumerate(bodies, 1):
-        await client.send({"type": BODY, "body": body, "more_body": number < len(bodies)})
+        await client.send(
+            {"type": BODY, "body": body, "more_body": number < len(bodies)}
+        )
 
 
 async def test_a_head_with_a_length_goes_out_with_its_body() -> None:
     wire = Wire()
     client = client_on(wire)
     await answer(client, b"hi", content_length="2")
-    assert wire.pieces == [b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-length: 2\r\n\r\nhi"]
+    assert wire.pieces == [
+        b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-length: 2\r\n\r\nhi"
+    ]
     assert client.cycle.response_complete
     assert not wire.closed
 
@@ -83,12 +98,18 @@ async def test_a_stream_has_chunks_and_its_head_waits_only_where_it_may() -> Non
     wire = Wire()
     client = client_on(wire)
     await client.send({"type": START, "status": 200, "headers": []})
-    assert wire.written == b"HTTP/1.1 200 OK\r\ndate: today\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert (
+        wire.written
+        == b"HTTP/1.1 200 OK\r\ndate: today\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
     assert client.feed([b"hel", b"lo"])
     assert client.feed([]), "an empty chunk would end the body"
     await client.send({"type": BODY, "body": b"", "more_body": True})
     await client.send({"type": BODY, "body": b"!" * 16, "more_body": False})
-    assert wire.pieces[1:] == [b"5\r\nhello\r\n", b"10\r\n" + b"!" * 16 + b"\r\n0\r\n\r\n"]
+    assert wire.pieces[1:] == [
+        b"5\r\nhello\r\n",
+        b"10\r\n" + b"!" * 16 + b"\r\n0\r\n\r\n",
+    ]
     held = Wire()
     client = client_on(held)
     await client.send({"type": START, "status": 200, "headers": [], HOLD: True})
@@ -110,10 +131,17 @@ async def test_a_stream_has_chunks_and_its_head_waits_only_where_it_may() -> Non
     ],
 )  # fmt: skip
 async def test_a_body_is_framed_as_its_request_wants(
-    method: str, version: str, status: int, headers: dict[str, str], bodies: tuple[bytes, ...], sent: bytes
+    method: str,
+    version: str,
+    status: int,
+    headers: dict[str, str],
+    bodies: tuple[bytes, ...],
+    sent: bytes,
 ) -> None:
     wire = Wire()
-    client = client_on(wire, method=method, version=version, keep_alive=version != "1.0")
+    client = client_on(
+        wire, method=method, version=version, keep_alive=version != "1.0"
+    )
     await answer(client, *bodies, status=status, **headers)
     assert wire.written.endswith(sent)
     assert wire.closed is ("close" in headers.get("connection", "") or version == "1.0")
@@ -130,7 +158,9 @@ async def test_a_body_is_framed_as_its_request_wants(
         lambda client: client.send({"type": BODY, "body": b"a"}),
     ],
 )
-async def test_what_would_be_no_answer_is_not_sent(send: Callable[[Responder], Awaitable[None]]) -> None:
+async def test_what_would_be_no_answer_is_not_sent(
+    send: Callable[[Responder], Awaitable[None]],
+) -> None:
     wire = Wire()
     with pytest.raises(RuntimeError):
         await send(client_on(wire))
@@ -151,7 +181,9 @@ async def test_a_client_that_takes_no_more_is_waited_for() -> None:
     await client.send({"type": START, "status": 200})
     client.cycle.flow.write_paused = True
     assert not client.feed([b"a"]), "it is written, and told"
-    sending = asyncio.create_task(client.send({"type": BODY, "body": b"b", "more_body": True}))
+    sending = asyncio.create_task(
+        client.send({"type": BODY, "body": b"b", "more_body": True})
+    )
     await asyncio.sleep(0)
     assert wire.pieces[1:] == [b"1\r\na\r\n"]
     client.cycle.flow.drained.set()  # type: ignore[attr-defined]
@@ -179,28 +211,44 @@ async def test_a_client_that_leaves_ends_the_task_that_asked_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("media_type", "streams"), [("text/event-stream", True), ("application/json", False), ("", False)]
+    ("media_type", "streams"),
+    [("text/event-stream", True), ("application/json", False), ("", False)],
 )
 async def test_a_head_passes_the_layers_around_the_application_and_a_body_does_not(
     media_type: str, *, streams: bool
 ) -> None:
     wire, seen = Wire(), list[str]()
     out = client_on(wire)
-    assert (out.status, out.begun, out.streams, out.complete) == (CLIENT_GONE, False, False, False)
+    assert (out.status, out.begun, out.streams, out.complete) == (
+        CLIENT_GONE,
+        False,
+        False,
+        False,
+    )
 
     async def outer(message: Any) -> None:
         seen.append(message["type"])
         await out.send(message)
 
     out.outer, out.server_state = outer, ServerState()
-    await out.respond({"type": START, "status": 201, "headers": [(b"content-type", media_type.encode())]})
+    await out.respond(
+        {
+            "type": START,
+            "status": 201,
+            "headers": [(b"content-type", media_type.encode())],
+        }
+    )
     assert (out.status, out.begun, out.streams) == (201, True, streams)
     await out.respond({"type": BODY, "body": b"a", "more_body": True})
     assert not out.complete
     assert out.feed([b"b", b"c"])
     await out.drain()
     await out.end([b"d", b"e"])
-    assert (out.complete, seen, wire.written.endswith(b"1\r\na\r\n2\r\nbc\r\n2\r\nde\r\n0\r\n\r\n")) == (
+    assert (
+        out.complete,
+        seen,
+        wire.written.endswith(b"1\r\na\r\n2\r\nbc\r\n2\r\nde\r\n0\r\n\r\n"),
+    ) == (
         True,
         [START],
         True,
@@ -208,7 +256,9 @@ async def test_a_head_passes_the_layers_around_the_application_and_a_body_does_n
 
 
 @pytest.mark.parametrize("phase", ServerPhase)
-async def test_clients_of_a_router_that_leaves_are_told_to_close(phase: ServerPhase) -> None:
+async def test_clients_of_a_router_that_leaves_are_told_to_close(
+    phase: ServerPhase,
+) -> None:
     """Their next request then goes to whoever listens by now."""
     wire = Wire()
     out = client_on(wire)

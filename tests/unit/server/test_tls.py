@@ -41,7 +41,9 @@ def variables(files: Files, authority: Authority) -> dict[str, str]:
     }
 
 
-def serial(port: int, authority: Authority, version: ssl.TLSVersion | None = None) -> str:
+def serial(
+    port: int, authority: Authority, version: ssl.TLSVersion | None = None
+) -> str:
     context = ssl.create_default_context(cafile=authority.ca)
     if version is not None:
         context.minimum_version = context.maximum_version = version
@@ -54,8 +56,12 @@ def serial(port: int, authority: Authority, version: ssl.TLSVersion | None = Non
 
 
 @asynccontextmanager
-async def secured(tmp_path: Path, authority: Authority, files: Files, **more: str) -> AsyncIterator[OwnRouter]:
-    async with own_router(tmp_path, ca=authority.ca, **variables(files, authority), **more) as router:
+async def secured(
+    tmp_path: Path, authority: Authority, files: Files, **more: str
+) -> AsyncIterator[OwnRouter]:
+    async with own_router(
+        tmp_path, ca=authority.ca, **variables(files, authority), **more
+    ) as router:
         yield router
 
 
@@ -69,15 +75,24 @@ async def test_clients_are_served_over_tls(tmp_path: Path) -> None:
         assert events(text)[-1][0] == "done"
         trust = ssl.create_default_context(cafile=authority.ca)
         async with AsyncOpenAI(
-            base_url=f"{router.url}/v1", api_key="unused", http_client=httpx.AsyncClient(verify=trust, trust_env=False)
+            base_url=f"{router.url}/v1",
+            api_key="unused",
+            http_client=httpx.AsyncClient(verify=trust, trust_env=False),
         ) as client:
             said: Any = [{"role": "user", "content": "hi"}]
             pieces = [
-                part async for part in await client.chat.completions.create(model="auto", messages=said, stream=True)
+                part
+                async for part in await client.chat.completions.create(
+                    model="auto", messages=said, stream=True
+                )
             ]
             assert pieces[-1].choices[0].finish_reason
         metrics = (await router.client.get(f"{router.url}/metrics")).text
-        expires = float(re.findall(r"^qarr_tls_expires_timestamp_seconds (\S+)$", metrics, re.MULTILINE)[0])
+        expires = float(
+            re.findall(
+                r"^qarr_tls_expires_timestamp_seconds (\S+)$", metrics, re.MULTILINE
+            )[0]
+        )
         assert expires == pytest.approx(load_pair(settings_of(files)).expires)
         done = await router.qarr("tiers", "--url", router.url)
         assert done.returncode == 0, done.stderr
@@ -93,8 +108,18 @@ async def test_only_tls_is_spoken(tmp_path: Path) -> None:
         answer = await asyncio.wait_for(reader.read(), 20)
         assert not answer.startswith(b"HTTP/")
         writer.close()
-        assert await asyncio.to_thread(serial, router.port, authority, ssl.TLSVersion.TLSv1_2) == "first"
-        assert await asyncio.to_thread(serial, router.port, authority, ssl.TLSVersion.TLSv1_3) == "first"
+        assert (
+            await asyncio.to_thread(
+                serial, router.port, authority, ssl.TLSVersion.TLSv1_2
+            )
+            == "first"
+        )
+        assert (
+            await asyncio.to_thread(
+                serial, router.port, authority, ssl.TLSVersion.TLSv1_3
+            )
+            == "first"
+        )
         assert "Traceback" not in router.errors.read_text()
 
 
@@ -109,15 +134,21 @@ async def test_a_certificate_is_replaced_under_load(tmp_path: Path) -> None:
 
         async def load() -> None:
             while not ended.is_set():
-                async with httpx.AsyncClient(verify=trust, trust_env=False, timeout=20) as client:
-                    answer = await client.post(f"{router.url}/generate", json={"prompt": "hi", "stream": True})
+                async with httpx.AsyncClient(
+                    verify=trust, trust_env=False, timeout=20
+                ) as client:
+                    answer = await client.post(
+                        f"{router.url}/generate", json={"prompt": "hi", "stream": True}
+                    )
                     statuses.append(answer.status_code)
                     assert events(answer.text)[-1][0] == "done"
 
         loads = [asyncio.create_task(load()) for _ in range(3)]
         second.key.replace(shown.key)
         second.certificate.replace(shown.certificate)
-        await until(lambda: router.errors.read_text().count("certificate loaded again") == 1)
+        await until(
+            lambda: router.errors.read_text().count("certificate loaded again") == 1
+        )
         assert await asyncio.to_thread(serial, router.port, authority) == "second"
         shown.key.write_text("no key")
         await until(lambda: "tls.key" in router.errors.read_text())
@@ -133,7 +164,11 @@ async def test_a_certificate_is_replaced_under_load(tmp_path: Path) -> None:
 async def test_a_reload_takes_another_pair(tmp_path: Path) -> None:
     """Other files in the settings are shown after a reload; switching TLS off needs a restart."""
     authority = Authority(tmp_path)
-    first, second, file = authority.issue("first"), authority.issue("second"), tmp_path / "settings.toml"
+    first, second, file = (
+        authority.issue("first"),
+        authority.issue("second"),
+        tmp_path / "settings.toml",
+    )
     text = f'[tls]\ncertificate = "{{0}}"\nkey = "{{1}}"\nca = "{authority.ca}"\n'
     file.write_text(text.format(first.certificate, first.key))
     async with own_router(tmp_path, ca=authority.ca, QARR_CONFIG=str(file)) as router:
@@ -141,16 +176,24 @@ async def test_a_reload_takes_another_pair(tmp_path: Path) -> None:
         assert (await router.qarr("reload")).returncode == 0
         assert await asyncio.to_thread(serial, router.port, authority) == "second"
         file.write_text(f'[tls]\nca = "{authority.ca}"\n')
-        assert "between HTTP and HTTPS" in (await router.qarr("reload", "--url", router.url)).stderr
+        assert (
+            "between HTTP and HTTPS"
+            in (await router.qarr("reload", "--url", router.url)).stderr
+        )
 
 
-async def test_clients_need_a_certificate_if_the_settings_say_so(tmp_path: Path) -> None:
+async def test_clients_need_a_certificate_if_the_settings_say_so(
+    tmp_path: Path,
+) -> None:
     """With ``tls.client_ca`` only clients with a certificate of that authority are served; commands show the router's own.
 
     They trust that certificate alone, whatever address it names.
     """
     authority = Authority(tmp_path)
-    served, mine = authority.issue("served", address="192.0.2.1"), authority.issue("mine")
+    served, mine = (
+        authority.issue("served", address="192.0.2.1"),
+        authority.issue("mine"),
+    )
     known = ssl.create_default_context(cafile=authority.ca)
     known.check_hostname = False
     known.load_cert_chain(mine.certificate, mine.key)
@@ -158,14 +201,19 @@ async def test_clients_need_a_certificate_if_the_settings_say_so(tmp_path: Path)
     more = {**variables(served, authority), "QARR_TLS__CLIENT_CA": str(authority.ca)}
     async with own_router(tmp_path, ca=known, **more) as router:
         assert await router.status() == httpx.codes.OK
-        async with httpx.AsyncClient(verify=unknown, trust_env=False, timeout=20) as client:
+        async with httpx.AsyncClient(
+            verify=unknown, trust_env=False, timeout=20
+        ) as client:
             with pytest.raises(httpx.TransportError):
                 await client.get(f"{router.url}/readyz")
         del router.env["QARR_TLS__CA"]
         for command in (("tiers",), ("health", "--ready")):
             done = await router.qarr(*command)
             assert done.returncode == 0, done.stderr
-        router.env |= {"QARR_TLS__CERTIFICATE": str(mine.certificate), "QARR_TLS__KEY": str(mine.key)}
+        router.env |= {
+            "QARR_TLS__CERTIFICATE": str(mine.certificate),
+            "QARR_TLS__KEY": str(mine.key),
+        }
         assert "no router answers" in (await router.qarr("tiers")).stderr
 
 
@@ -176,10 +224,22 @@ def test_faults_name_the_setting(tmp_path: Path) -> None:
     old = authority.issue("old", timedelta(days=-1))
     nothing = tmp_path / "nothing"
     for given, told in (
-        (TlsSettings(certificate=nothing, key=first.key), r"tls\.certificate: .*No such file"),
-        (TlsSettings(certificate=first.key, key=first.key), r"tls\.certificate: .*no certificate"),
-        (TlsSettings(certificate=first.certificate, key=nothing), r"tls\.key: .*No such file"),
-        (TlsSettings(certificate=first.certificate, key=second.key), r"tls\.key: .*does not belong"),
+        (
+            TlsSettings(certificate=nothing, key=first.key),
+            r"tls\.certificate: .*No such file",
+        ),
+        (
+            TlsSettings(certificate=first.key, key=first.key),
+            r"tls\.certificate: .*no certificate",
+        ),
+        (
+            TlsSettings(certificate=first.certificate, key=nothing),
+            r"tls\.key: .*No such file",
+        ),
+        (
+            TlsSettings(certificate=first.certificate, key=second.key),
+            r"tls\.key: .*does not belong",
+        ),
         (settings_of(old), r"tls\.certificate: .*has expired"),
         (settings_of(first, client_ca=first.key), r"tls\.client_ca: .*PEM"),
     ):
@@ -200,17 +260,29 @@ async def test_a_router_hands_over_its_socket_under_tls(tmp_path: Path) -> None:
         async def ask() -> int:
             answered = 0
             while not ended.is_set():
-                async with httpx.AsyncClient(verify=trust, trust_env=False, timeout=20) as client:
-                    answer = await client.post(f"{router.url}/generate", json={"prompt": "hi"})
+                async with httpx.AsyncClient(
+                    verify=trust, trust_env=False, timeout=20
+                ) as client:
+                    answer = await client.post(
+                        f"{router.url}/generate", json={"prompt": "hi"}
+                    )
                     assert answer.status_code == httpx.codes.OK
                     answered += 1
             return answered
 
         asking = asyncio.create_task(ask())
-        urls = [part for pair in zip(("--fast", "--balanced"), router.engines, strict=False) for part in pair]
+        urls = [
+            part
+            for pair in zip(("--fast", "--balanced"), router.engines, strict=False)
+            for part in pair
+        ]
         command = [QARR, "serve", "--takeover", "--port", str(router.port), *urls]
         with router.errors.open("ab") as errors:
-            successor = subprocess.Popen(command, stderr=errors, env={**router.env, **variables(second, authority)})
+            successor = subprocess.Popen(
+                command,
+                stderr=errors,
+                env={**router.env, **variables(second, authority)},
+            )
         try:
             assert await asyncio.to_thread(router.process.wait, 60) == 0
             assert await asyncio.to_thread(serial, router.port, authority) == "second"

@@ -12,7 +12,11 @@ import httptools
 import pytest
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 import router.server as package
@@ -61,10 +65,28 @@ CYCLE_ATTRIBUTES = {
     "transport",
     "waiting_for_100_continue",
 }
-FLOW_ATTRIBUTES = {"drain", "pause_writing", "resume_reading", "resume_writing", "write_paused"}
+FLOW_ATTRIBUTES = {
+    "drain",
+    "pause_writing",
+    "resume_reading",
+    "resume_writing",
+    "write_paused",
+}
 STATE_ATTRIBUTES = {"connections", "default_headers", "total_requests"}
-SERVER_ATTRIBUTES = {"config", "force_exit", "lifespan", "servers", "server_state", "should_exit", "started"}
-SERVER_METHODS = {"capture_signals": [], "shutdown": ["sockets"], "startup": ["sockets"]}
+SERVER_ATTRIBUTES = {
+    "config",
+    "force_exit",
+    "lifespan",
+    "servers",
+    "server_state",
+    "should_exit",
+    "started",
+}
+SERVER_METHODS = {
+    "capture_signals": [],
+    "shutdown": ["sockets"],
+    "startup": ["sockets"],
+}
 CONFIG_ATTRIBUTES = {"http", "http_protocol_class", "timeout_keep_alive"}
 LIFESPAN_ATTRIBUTES = {"should_exit", "shutdown", "startup", "state"}
 
@@ -119,7 +141,10 @@ async def test_a_connection_has_the_attribute(name: str) -> None:
 @pytest.mark.parametrize(("name", "parameters"), sorted(CONNECTION_METHODS.items()))
 def test_a_connection_has_the_method(name: str, parameters: list[str]) -> None:
     """A method that the subclass overrides is of no use if uvicorn does not call it, nor with other parameters."""
-    assert list(inspect.signature(getattr(HttpToolsProtocol, name)).parameters) == ["self", *parameters]
+    assert list(inspect.signature(getattr(HttpToolsProtocol, name)).parameters) == [
+        "self",
+        *parameters,
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(CYCLE_ATTRIBUTES))
@@ -152,7 +177,10 @@ def test_a_server_gets_the_attribute_while_it_runs(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "parameters"), sorted(SERVER_METHODS.items()))
 def test_a_server_has_the_method(name: str, parameters: list[str]) -> None:
-    assert list(inspect.signature(getattr(uvicorn.Server, name)).parameters) == ["self", *parameters]
+    assert list(inspect.signature(getattr(uvicorn.Server, name)).parameters) == [
+        "self",
+        *parameters,
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(CONFIG_ATTRIBUTES))
@@ -175,7 +203,9 @@ def test_every_status_has_its_line() -> None:
     assert STATUS_LINE[499] == b"HTTP/1.1 499 \r\n"
 
 
-async def test_the_parser_is_one_of_httptools_and_hands_over_one_request_at_a_time() -> None:
+async def test_the_parser_is_one_of_httptools_and_hands_over_one_request_at_a_time() -> (
+    None
+):
     """The first request is started by ``_start_asgi_task``, and the next one waits in the pipeline."""
     connection = uvicorn_connection()
     started: list[RequestResponseCycle] = []
@@ -188,7 +218,9 @@ async def test_the_parser_is_one_of_httptools_and_hands_over_one_request_at_a_ti
     assert connection.pipeline[0][0] is connection.cycle
 
 
-async def test_a_request_keeps_its_connection_unless_its_client_asks_to_close_it() -> None:
+async def test_a_request_keeps_its_connection_unless_its_client_asks_to_close_it() -> (
+    None
+):
     connection = uvicorn_connection()
     receive_request(connection)
     assert connection.cycle.keep_alive
@@ -203,7 +235,10 @@ def attributes_used(code: Any, owner: str) -> set[str]:
     """Return the attributes that a module or class uses of anything by this name, as in ``self.cycle.keep_alive``."""
     names = set()
     for node in ast.walk(ast.parse(inspect.getsource(code))):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == owner:
+        if (
+            isinstance(node, ast.Attribute)
+            and ast.unparse(node.value).split(".")[-1] == owner
+        ):
             names.add(node.attr)
     return names
 
@@ -213,7 +248,9 @@ async def test_the_lists_above_are_complete() -> None:
     connection = uvicorn_connection()
     receive_request(connection)
     of_connection = {name for name in dir(connection) if not name.startswith("__")}
-    used = attributes_used(http_protocol, "self") | set(vars(http_protocol.LimitedHttpProtocol))
+    used = attributes_used(http_protocol, "self") | set(
+        vars(http_protocol.LimitedHttpProtocol)
+    )
     used |= attributes_used(uvicorn_adapter.UvicornConnection, "self")
     assert used & of_connection <= CONNECTION_ATTRIBUTES | CONNECTION_METHODS.keys()
     for module in (http_protocol, responder):
@@ -221,8 +258,14 @@ async def test_the_lists_above_are_complete() -> None:
         assert attributes_used(module, "flow") <= FLOW_ATTRIBUTES
     for module in (http_protocol, uvicorn_adapter):
         assert attributes_used(module, "server_state") <= STATE_ATTRIBUTES
-    of_server = {name for name in dir(uvicorn.Server(connection.config)) if not name.startswith("__")}
-    used = attributes_used(server, "self") | {name for name in vars(server.Server) if not name.startswith("__")}
+    of_server = {
+        name
+        for name in dir(uvicorn.Server(connection.config))
+        if not name.startswith("__")
+    }
+    used = attributes_used(server, "self") | {
+        name for name in vars(server.Server) if not name.startswith("__")
+    }
     used |= attributes_used(uvicorn_adapter.UvicornServer, "self")
     assert used & of_server <= SERVER_ATTRIBUTES | SERVER_METHODS.keys()
     await cancel_tasks(connection)

@@ -25,9 +25,13 @@ from tests.waiting import until
 pytestmark = pytest.mark.anyio
 
 
-def made(message: str, *args: object, level: int = logging.INFO, **extra: object) -> logging.LogRecord:
+def made(
+    message: str, *args: object, level: int = logging.INFO, **extra: object
+) -> logging.LogRecord:
     queue: Queue[Any] = Queue()
-    record = logging.getLogger("qarr.router").makeRecord("qarr.router", level, "f", 1, message, args, None, extra=extra)
+    record = logging.getLogger("qarr.router").makeRecord(
+        "qarr.router", level, "f", 1, message, args, None, extra=extra
+    )
     return _Queued(queue).prepare(record)
 
 
@@ -45,17 +49,27 @@ async def test_lines_of_a_request_carry_its_ids() -> None:
     async def other() -> logging.LogRecord:
         return made("alone")
 
-    def begun(work: Coroutine[Any, Any, logging.LogRecord]) -> asyncio.Task[logging.LogRecord]:
+    def begun(
+        work: Coroutine[Any, Any, logging.LogRecord],
+    ) -> asyncio.Task[logging.LogRecord]:
         return asyncio.get_running_loop().create_task(work, context=Context())
 
-    first, second, alone = await asyncio.gather(begun(request("1")), begun(request("2")), begun(other()))
-    lines = [json.loads(JsonFormatter().format(record)) for record in (first, second, alone)]
+    first, second, alone = await asyncio.gather(
+        begun(request("1")), begun(request("2")), begun(other())
+    )
+    lines = [
+        json.loads(JsonFormatter().format(record)) for record in (first, second, alone)
+    ]
     assert [(line.get("request_id"), line.get("trace_id")) for line in lines] == [
         ("request-1", "trace-1"),
         ("request-2", "trace-2"),
         (None, None),
     ]
-    assert TextFormatter().format(first).endswith("INFO deep in it trace=trace-1 request=request-1")
+    assert (
+        TextFormatter()
+        .format(first)
+        .endswith("INFO deep in it trace=trace-1 request=request-1")
+    )
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
@@ -67,7 +81,10 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
 
 def test_text_that_no_encoding_has_stays_a_line_of_json() -> None:
     """A lone surrogate, as a client may send it, costs no line."""
-    assert json.loads(JsonFormatter().format(made("path %s", "\ud800")))["message"] == "path \ud800"
+    assert (
+        json.loads(JsonFormatter().format(made("path %s", "\ud800")))["message"]
+        == "path \ud800"
+    )
 
 
 def test_long_lines_are_cut() -> None:
@@ -83,9 +100,17 @@ def test_files_rotate(tmp_path: Path) -> None:
         file.handle(made("line %d", number))
     file.close()
     files = sorted((tmp_path / "deep").iterdir(), reverse=True)
-    assert [f.name for f in files] == ["router-1.log.2", "router-1.log.1", "router-1.log"]
+    assert [f.name for f in files] == [
+        "router-1.log.2",
+        "router-1.log.1",
+        "router-1.log",
+    ]
     assert all(f.stat().st_size <= 2000 for f in files)
-    kept = [json.loads(line)["message"] for f in files for line in f.read_text().splitlines()]
+    kept = [
+        json.loads(line)["message"]
+        for f in files
+        for line in f.read_text().splitlines()
+    ]
     assert kept == [f"line {n}" for n in range(100 - len(kept), 100)]
 
 
@@ -107,17 +132,26 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
     """A line a request on standard error and in the file, failures of others; no prompt, no key, no query."""
     file = tmp_path / "keys.json"
     key, _ = add_key(file, "someone")
-    settings = {"QARR_AUTH__KEYS_FILE": str(file), "QARR_TELEMETRY__REQUEST_LINES": "both"}
+    settings = {
+        "QARR_AUTH__KEYS_FILE": str(file),
+        "QARR_TELEMETRY__REQUEST_LINES": "both",
+    }
     async with own_router(tmp_path, **settings) as router:
         router.client.headers["authorization"] = f"Bearer {key}"
         served = await router.generate(prompt="secret words of a prompt", stream=False)
         assert served.status_code == 200
-        refused = await router.generate(tier="fast", tier_policy="require", max_tokens=4000)
+        refused = await router.generate(
+            tier="fast", tier_policy="require", max_tokens=4000
+        )
         assert refused.status_code >= 400
         assert (await router.generate(prompt=7, tier="secret words")).status_code == 400
-        assert (await router.client.get(f"{router.url}/no%1Bthing?token=secret-words")).status_code == 404
+        assert (
+            await router.client.get(f"{router.url}/no%1Bthing?token=secret-words")
+        ).status_code == 404
         unknown = {"authorization": "Bearer qarr_secret-words"}
-        assert (await router.client.get(f"{router.url}/tiers", headers=unknown)).status_code == 401
+        assert (
+            await router.client.get(f"{router.url}/tiers", headers=unknown)
+        ).status_code == 401
         assert (await router.client.get(f"{router.url}/tiers")).status_code == 200
         assert await router.stop() == 0
         log = (router.log_dir / f"router-{router.port}.log").read_text("utf-8")
@@ -133,9 +167,20 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
         ]
         ok, long = about[:2]
         assert ok["request_id"] == served.headers["x-request-id"]
-        assert (ok["trace_id"], ok["tier"]) == (served.headers["x-qarr-trace-id"], served.headers["x-qarr-tier"])
-        assert served.headers["x-qarr-reason"].removeprefix("probably ").startswith(f"{ok['class']}, ")
-        assert (long["level"], long["error"], long["served_by"]) == ("warning", "too_long", None)
+        assert (ok["trace_id"], ok["tier"]) == (
+            served.headers["x-qarr-trace-id"],
+            served.headers["x-qarr-tier"],
+        )
+        assert (
+            served.headers["x-qarr-reason"]
+            .removeprefix("probably ")
+            .startswith(f"{ok['class']}, ")
+        )
+        assert (long["level"], long["error"], long["served_by"]) == (
+            "warning",
+            "too_long",
+            None,
+        )
         assert "tiers" not in ok
         assert [line["message"] for line in lines].count("fast-0 is ready") == 1
         for text in (log, shown):
@@ -147,7 +192,9 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
         found = await router.qarr("logs", "router", "--trace", ok["trace_id"][:12])
         assert found.stdout.count("\n") == 1
         assert "POST /generate ok" in found.stdout
-        assert (await router.qarr("logs", "--request", ok["request_id"])).stdout == found.stdout
+        assert (
+            await router.qarr("logs", "--request", ok["request_id"])
+        ).stdout == found.stdout
         assert (await router.qarr("logs", "--level", "error")).stdout == ""
 
 
@@ -162,7 +209,9 @@ async def test_a_stopped_terminal_holds_no_request_up(tmp_path: Path) -> None:
             router.process = process
             await router.until_ready()
             for _ in range(15):
-                answers = await asyncio.gather(*(router.client.get(f"{router.url}/{'x' * 100}") for _ in range(50)))
+                answers = await asyncio.gather(
+                    *(router.client.get(f"{router.url}/{'x' * 100}") for _ in range(50))
+                )
                 assert {a.status_code for a in answers} == {404}
             assert (await router.generate()).status_code == 200
             process.send_signal(signal.SIGTERM)

@@ -12,8 +12,14 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, http_attributes, server_attributes
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from opentelemetry.semconv._incubating.attributes import (
+    gen_ai_attributes,
+    http_attributes,
+    server_attributes,
+)
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as parse_openmetrics,
+)
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from router.telemetry.tracing import Telemetry, make_telemetry
@@ -36,7 +42,9 @@ async def record_of(stack: Stack, answer: httpx.Response) -> dict[str, Any]:
 
     async def look() -> dict[str, Any] | None:
         records: list[dict[str, Any]] = (await get(stack, "/requests"))["requests"]
-        return next((record for record in records if record["request_id"] == request_id), None)
+        return next(
+            (record for record in records if record["request_id"] == request_id), None
+        )
 
     record: dict[str, Any] = await until(look, f"the record of request {request_id}")
     return record
@@ -56,7 +64,9 @@ async def traces_with(stack: Stack, last: httpx.Response) -> list[dict[str, Any]
 
 async def trace_of(stack: Stack, answer: httpx.Response) -> dict[str, Any]:
     await traces_with(stack, answer)
-    found: dict[str, Any] = await get(stack, f"/traces/{answer.headers['x-qarr-trace-id']}")
+    found: dict[str, Any] = await get(
+        stack, f"/traces/{answer.headers['x-qarr-trace-id']}"
+    )
     return found
 
 
@@ -80,10 +90,16 @@ def traced() -> tuple[Telemetry, InMemorySpanExporter]:
 async def test_one_answer_is_told_alike_everywhere(tmp_path: Path) -> None:
     """Headers, record, metrics and trace agree on tier, tokens, times and ids; none has the prompt."""
     async with router_stack(tmp_path) as stack:
-        answer = await stack.generate(prompt=SECRET, sla={"ttft_ms": 60_000}, priority="interactive")
+        answer = await stack.generate(
+            prompt=SECRET, sla={"ttft_ms": 60_000}, priority="interactive"
+        )
         record = await record_of(stack, answer)
         assert record["outcome"] == "ok"
-        assert (record["tier"], record["served_by"]) == ("fast", "fast") == (answer.headers["x-qarr-tier"],) * 2
+        assert (
+            (record["tier"], record["served_by"])
+            == ("fast", "fast")
+            == (answer.headers["x-qarr-tier"],) * 2
+        )
         assert record["trace_id"] == answer.headers["x-qarr-trace-id"]
         assert record["reason"] == answer.headers["x-qarr-reason"]
         assert (record["route"], record["priority"], record["basis"]) == (
@@ -98,25 +114,47 @@ async def test_one_answer_is_told_alike_everywhere(tmp_path: Path) -> None:
         kind = record["class"]
         assert await samples(stack, "qarr_requests_total") == {(kind, "ok", "fast"): 1}
         assert await samples(stack, "qarr_output_tokens_total") == {(kind, "fast"): 7}
-        assert await samples(stack, "qarr_sla_requests_total") == {(kind, "met", "fast"): 1}
-        assert await samples(stack, "qarr_queue_wait_seconds_count") == {("interactive",): 1}
-        ttft_s = (await samples(stack, "qarr_time_to_first_token_seconds_sum"))[kind, "fast"]
+        assert await samples(stack, "qarr_sla_requests_total") == {
+            (kind, "met", "fast"): 1
+        }
+        assert await samples(stack, "qarr_queue_wait_seconds_count") == {
+            ("interactive",): 1
+        }
+        ttft_s = (await samples(stack, "qarr_time_to_first_token_seconds_sum"))[
+            kind, "fast"
+        ]
         assert ttft_s * 1000 == pytest.approx(record["ttft_ms"], abs=0.01)
         trace = await trace_of(stack, answer)
         spans = {span["name"]: span for span in trace["spans"]}
-        assert [s["name"] for s in trace["spans"]] == ["POST /generate", "classify", "route", "chat fake"]
+        assert [s["name"] for s in trace["spans"]] == [
+            "POST /generate",
+            "classify",
+            "route",
+            "chat fake",
+        ]
         server = spans["POST /generate"]
         assert server["parent_id"] is None
         assert {s["parent_id"] for s in trace["spans"]} == {None, server["span_id"]}
         seen = server["attributes"]
-        assert (seen["qarr.outcome"], seen["qarr.served.tier"], seen["qarr.sla.met"]) == ("ok", "fast", True)
+        assert (
+            seen["qarr.outcome"],
+            seen["qarr.served.tier"],
+            seen["qarr.sla.met"],
+        ) == ("ok", "fast", True)
         assert seen["qarr.ttft_ms"] == pytest.approx(record["ttft_ms"], abs=0.01)
         assert spans["route"]["attributes"]["qarr.fast.verdict"] == "chosen"
-        assert [event["name"] for event in spans["chat fake"]["events"]] == ["qarr.first_token"]
+        assert [event["name"] for event in spans["chat fake"]["events"]] == [
+            "qarr.first_token"
+        ]
         assert all(
-            s["start_ms"] >= 0 and s["start_ms"] + s["duration_ms"] <= server["duration_ms"] + 1 for s in spans.values()
+            s["start_ms"] >= 0
+            and s["start_ms"] + s["duration_ms"] <= server["duration_ms"] + 1
+            for s in spans.values()
         )
-        everything = json.dumps([record, trace]) + (await stack.client.get(f"{stack.url}/metrics")).text
+        everything = (
+            json.dumps([record, trace])
+            + (await stack.client.get(f"{stack.url}/metrics")).text
+        )
         assert "treasure" not in everything
         assert "Paris" not in everything
 
@@ -124,7 +162,9 @@ async def test_one_answer_is_told_alike_everywhere(tmp_path: Path) -> None:
 async def test_every_way_to_end_is_recorded(tmp_path: Path) -> None:
     """Refusals, failures, clients that go away, missed bounds: each has one record, one outcome, one count."""
     async with router_stack(tmp_path, {"admission": {"max_waiting": 0}}) as stack:
-        refused = await stack.generate(max_tokens=4096, prompt="hi", tier="fast", tier_policy="require")
+        refused = await stack.generate(
+            max_tokens=4096, prompt="hi", tier="fast", tier_policy="require"
+        )
         assert (await record_of(stack, refused))["error"] == "too_long"
         late = await stack.generate(sla={"ttft_ms": 0.001})
         assert (await record_of(stack, late))["sla_met"] is False
@@ -135,16 +175,29 @@ async def test_every_way_to_end_is_recorded(tmp_path: Path) -> None:
         assert (record["outcome"], record["error"]) == ("error", "EngineBroke")
         for behaviour in stack.engines.values():
             behaviour.break_after, behaviour.delay_s = None, 0.2
-        async with stack.client.stream("POST", f"{stack.url}/generate", json={"prompt": "hi"}) as going:
+        async with stack.client.stream(
+            "POST", f"{stack.url}/generate", json={"prompt": "hi"}
+        ) as going:
             await anext(going.aiter_bytes())
         assert (await record_of(stack, going))["outcome"] == "client_gone"
         assert "qarr.client_gone" in await server_events(stack, going)
         requests = await samples(stack, "qarr_requests_total")
-        assert sorted(outcome for _, outcome, _ in requests) == ["client_gone", "error", "ok", "refused"]
+        assert sorted(outcome for _, outcome, _ in requests) == [
+            "client_gone",
+            "error",
+            "ok",
+            "refused",
+        ]
         assert await samples(stack, "qarr_refusals_total") == {("too_long",): 1}
         assert sum((await samples(stack, "qarr_sla_requests_total")).values()) == 1
         totals = json.loads((await first_events(stack, "fleet"))[0])["totals"]
-        assert (totals["requests"], totals["ok"], totals["refused"], totals["errors"], totals["client_gone"]) == (
+        assert (
+            totals["requests"],
+            totals["ok"],
+            totals["refused"],
+            totals["errors"],
+            totals["client_gone"],
+        ) == (
             4,
             1,
             1,
@@ -160,8 +213,14 @@ async def test_retries_and_continuations_are_counted_and_traced(tmp_path: Path) 
         stack.engines[next(iter(stack.engines))].status = 500
         answer = await stack.generate()
         record = await record_of(stack, answer)
-        assert (record["tier"], record["served_by"], record["attempts_failed"]) == ("fast", "balanced", 1)
-        assert await samples(stack, "qarr_upstream_failures_total") == {("EngineFailed", "fast"): 1}
+        assert (record["tier"], record["served_by"], record["attempts_failed"]) == (
+            "fast",
+            "balanced",
+            1,
+        )
+        assert await samples(stack, "qarr_upstream_failures_total") == {
+            ("EngineFailed", "fast"): 1
+        }
         assert (await samples(stack, "qarr_retries_total"))["balanced",] == 1
         assert "qarr.attempt_failed" in await server_events(stack, answer)
         fast = next(iter(stack.engines.values()))
@@ -170,9 +229,12 @@ async def test_retries_and_continuations_are_counted_and_traced(tmp_path: Path) 
         record = await record_of(stack, answer)
         assert record["outcome"] == "ok"
         (next_tier,) = record["continued_on"]  # whichever was measured to be cheaper
-        assert await samples(stack, "qarr_continuations_total") == {("fast", next_tier): 1}
+        assert await samples(stack, "qarr_continuations_total") == {
+            ("fast", next_tier): 1
+        }
         assert "qarr.continuation" in await server_events(stack, answer)
-        assert await samples(stack, "qarr_prediction_error_ratio_count") == {}  # disturbed answers say nothing of it
+        # disturbed answers say nothing of it
+        assert await samples(stack, "qarr_prediction_error_ratio_count") == {}
 
 
 async def server_events(stack: Stack, answer: httpx.Response) -> list[str]:
@@ -185,18 +247,30 @@ async def test_the_metrics_page_is_openmetrics_with_exemplars(tmp_path: Path) ->
     async with router_stack(tmp_path) as stack:
         answer = await stack.generate()
         await record_of(stack, answer)
-        assert answer.headers["x-qarr-trace-id"] not in (await stack.client.get(f"{stack.url}/metrics")).text
-        accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
+        assert (
+            answer.headers["x-qarr-trace-id"]
+            not in (await stack.client.get(f"{stack.url}/metrics")).text
+        )
+        accept = {
+            "accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+        }
         page = await stack.client.get(f"{stack.url}/metrics", headers=accept)
         assert page.headers["content-type"].startswith("application/openmetrics-text")
         families = list(parse_openmetrics(page.text))
-        exemplars = {s.exemplar.labels["trace_id"] for f in families for s in f.samples if s.exemplar}
+        exemplars = {
+            s.exemplar.labels["trace_id"]
+            for f in families
+            for s in f.samples
+            if s.exemplar
+        }
         assert exemplars == {answer.headers["x-qarr-trace-id"]}
         assert all(family.documentation for family in families)
         units = ("_seconds", "_ratio", "_tokens", "gen_ai_client_token_usage")
         for family in families:
             assert family.name.startswith(("qarr_", "process_", "gen_ai_"))
-            assert family.type != "histogram" or family.name.endswith(units), family.name
+            assert family.type != "histogram" or family.name.endswith(units), (
+                family.name
+            )
 
 
 async def test_labels_are_bounded(tmp_path: Path) -> None:
@@ -214,11 +288,16 @@ async def test_labels_are_bounded(tmp_path: Path) -> None:
             await stack.client.get(stack.url + path)
         for method in ("BREW", "PROPFIND", "GET"):
             await stack.client.request(method, f"{stack.url}/generate")
-        found = {(route, code) for code, _, route in await samples(stack, "qarr_http_requests_total")}
+        found = {
+            (route, code)
+            for code, _, route in await samples(stack, "qarr_http_requests_total")
+        }
         assert found == {
             ("unknown", "404"), ("/traces/{trace_id}", "404"), ("/v1/models/{id}", "200"), ("/generate", "405"),
         }  # fmt: skip
-        methods = {method for _, method, _ in await samples(stack, "qarr_http_requests_total")}
+        methods = {
+            method for _, method, _ in await samples(stack, "qarr_http_requests_total")
+        }
         assert methods == {"GET", "other"}
 
 
@@ -228,7 +307,9 @@ async def first_events(stack: Stack, name: str, count: int = 1) -> list[str]:
     current = ""
     async with stack.client.stream("GET", f"{stack.url}/live") as live:
         async for line in live.aiter_lines():
-            current = line.removeprefix("event: ") if line.startswith("event: ") else current
+            current = (
+                line.removeprefix("event: ") if line.startswith("event: ") else current
+            )
             if line.startswith("data: ") and current == name:
                 found.append(line.removeprefix("data: "))
                 if len(found) == count:
@@ -236,7 +317,9 @@ async def first_events(stack: Stack, name: str, count: int = 1) -> list[str]:
     return found
 
 
-async def test_the_live_stream_shows_requests_as_they_run_and_end(tmp_path: Path) -> None:
+async def test_the_live_stream_shows_requests_as_they_run_and_end(
+    tmp_path: Path,
+) -> None:
     """The fleet's picture has a request while it is open, with its tokens; its record follows; then the window has it."""
     async with router_stack(tmp_path) as stack:
         for behaviour in stack.engines.values():
@@ -247,7 +330,9 @@ async def test_the_live_stream_shows_requests_as_they_run_and_end(tmp_path: Path
         async with stack.client.stream("GET", f"{stack.url}/live") as live:
             name = ""
             async for line in live.aiter_lines():
-                name = line.removeprefix("event: ") if line.startswith("event: ") else name
+                name = (
+                    line.removeprefix("event: ") if line.startswith("event: ") else name
+                )
                 if not line.startswith("data: "):
                     continue
                 data = json.loads(line.removeprefix("data: "))
@@ -264,19 +349,33 @@ async def test_the_live_stream_shows_requests_as_they_run_and_end(tmp_path: Path
         assert {r["request_id"] for r in open_now} == {ended["request_id"]}
         assert open_now[-1]["state"] == "decode"
         assert 0 < open_now[-1]["output_tokens"] <= 7
-        assert tier["ttft_ms"]["p50"] == tier["ttft_ms"]["p95"] == pytest.approx(ended["ttft_ms"], abs=0.01)
+        assert (
+            tier["ttft_ms"]["p50"]
+            == tier["ttft_ms"]["p95"]
+            == pytest.approx(ended["ttft_ms"], abs=0.01)
+        )
         assert tier["replicas"][0]["tokens_per_s"] >= 0
 
 
-async def test_an_answer_that_another_tier_goes_on_with_is_shown_there(tmp_path: Path) -> None:
+async def test_an_answer_that_another_tier_goes_on_with_is_shown_there(
+    tmp_path: Path,
+) -> None:
     """The picture moves with it; the record names both tiers."""
     async with router_stack(tmp_path) as stack:
         stack.engines[TierName.FAST].break_after = 2
         stack.engines[TierName.BALANCED].delay_s = 0.5
         running = asyncio.create_task(stack.generate(tier="fast", max_tokens=64))
-        await until(lambda: any(each.now_on is not each.answer for each in stack.pipeline.registry.open))
+        await until(
+            lambda: any(
+                each.now_on is not each.answer for each in stack.pipeline.registry.open
+            )
+        )
         (shown,) = json.loads((await first_events(stack, "fleet", 2))[-1])["in_flight"]
-        assert (shown["tier"], shown["replica"], shown["state"]) == ("balanced", "balanced-0", "decode")
+        assert (shown["tier"], shown["replica"], shown["state"]) == (
+            "balanced",
+            "balanced-0",
+            "decode",
+        )
         record = await record_of(stack, await running)
         assert (record["served_by"], record["continued_on"]) == ("fast", ["balanced"])
 
@@ -289,31 +388,53 @@ async def test_questions_about_the_past_have_clear_answers(tmp_path: Path) -> No
         ids = [r["request_id"] for r in (await get(stack, "/requests"))["requests"]]
         assert ids == [a.headers["x-request-id"] for a in reversed(answers[1:])]
         traces = await traces_with(stack, answers[1])
-        assert [t["trace_id"] for t in traces] == [a.headers["x-qarr-trace-id"] for a in reversed(answers[1:])]
+        assert [t["trace_id"] for t in traces] == [
+            a.headers["x-qarr-trace-id"] for a in reversed(answers[1:])
+        ]
         gone = await stack.client.get(f"{stack.url}/traces/{'0' * 31}1")
-        assert (gone.status_code, "its own last requests" in gone.json()["detail"]) == (404, True)
-        assert (await get(stack, "/policy"))["max_loss"] == {}  # unless the settings say otherwise
+        assert (gone.status_code, "its own last requests" in gone.json()["detail"]) == (
+            404,
+            True,
+        )
+        # unless the settings say otherwise
+        assert (await get(stack, "/policy"))["max_loss"] == {}
 
 
-async def test_good_requests_do_not_displace_those_that_went_badly(tmp_path: Path) -> None:
+async def test_good_requests_do_not_displace_those_that_went_badly(
+    tmp_path: Path,
+) -> None:
     """As many of them are kept besides, the last ones, and each of them has its trace."""
     async with router_stack(tmp_path, {"telemetry": {"recent_requests": 2}}) as stack:
         late = [await stack.generate(sla={"ttft_ms": 0.001}) for _ in range(3)]
-        refused = await stack.generate(max_tokens=4096, prompt="hi", tier="fast", tier_policy="require")
+        refused = await stack.generate(
+            max_tokens=4096, prompt="hi", tier="fast", tier_policy="require"
+        )
         good = [await stack.generate() for _ in range(3)]
         await record_of(stack, good[-1])
         expected = {a.headers["x-qarr-trace-id"]: "recent" for a in reversed(good[1:])}
-        expected |= {refused.headers["x-qarr-trace-id"]: "error", late[2].headers["x-qarr-trace-id"]: "sla_miss"}
+        expected |= {
+            refused.headers["x-qarr-trace-id"]: "error",
+            late[2].headers["x-qarr-trace-id"]: "sla_miss",
+        }
         listed = (await get(stack, "/traces"))["traces"]
-        assert [(t["trace_id"], t["kept_for"]) for t in listed] == list(expected.items())
-        assert [r["trace_id"] for r in (await get(stack, "/requests"))["requests"]] == list(expected)
+        assert [(t["trace_id"], t["kept_for"]) for t in listed] == list(
+            expected.items()
+        )
+        assert [
+            r["trace_id"] for r in (await get(stack, "/requests"))["requests"]
+        ] == list(expected)
         (server, *steps) = (await trace_of(stack, refused))["spans"]
-        assert (server["error"], server["attributes"]["qarr.refusal"]) == ("too_long", "too_long")
+        assert (server["error"], server["attributes"]["qarr.refusal"]) == (
+            "too_long",
+            "too_long",
+        )
         assert [step["name"] for step in steps] == ["classify", "route"]
         assert "exceed its context" in steps[1]["attributes"]["qarr.fast.verdict"]
 
 
-async def test_a_decision_that_nothing_follows_from_is_not_traced(tmp_path: Path) -> None:
+async def test_a_decision_that_nothing_follows_from_is_not_traced(
+    tmp_path: Path,
+) -> None:
     """The page asks for one with every pause in somebody's typing; it would push out what was served."""
     async with router_stack(tmp_path) as stack:
         for _ in range(3):
@@ -325,43 +446,71 @@ async def test_a_decision_that_nothing_follows_from_is_not_traced(tmp_path: Path
 
 
 @pytest.mark.parametrize("fault", ["none", "status", "break", "everything"])
-async def test_the_page_shows_the_spans_that_are_exported(tmp_path: Path, fault: str) -> None:
+async def test_the_page_shows_the_spans_that_are_exported(
+    tmp_path: Path, fault: str
+) -> None:
     """The same tree: names, kinds, errors and events, and no attribute's name or value that is not exported as well."""
     telemetry, exporter = traced()
     async with router_stack(tmp_path, tracing=telemetry) as stack:
         fast = stack.engines[TierName.FAST]
-        fast.status, fast.break_after = (500 if fault == "status" else 200), (3 if fault == "break" else None)
+        fast.status, fast.break_after = (
+            (500 if fault == "status" else 200),
+            (3 if fault == "break" else None),
+        )
         for behaviour in stack.engines.values() if fault == "everything" else ():
             behaviour.status = 500
         answer = await stack.generate(tier="fast")
         shown = (await trace_of(stack, answer))["spans"]
-        await until(lambda: any(span.name == "POST /generate" for span in exporter.get_finished_spans()))
-    exported = sorted(exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
+        await until(
+            lambda: any(
+                span.name == "POST /generate" for span in exporter.get_finished_spans()
+            )
+        )
+    exported = sorted(
+        exporter.get_finished_spans(), key=lambda span: span.start_time or 0
+    )
     assert [span["name"] for span in shown] == [span.name for span in exported]
-    assert [span["kind"] for span in shown] == [span.kind.name.lower() for span in exported]
+    assert [span["kind"] for span in shown] == [
+        span.kind.name.lower() for span in exported
+    ]
     for ours, theirs in zip(shown, exported, strict=True):
         found = json.loads(json.dumps(dict(theirs.attributes or {})))
-        assert {name: found.get(name) for name in ours["attributes"]} == ours["attributes"]
+        assert {name: found.get(name) for name in ours["attributes"]} == ours[
+            "attributes"
+        ]
         assert ours["error"] == found.get("error.type")
         assert {e["name"] for e in ours["events"]} <= {e.name for e in theirs.events}
         assert bool(ours["parent_id"]) is bool(theirs.parent)
     failures = {"none": 0, "status": 1, "break": 1, "everything": len(stack.engines)}
-    assert sum(bool(span["error"]) for span in shown if span["kind"] == "client") == failures[fault]
+    assert (
+        sum(bool(span["error"]) for span in shown if span["kind"] == "client")
+        == failures[fault]
+    )
 
 
 async def test_a_wait_in_the_queue_is_on_the_trace(tmp_path: Path) -> None:
     """Between the decision and the engine, as long as the record says."""
     names = ("fast", "balanced", "precise")
-    async with router_stack(tmp_path, {"tiers": {name: {"max_in_flight": 1} for name in names}}) as stack:
+    async with router_stack(
+        tmp_path, {"tiers": {name: {"max_in_flight": 1} for name in names}}
+    ) as stack:
         for behaviour in stack.engines.values():
             behaviour.delay_s = 0.1
         held = [asyncio.create_task(stack.generate(tier=name)) for name in names]
-        await until(lambda: all(behaviour.running for behaviour in stack.engines.values()))
+        await until(
+            lambda: all(behaviour.running for behaviour in stack.engines.values())
+        )
         waited = await stack.generate()
         record = await record_of(stack, waited)
         spans = (await trace_of(stack, waited))["spans"]
         await asyncio.gather(*held)
-    assert [span["name"] for span in spans] == ["POST /generate", "classify", "route", "admission wait", "chat fake"]
+    assert [span["name"] for span in spans] == [
+        "POST /generate",
+        "classify",
+        "route",
+        "admission wait",
+        "chat fake",
+    ]
     assert record["queue_ms"] > 0
     # The record counts until the slot is granted, the span until the request goes on: later on a busy machine.
     assert spans[3]["duration_ms"] == pytest.approx(record["queue_ms"], rel=0.5)
@@ -373,7 +522,9 @@ async def test_requests_that_share_a_trace_are_shown_together(tmp_path: Path) ->
     async with router_stack(tmp_path) as stack:
         given = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
         for _ in range(2):
-            answer = await stack.client.post(f"{stack.url}/generate", json={"prompt": "hi"}, headers=given)
+            answer = await stack.client.post(
+                f"{stack.url}/generate", json={"prompt": "hi"}, headers=given
+            )
             await record_of(stack, answer)
         trace = await trace_of(stack, answer)
     first, second = (span for span in trace["spans"] if span["kind"] == "server")
@@ -420,7 +571,9 @@ def test_names_are_those_of_the_conventions() -> None:
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, str)
     }
-    source = "".join(map(inspect.getsource, (request_trace, tracing, client, engine_stream)))
+    source = "".join(
+        map(inspect.getsource, (request_trace, tracing, client, engine_stream))
+    )
     used = set(re.findall(r'"((?:gen_ai|http|server)\.[a-z_.]+)"', source))
     assert len(used) > 10
     assert used <= known
@@ -434,7 +587,9 @@ async def test_engines_get_the_callers_trace_or_a_new_one(tmp_path: Path) -> Non
         assert (told[1], told[3]) == (answer.headers["x-qarr-trace-id"], "00")
         given = f"00-{'1' * 32}-{'2' * 16}-01"
         body = {"prompt": "hi", "tier": "fast", "stream": False}
-        own = await stack.client.post(f"{stack.url}/generate", json=body, headers={"traceparent": given})
+        own = await stack.client.post(
+            f"{stack.url}/generate", json=body, headers={"traceparent": given}
+        )
         assert own.headers["x-qarr-trace-id"] == "1" * 32
         assert stack.engines[TierName.FAST].headers[-1]["traceparent"] == given
 
@@ -446,17 +601,28 @@ async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> N
     from router.section import PROJECT
 
     table = (PROJECT / "docs/observing.md").read_text().partition("## Metrics")[2]
-    documented = set(re.findall(r"`((?:qarr|process)_[a-z_]+|gen_ai_(?:client|server)_[a-z_]+)`", table))
+    documented = set(
+        re.findall(
+            r"`((?:qarr|process)_[a-z_]+|gen_ai_(?:client|server)_[a-z_]+)`", table
+        )
+    )
     documented -= {"qarr_tier"}  # a label
     async with router_stack(tmp_path) as stack:
         page = (await stack.client.get(f"{stack.url}/metrics")).text
-    served = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")}
+    served = {
+        line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")
+    }
     only_with_tls = "qarr_tls_expires_timestamp_seconds"  # test_tls.py looks for it
-    only_with_redis = {f"qarr_redis_{each}" for each in ("serves", "failures_total", "budgets_restored_total")}
+    only_with_redis = {
+        f"qarr_redis_{each}"
+        for each in ("serves", "failures_total", "budgets_restored_total")
+    }
     assert served | {only_with_tls} | only_with_redis == documented
 
 
-async def test_the_standard_variables_choose_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_standard_variables_choose_what_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sampler that takes nothing but what its caller has sampled, set by the environment: over OTLP comes all of that."""
     from router.telemetry.settings import TelemetrySettings
     from tests.engine.collector import Collector
@@ -469,14 +635,27 @@ async def test_the_standard_variables_choose_what_is_exported(tmp_path: Path, mo
     try:
         async with router_stack(tmp_path, tracing=telemetry) as stack:
             await stack.generate()
-            body, given = {"prompt": "hi", "stream": False}, f"00-{'1' * 32}-{'2' * 16}-01"
-            sampled = await stack.client.post(f"{stack.url}/generate", json=body, headers={"traceparent": given})
-            assert (sampled.status_code, sampled.headers["x-qarr-trace-id"]) == (200, "1" * 32)
+            body, given = (
+                {"prompt": "hi", "stream": False},
+                f"00-{'1' * 32}-{'2' * 16}-01",
+            )
+            sampled = await stack.client.post(
+                f"{stack.url}/generate", json=body, headers={"traceparent": given}
+            )
+            assert (sampled.status_code, sampled.headers["x-qarr-trace-id"]) == (
+                200,
+                "1" * 32,
+            )
         await asyncio.to_thread(telemetry.shutdown)
     finally:
         collector.close()
     assert {span.trace_id for span in collector.spans} == {"1" * 32}
     (server,) = (span for span in collector.spans if span.name == "POST /generate")
     assert server.attributes["http.response.status_code"] == 200
-    assert sorted(span.name for span in collector.spans) == ["POST /generate", "chat fake", "classify", "route"]
+    assert sorted(span.name for span in collector.spans) == [
+        "POST /generate",
+        "chat fake",
+        "classify",
+        "route",
+    ]
     assert {span.service for span in collector.spans} == {"qarr-router"}

@@ -19,7 +19,13 @@ from router.telemetry.settings import TelemetrySettings
 from tests.unit.own_router import own_router
 from tests.unit.records import decision, record
 
-GOOD = record(request_id="good-1", trace_id="7e" * 16, sla_met=True, checkpoint="c0ffee", key_id="k1")
+GOOD = record(
+    request_id="good-1",
+    trace_id="7e" * 16,
+    sla_met=True,
+    checkpoint="c0ffee",
+    key_id="k1",
+)
 BAD = record(
     request_id="bad-1",
     decision=decision(None),
@@ -54,7 +60,11 @@ class Log:
     def end(self) -> list[dict[str, Any]]:
         """End the log, and return the file's lines."""
         assert self.logging.stop()
-        return [json.loads(line) for line in self.file.read_text("utf-8").splitlines()] if self.file.exists() else []
+        return (
+            [json.loads(line) for line in self.file.read_text("utf-8").splitlines()]
+            if self.file.exists()
+            else []
+        )
 
     def hold(self) -> threading.Event:
         """Let the thread wait as on a stopped terminal, until the event is set."""
@@ -86,7 +96,11 @@ class Log:
     ids=str,
 )
 def test_a_request_has_its_line_where_the_settings_say(
-    settings: dict[str, Any], in_file: int, shown: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any],
+    in_file: int,
+    shown: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By default in one place, the file; what went wrong is in both, and nothing is in one of them twice."""
     log = Log(tmp_path, **settings)
@@ -98,20 +112,29 @@ def test_a_request_has_its_line_where_the_settings_say(
     seen = [name for line in written for name in ("good-1", "bad-1") if name in line]
     assert kept == ["good-1"] * in_file + ["bad-1"] * has_file
     assert seen == ["good-1"] * shown + ["bad-1"]
-    assert settings.get("log_format") != "json" or all(isinstance(json.loads(line), dict) for line in written)
+    assert settings.get("log_format") != "json" or all(
+        isinstance(json.loads(line), dict) for line in written
+    )
     assert log.told == (log.file if in_file and not shown else None)
 
 
-def test_what_is_printed_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_is_json_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = Log(tmp_path, log_format="json")
     sys.stderr.write("error: no room\n")
     sys.excepthook(ValueError, ValueError("odd"), None)
     assert [line["level"] for line in log.end()] == ["error", "critical"]
-    assert all(json.loads(line)["logger"] == "qarr.command" for line in capsys.readouterr().err.splitlines())
+    assert all(
+        json.loads(line)["logger"] == "qarr.command"
+        for line in capsys.readouterr().err.splitlines()
+    )
 
 
 @pytest.mark.parametrize("each", [GOOD, BAD], ids=["good", "bad"])
-def test_a_line_has_the_whole_record(each: RequestRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_has_the_whole_record(
+    each: RequestRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every field in the file; for a person the text on standard error is made of the same fields."""
     log = Log(tmp_path, request_lines="both")
     log_request(each)
@@ -120,18 +143,29 @@ def test_a_line_has_the_whole_record(each: RequestRecord, tmp_path: Path, capsys
     assert line["arrived_at"] == fields.pop("at") == 1e9
     assert {name: line[name] for name in fields} == fields
     wrong = each is BAD
-    assert (line["event"], line["logger"], line["level"]) == ("request", "qarr.request", "warning" if wrong else "info")
+    assert (line["event"], line["logger"], line["level"]) == (
+        "request",
+        "qarr.request",
+        "warning" if wrong else "info",
+    )
     assert line["at"] > line["arrived_at"]
     (shown,) = capsys.readouterr().err.splitlines()
     text = request_line(line)
     assert shown.partition(" ")[2] == (
         f"{'WARNING' if wrong else 'INFO'} {text} trace={each.trace_id} request={each.request_id}"
     )
-    assert text.startswith("POST /generate refused (too_long) " if wrong else "POST /generate ok class=chat tier=")
+    assert text.startswith(
+        "POST /generate refused (too_long) "
+        if wrong
+        else "POST /generate ok class=chat tier="
+    )
     assert ("why: the cheapest" in text) is wrong
 
 
-@pytest.mark.parametrize("took", [0.0, 0.004, 0.016, 1.0, 2.345678, 235.12345, 99.994, 99.996, 640_000.987, 1e12])
+@pytest.mark.parametrize(
+    "took",
+    [0.0, 0.004, 0.016, 1.0, 2.345678, 235.12345, 99.994, 99.996, 640_000.987, 1e12],
+)
 def test_times_are_shown_in_hundredths(took: float) -> None:
     """As ``round`` shows them; those that were not measured as null."""
     names = ("queue_ms", "overhead_ms", "ttft_ms", "tpot_ms", "duration_ms")
@@ -163,7 +197,9 @@ def test_lines_that_do_not_fit_are_counted(
     assert told in capsys.readouterr().err
 
 
-def test_a_closed_standard_error_costs_no_line_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_standard_error_costs_no_line_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody reads standard error any longer: the file has every line, and says once that the others are lost."""
     read, written = os.pipe()
     os.close(read)
@@ -176,9 +212,14 @@ def test_a_closed_standard_error_costs_no_line_of_the_file(tmp_path: Path, monke
             pass
         lines = log.end()
         monkeypatch.undo()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), written)  # what it could not write is still in its buffer
-        assert [line["request_id"] for line in lines if "request_id" in line] == [f"r{n}" for n in range(30)]
-        assert [line["message"] for line in lines if "standard error" in line["message"]] == [
+        # what it could not write is still in its buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), written)
+        assert [line["request_id"] for line in lines if "request_id" in line] == [
+            f"r{n}" for n in range(30)
+        ]
+        assert [
+            line["message"] for line in lines if "standard error" in line["message"]
+        ] == [
             "standard error cannot be written (Broken pipe): lines are lost until the log says how many"
         ]
 
@@ -193,6 +234,8 @@ async def test_the_start_says_where_the_lines_are(tmp_path: Path) -> None:
         file = router.log_dir / f"router-{router.port}.log"
         assert f"each request has a line in {file}: 'qarr logs -f' shows them" in shown
         assert answer.headers["x-request-id"] not in shown
-        found = (await router.qarr("logs", "--request", answer.headers["x-request-id"])).stdout
+        found = (
+            await router.qarr("logs", "--request", answer.headers["x-request-id"])
+        ).stdout
         assert "POST /generate ok class=small_talk tier=fast" in found
         assert found.count("\n") == 1

@@ -40,7 +40,10 @@ from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaStatus
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
-TRACES_ENDPOINT, TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+TRACES_ENDPOINT, TRACES_PROTOCOL = (
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+)
 EXPORTER, DISABLED = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
 ATTRIBUTES = "OTEL_RESOURCE_ATTRIBUTES"
 
@@ -71,7 +74,9 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def telemetry(*, sampled: bool = True, prompts: bool = False) -> tuple[Telemetry, InMemorySpanExporter, TracerProvider]:
+def telemetry(
+    *, sampled: bool = True, prompts: bool = False
+) -> tuple[Telemetry, InMemorySpanExporter, TracerProvider]:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(sampler=ParentBased(ALWAYS_ON if sampled else ALWAYS_OFF))
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -118,7 +123,9 @@ def test_the_standard_variables_say_where_spans_go(
     found = engine_target()
     assert (found and found.endpoint) == target
     if found is not None:
-        expected = variables.get(TRACES_PROTOCOL) or variables.get(PROTOCOL) or "http/protobuf"
+        expected = (
+            variables.get(TRACES_PROTOCOL) or variables.get(PROTOCOL) or "http/protobuf"
+        )
         assert found == OtlpTarget(found.endpoint, expected)
 
 
@@ -128,12 +135,23 @@ def test_the_standard_variables_say_where_spans_go(
         ({}, "qarr-router", "1.2"),
         ({"OTEL_SERVICE_NAME": "qarr-prod"}, "qarr-prod", "1.2"),
         ({ATTRIBUTES: "service.name=qarr-prod,service.version=7"}, "qarr-prod", "7"),
-        ({ATTRIBUTES: "service.name=other", "OTEL_SERVICE_NAME": "qarr-prod"}, "qarr-prod", "1.2"),
-        ({ATTRIBUTES: "service.name=,deployment.environment.name=prod"}, "qarr-router", "1.2"),
+        (
+            {ATTRIBUTES: "service.name=other", "OTEL_SERVICE_NAME": "qarr-prod"},
+            "qarr-prod",
+            "1.2",
+        ),
+        (
+            {ATTRIBUTES: "service.name=,deployment.environment.name=prod"},
+            "qarr-router",
+            "1.2",
+        ),
     ],
 )
 def test_the_environment_names_the_service(
-    variables: dict[str, str], service: str, version: str, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str],
+    service: str,
+    version: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By either variable, as the OpenTelemetry operator and charts do; its own goes before the general one."""
     for name, value in variables.items():
@@ -148,12 +166,22 @@ def test_the_environment_names_the_service(
 def test_no_variable_of_opentelemetry_that_is_empty_stands_in_the_way() -> None:
     """Its specification equates empty with not set; its libraries fail at several."""
     sources = (environment_variables, opentelemetry.environment_variables)
-    empty = {name: "" for source in sources for name in vars(source) if name.startswith("OTEL_")}
+    empty = {
+        name: ""
+        for source in sources
+        for name in vars(source)
+        if name.startswith("OTEL_")
+    }
     code = "from router.telemetry.tracing import make_telemetry as m; from router.telemetry.settings import *; "
     code += "print(m('0', TelemetrySettings()).exports)"
     env = {**os.environ, **empty, ENDPOINT: "http://127.0.0.1:9"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.stdout == "True\n", done.stderr
     assert not done.stderr
@@ -162,22 +190,44 @@ def test_no_variable_of_opentelemetry_that_is_empty_stands_in_the_way() -> None:
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({EXPORTER: "zipkin"}, "OTEL_TRACES_EXPORTER is 'zipkin': allowed are otlp, console and none"),
-        ({PROTOCOL: "http/json"}, "OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json': allowed are"),
-        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "soon", PROTOCOL: "grpc"}, "(OTEL_EXPORTER_OTLP_TIMEOUT)"),
-        ({"OTEL_EXPORTER_OTLP_COMPRESSION": "Brotli", PROTOCOL: "grpc"}, "(OTEL_EXPORTER_OTLP_COMPRESSION)"),
-        ({"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-7"}, "(OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT)"),
+        (
+            {EXPORTER: "zipkin"},
+            "OTEL_TRACES_EXPORTER is 'zipkin': allowed are otlp, console and none",
+        ),
+        (
+            {PROTOCOL: "http/json"},
+            "OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json': allowed are",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_TIMEOUT": "soon", PROTOCOL: "grpc"},
+            "(OTEL_EXPORTER_OTLP_TIMEOUT)",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_COMPRESSION": "Brotli", PROTOCOL: "grpc"},
+            "(OTEL_EXPORTER_OTLP_COMPRESSION)",
+        ),
+        (
+            {"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-7"},
+            "(OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT)",
+        ),
         ({"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "99999"}, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"),
     ],
 )
 def test_a_variable_that_cannot_be_used_is_named(
-    variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    variables: dict[str, str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for name, value in {ENDPOINT: "http://c", **variables}.items():
         monkeypatch.setenv(name, value)
     made = make_telemetry("0", TelemetrySettings())
     engine_target()
-    (said,) = [entry for entry in caplog.records if entry.name == "qarr.router.telemetry.tracing"]
+    (said,) = [
+        entry
+        for entry in caplog.records
+        if entry.name == "qarr.router.telemetry.tracing"
+    ]
     assert (says in said.getMessage(), said.exc_info) == (True, None)
     assert not made.exports
     made.shutdown()
@@ -190,7 +240,9 @@ def test_a_variable_that_cannot_be_used_is_named(
         ("with space", False), ("line\nbreak", False), ("\u00e9", False),
     ],
 )  # fmt: skip
-def test_a_callers_request_id_is_kept_where_it_is_harmless(asked: str, *, kept: bool) -> None:
+def test_a_callers_request_id_is_kept_where_it_is_harmless(
+    asked: str, *, kept: bool
+) -> None:
     """Else it gets a new one: ids are written to logs, headers and Redis."""
     own, _ = Telemetry(None).request_ids({b"x-request-id": asked.encode()})
     assert (own == asked) is kept
@@ -208,7 +260,9 @@ def test_a_callers_request_id_is_kept_where_it_is_harmless(asked: str, *, kept: 
         ("", False),
     ],
 )
-def test_a_callers_trace_is_continued_where_it_is_one(parent: str, *, kept: bool) -> None:
+def test_a_callers_trace_is_continued_where_it_is_one(
+    parent: str, *, kept: bool
+) -> None:
     """By W3C's rules; else a new trace id is given, which is never all zeros."""
     _, trace_id = Telemetry(None).request_ids({b"traceparent": parent.encode()})
     assert (trace_id == "a" * 32) is kept
@@ -219,14 +273,22 @@ def test_a_callers_trace_is_continued_where_it_is_one(parent: str, *, kept: bool
 def test_the_servers_trace_goes_before_the_headers() -> None:
     made, _, provider = telemetry()
     with request_span(provider) as span:
-        _, trace_id = made.request_ids({b"traceparent": f"00-{'a' * 32}-{'b' * 16}-01".encode()})
+        _, trace_id = made.request_ids(
+            {b"traceparent": f"00-{'a' * 32}-{'b' * 16}-01".encode()}
+        )
     assert trace_id == f"{span.get_span_context().trace_id:032x}"
 
 
 @pytest.mark.parametrize("made_of", ["nothing", "a sampler that says no"])
-def test_no_attribute_is_computed_for_a_request_that_is_not_traced(made_of: str) -> None:
+def test_no_attribute_is_computed_for_a_request_that_is_not_traced(
+    made_of: str,
+) -> None:
     """Neither without tracing nor where the sampler said no."""
-    made, exporter, provider = (Telemetry(None), InMemorySpanExporter(), TracerProvider(sampler=ALWAYS_OFF))
+    made, exporter, provider = (
+        Telemetry(None),
+        InMemorySpanExporter(),
+        TracerProvider(sampler=ALWAYS_OFF),
+    )
     if made_of != "nothing":
         made, exporter, provider = telemetry(sampled=False)
     never: Any = Untouchable()
@@ -250,13 +312,18 @@ def test_engines_are_told_of_a_trace_that_is_not_sampled() -> None:
     context = root.get_span_context()
     assert not context.trace_flags.sampled
     flags = f"{context.trace_flags:02x}"
-    assert headers[b"traceparent"].decode() == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
+    assert (
+        headers[b"traceparent"].decode()
+        == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
+    )
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("parent", ["", f"00-{'a' * 32}-{'b' * 16}-01"])
 @pytest.mark.parametrize("sampler", [ALWAYS_ON, ALWAYS_OFF])
-async def test_the_sampler_decides_once_for_router_and_engines(sampler: Any, parent: str) -> None:
+async def test_the_sampler_decides_once_for_router_and_engines(
+    sampler: Any, parent: str
+) -> None:
     """A request that it drops has no span, and engines are told so, whatever the caller's own choice was.
 
     One that it takes has its route, status and key on its span.
@@ -270,7 +337,8 @@ async def test_the_sampler_decides_once_for_router_and_engines(sampler: Any, par
         ((name, value),) = made.context_headers(trace.get_current_span())
         assert name == b"traceparent"
         told.append((trace_id, value.decode()))
-        await send({"type": "http.response.start", "status": 503, "headers": []})  # bodies pass no middleware
+        # bodies pass no middleware
+        await send({"type": "http.response.start", "status": 503, "headers": []})
         scope[ANSWERED] = "/generate", 503, "k1"
 
     async def nothing(*_: Any) -> None: ...
@@ -284,21 +352,31 @@ async def test_the_sampler_decides_once_for_router_and_engines(sampler: Any, par
     ((trace_id, header),) = told
     assert header.split("-")[1] == trace_id
     assert not parent or trace_id == "a" * 32
-    assert bool(int(header[-2:], 16) & trace.TraceFlags.SAMPLED) is (sampler is ALWAYS_ON)
-    assert [f"{s.context.trace_id:032x}" for s in exporter.get_finished_spans() if s.context] == (
-        [trace_id] if sampler is ALWAYS_ON else []
+    assert bool(int(header[-2:], 16) & trace.TraceFlags.SAMPLED) is (
+        sampler is ALWAYS_ON
     )
+    assert [
+        f"{s.context.trace_id:032x}" for s in exporter.get_finished_spans() if s.context
+    ] == ([trace_id] if sampler is ALWAYS_ON else [])
     for span in exporter.get_finished_spans():
         found = span.attributes or {}
-        assert (span.name, span.status.status_code) == ("POST /generate", trace.StatusCode.ERROR)
-        assert (found["http.route"], found["http.response.status_code"]) == ("/generate", 503)
+        assert (span.name, span.status.status_code) == (
+            "POST /generate",
+            trace.StatusCode.ERROR,
+        )
+        assert (found["http.route"], found["http.response.status_code"]) == (
+            "/generate",
+            503,
+        )
         assert found["qarr.key.id"] == "k1"
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("sampler", [ALWAYS_ON, ALWAYS_OFF, None])
 @pytest.mark.parametrize("parents", [0, 1, 2])
-async def test_lines_of_baggage_and_trace_state_are_joined(sampler: Any, parents: int) -> None:
+async def test_lines_of_baggage_and_trace_state_are_joined(
+    sampler: Any, parents: int
+) -> None:
     """In the order sent, sampled or not; two lines of ``traceparent`` are none, and then no trace state counts either."""
     provider = TracerProvider(sampler=sampler) if sampler else None
     made, told = Telemetry(provider), list[dict[bytes, bytes]]()
@@ -329,7 +407,15 @@ async def test_lines_of_baggage_and_trace_state_are_joined(sampler: Any, parents
 
 
 def attempt(number: int) -> Hop:
-    return Hop("chat", "m", "https://engine.example", 0.0, tier=FAST, replica="fast-0", number=number)
+    return Hop(
+        "chat",
+        "m",
+        "https://engine.example",
+        0.0,
+        tier=FAST,
+        replica="fast-0",
+        number=number,
+    )
 
 
 def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
@@ -342,16 +428,28 @@ def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
         assert span is not None
         end_span(hop, span, None)
         assert hop.span is None
-    (name,) = [s.name for s in exporter.get_finished_spans() if s.name.startswith("chat")]
+    (name,) = [
+        s.name for s in exporter.get_finished_spans() if s.name.startswith("chat")
+    ]
     found = attributes(exporter, name)
-    assert (found["gen_ai.operation.name"], found["gen_ai.request.temperature"]) == ("chat", 0.5)
-    assert (found["server.address"], found["qarr.tier"], found["qarr.attempt"]) == ("engine.example", "fast", 2)
+    assert (found["gen_ai.operation.name"], found["gen_ai.request.temperature"]) == (
+        "chat",
+        0.5,
+    )
+    assert (found["server.address"], found["qarr.tier"], found["qarr.attempt"]) == (
+        "engine.example",
+        "fast",
+        2,
+    )
     assert found["gen_ai.provider.name"] == "vllm"
     assert found["gen_ai.request.stream"] is True
     context = span.get_span_context()
     assert context.trace_flags.sampled
     flags = f"{context.trace_flags:02x}"
-    assert headers[b"traceparent"].decode() == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
+    assert (
+        headers[b"traceparent"].decode()
+        == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
+    )
 
 
 def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
@@ -398,7 +496,11 @@ def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
     with request_span(provider):
         made.record_outcome(ended(decision=decision))
     found = attributes(exporter, "POST")
-    assert (found["qarr.tier"], found["qarr.hint"], found["qarr.sla.tpot_ms"]) == ("fast", "fast", 1000)
+    assert (found["qarr.tier"], found["qarr.hint"], found["qarr.sla.tpot_ms"]) == (
+        "fast",
+        "fast",
+        1000,
+    )
     assert found["qarr.fallbacks"] == ("balanced", "precise")
     assert {"qarr.sla.ttft_ms", "qarr.refusal"}.isdisjoint(found)
     found = attributes(exporter, "route")
@@ -411,15 +513,22 @@ def test_a_decision_is_told_with_what_it_expects() -> None:
     made, exporter, provider = telemetry()
     decision = decide(query(), fleet(speeds=MEASURED), SCARCE)
     with request_span(provider):
-        made.record_outcome(record(decision=decision, journey=Journey(1.0, 1.0, 1.001, 1.002)))
+        made.record_outcome(
+            record(decision=decision, journey=Journey(1.0, 1.0, 1.001, 1.002))
+        )
     found, chosen = attributes(exporter, "POST"), decision.estimate(FAST)
-    assert (found["qarr.loss.expected"], found["qarr.cost"]) == (0.08, chosen.rounded_cost)
+    assert (found["qarr.loss.expected"], found["qarr.cost"]) == (
+        0.08,
+        chosen.rounded_cost,
+    )
 
 
 def test_a_refusal_has_no_tier() -> None:
     made, exporter, provider = telemetry()
     with request_span(provider):
-        refused = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED)), TABLE)
+        refused = decide(
+            query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED)), TABLE
+        )
         made.record_outcome(ended(decision=refused, outcome=Outcome.REFUSED))
     found = attributes(exporter, "POST")
     assert found["qarr.refusal"] == "not_ready"

@@ -20,7 +20,9 @@ ADAPTERS = "/admin/adapters"
 async def test_a_tier_offers_what_all_its_ready_replicas_have() -> None:
     spec = TierSpec(FAST, 100, 1, 1)
     fleet = Fleet((spec,))
-    one, two = (fleet.add(Replica(f"fast-{n}", spec, f"http://{n}", "", "m")) for n in range(2))
+    one, two = (
+        fleet.add(Replica(f"fast-{n}", spec, f"http://{n}", "", "m")) for n in range(2)
+    )
     assert fleet.note_adapters(one, ("a", "b"))
     one.mark(ReplicaStatus.READY)
     assert fleet.spec(FAST).adapters == ("a", "b")
@@ -33,42 +35,76 @@ async def test_a_tier_offers_what_all_its_ready_replicas_have() -> None:
     assert fleet.spec(FAST).adapters == ("b", "c")
 
 
-async def test_adapters_are_loaded_and_requests_for_them_name_them(tmp_path: Path) -> None:
+async def test_adapters_are_loaded_and_requests_for_them_name_them(
+    tmp_path: Path,
+) -> None:
     """In the tiers that are asked for; the engine gets the adapter's name as its model, on both APIs."""
     async with router_stack(tmp_path) as stack:
         stack.engines[PRECISE].loads = False
         loaded = await load(stack, "support", "/x", [FAST, PRECISE])
-        assert loaded["replicas"][0] == {"replica": "fast-0", "done": True, "detail": "loaded"}
-        assert (loaded["replicas"][1]["replica"], loaded["replicas"][1]["done"]) == ("precise-0", False)
+        assert loaded["replicas"][0] == {
+            "replica": "fast-0",
+            "done": True,
+            "detail": "loaded",
+        }
+        assert (loaded["replicas"][1]["replica"], loaded["replicas"][1]["done"]) == (
+            "precise-0",
+            False,
+        )
         assert "404" in loaded["replicas"][1]["detail"]
         assert stack.engines[FAST].adapters == {"support": "/x"}
-        again = await stack.client.post(stack.url + ADAPTERS, json={"name": "support", "path": "/y", "tiers": ["fast"]})
-        assert (again.status_code, "already has a model support" in again.json()["detail"]) == (409, True)
+        again = await stack.client.post(
+            stack.url + ADAPTERS,
+            json={"name": "support", "path": "/y", "tiers": ["fast"]},
+        )
+        assert (
+            again.status_code,
+            "already has a model support" in again.json()["detail"],
+        ) == (409, True)
 
         chat = {"model": "support", "messages": [{"role": "user", "content": "hi"}]}
         for hint in ("fast", "precise"):
             answer = await stack.client.post(
-                f"{stack.url}/v1/chat/completions", json=chat, headers={"x-qarr-tier": hint}
+                f"{stack.url}/v1/chat/completions",
+                json=chat,
+                headers={"x-qarr-tier": hint},
             )
             assert answer.headers["x-qarr-tier"] == "fast"
-        assert (await stack.generate(adapter="support", stream=False)).headers["x-qarr-tier"] == "fast"
-        assert {request["model"] for request in stack.engines[FAST].requests} == {"support"}
+        assert (await stack.generate(adapter="support", stream=False)).headers[
+            "x-qarr-tier"
+        ] == "fast"
+        assert {request["model"] for request in stack.engines[FAST].requests} == {
+            "support"
+        }
 
         card = (await stack.client.get(f"{stack.url}/v1/models/support")).json()
         assert (card["parent"], card["tiers"]) == ("auto", ["fast"])
         gone = await stack.client.delete(f"{stack.url}{ADAPTERS}/support")
-        assert gone.json()["replicas"] == [{"replica": "fast-0", "done": True, "detail": "unloaded"}]
-        assert (await stack.client.post(f"{stack.url}/v1/chat/completions", json=chat)).status_code == 404
-        assert (await stack.generate(adapter="support")).json()["errors"][0]["field"] == "adapter"
-        assert (await stack.client.delete(f"{stack.url}{ADAPTERS}/support")).status_code == 409
+        assert gone.json()["replicas"] == [
+            {"replica": "fast-0", "done": True, "detail": "unloaded"}
+        ]
+        assert (
+            await stack.client.post(f"{stack.url}/v1/chat/completions", json=chat)
+        ).status_code == 404
+        assert (await stack.generate(adapter="support")).json()["errors"][0][
+            "field"
+        ] == "adapter"
+        assert (
+            await stack.client.delete(f"{stack.url}{ADAPTERS}/support")
+        ).status_code == 409
 
 
 async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack:
         await load(stack, "support", "/x", [FAST])
-        engine, (replica,) = stack.engines[FAST], [r for r in stack.fleet.replicas if r.spec.name is FAST]
+        engine, (replica,) = (
+            stack.engines[FAST],
+            [r for r in stack.fleet.replicas if r.spec.name is FAST],
+        )
         engine.alive = False
-        await until(lambda: replica.state.status is not ReplicaStatus.READY, poll_s=0.01)
+        await until(
+            lambda: replica.state.status is not ReplicaStatus.READY, poll_s=0.01
+        )
         engine.adapters.clear()
         engine.alive = True
         await until(lambda: replica.state.status is ReplicaStatus.READY, poll_s=0.01)
@@ -76,13 +112,20 @@ async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) 
         assert stack.fleet.spec(FAST).adapters == ("support",)
 
 
-async def test_what_others_load_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_others_load_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tiers.lifecycle.watching.MODEL_CHECK_S", 0.1)
     async with router_stack(tmp_path) as stack:
         stack.engines[BALANCED].adapters["theirs"] = "/z"
         await until(lambda: stack.fleet.spec(BALANCED).adapters == ("theirs",))
-        refused = await stack.generate(adapter="theirs", tier="fast", tier_policy="require")
-        assert (refused.status_code, refused.json()["type"]) == (422, "urn:qarr:problem:no-adapter")
+        refused = await stack.generate(
+            adapter="theirs", tier="fast", tier_policy="require"
+        )
+        assert (refused.status_code, refused.json()["type"]) == (
+            422,
+            "urn:qarr:problem:no-adapter",
+        )
 
 
 WRONG_BODIES: list[tuple[dict[str, object], str, str]] = [
@@ -90,7 +133,11 @@ WRONG_BODIES: list[tuple[dict[str, object], str, str]] = [
     ({"name": "fast", "path": "/x"}, "name", "no tier's name"),
     ({"name": "a b", "path": "/x"}, "name", "letters, digits"),
     ({"name": "a", "path": ""}, "path", "a folder"),
-    ({"name": "a", "path": "/x", "tiers": ["best"]}, "tiers", "fast, balanced, precise"),
+    (
+        {"name": "a", "path": "/x", "tiers": ["best"]},
+        "tiers",
+        "fast, balanced, precise",
+    ),
     ({"name": "a", "path": "/x", "tiers": []}, "tiers", "fast, balanced, precise"),
     ({"name": "a", "path": "/x", "rank": 3}, "rank", "name, path, tiers"),
 ]
@@ -105,8 +152,12 @@ async def test_a_wrong_body_names_its_field(tmp_path: Path) -> None:
             assert (error["field"], allowed in error["allowed"]) == (field, True), body
 
 
-async def load(stack: Stack, name: str, path: str, tiers: list[TierName]) -> dict[str, list[dict[str, object]]]:
+async def load(
+    stack: Stack, name: str, path: str, tiers: list[TierName]
+) -> dict[str, list[dict[str, object]]]:
     """Have the router load an adapter, and return what it says."""
-    answer = await stack.client.post(stack.url + ADAPTERS, json={"name": name, "path": path, "tiers": tiers})
+    answer = await stack.client.post(
+        stack.url + ADAPTERS, json={"name": name, "path": path, "tiers": tiers}
+    )
     found: dict[str, list[dict[str, object]]] = answer.raise_for_status().json()
     return found

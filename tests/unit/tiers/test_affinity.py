@@ -22,7 +22,9 @@ def make_fleet(replicas: int = 2, speed: SpeedModel | None = None) -> Fleet:
     spec = TierSpec(FAST, 8192, 16, 9)
     fleet = Fleet((spec,))
     for number in range(replicas):
-        replica = Replica(f"fast-{number}", spec, "u", "", "m", status=ReplicaStatus.READY)
+        replica = Replica(
+            f"fast-{number}", spec, "u", "", "m", status=ReplicaStatus.READY
+        )
         if speed is not None:
             replica.measured(speed)
         fleet.add(replica)
@@ -31,16 +33,26 @@ def make_fleet(replicas: int = 2, speed: SpeedModel | None = None) -> Fleet:
 
 def chat(turns: int, name: str = "a", session: str = "") -> Prefix:
     """Return a chat after some turns, each of two blocks of 64 tokens, and what follows them: 20 tokens."""
-    parts = [Part(f"{name}{turn}".ljust(2 * BLOCK_BYTES, "."), 128) for turn in range(turns)]
+    parts = [
+        Part(f"{name}{turn}".ljust(2 * BLOCK_BYTES, "."), 128) for turn in range(turns)
+    ]
     made = Prefix.of([*parts, Part("?", 20)], session=session)
     assert made is not None
     return made
 
 
-def sent(fleet: Fleet, prefix: Prefix | None, prompt_tokens: int = 0, max_tokens: int = 10, **more: Any) -> Lease:
+def sent(
+    fleet: Fleet,
+    prefix: Prefix | None,
+    prompt_tokens: int = 0,
+    max_tokens: int = 10,
+    **more: Any,
+) -> Lease:
     """Take a lease, which must be there, for a prompt of as many tokens as its prefix has."""
     tokens = prompt_tokens or (int(prefix.ends[-1][1]) if prefix is not None else 20)
-    lease = fleet.lease(FAST, prompt_tokens=tokens, max_tokens=max_tokens, prefix=prefix, **more)
+    lease = fleet.lease(
+        FAST, prompt_tokens=tokens, max_tokens=max_tokens, prefix=prefix, **more
+    )
     assert lease is not None
     return lease
 
@@ -51,7 +63,9 @@ def held(fleet: Fleet, prefix: Prefix | None) -> list[int]:
 
 def next_for(fleet: Fleet, prefix: Prefix) -> ReplicaState | None:
     snapshot = fleet.snapshot(prefix=prefix)
-    found = candidate(snapshot.tiers[0], Request(int(prefix.ends[-1][1]), 10), snapshot.load)
+    found = candidate(
+        snapshot.tiers[0], Request(int(prefix.ends[-1][1]), 10), snapshot.load
+    )
     return found.replica if found.free else None
 
 
@@ -82,7 +96,11 @@ def test_only_what_is_left_to_compute_counts() -> None:
     second.first_token()
     assert replica.state.prompt_tokens == 0
     second.release()
-    assert (replica.state.prompt_tokens, replica.output_tokens, replica.state.kv.held) == (0, 0, 0)
+    assert (
+        replica.state.prompt_tokens,
+        replica.output_tokens,
+        replica.state.kv.held,
+    ) == (0, 0, 0)
 
 
 def test_whole_blocks_of_the_engine_count_and_never_the_whole_prompt() -> None:
@@ -98,7 +116,9 @@ def test_whole_blocks_of_the_engine_count_and_never_the_whole_prompt() -> None:
         assert held(fleet, longer) == [more]
 
 
-@pytest.mark.parametrize("state", [ReplicaStatus.STARTING, ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE])
+@pytest.mark.parametrize(
+    "state", [ReplicaStatus.STARTING, ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE]
+)
 def test_a_replica_that_restarts_holds_nothing(state: ReplicaStatus) -> None:
     fleet = make_fleet(1)
     replica = fleet.replicas[0]
@@ -114,7 +134,9 @@ def test_a_replica_that_restarts_holds_nothing(state: ReplicaStatus) -> None:
 def test_an_engine_elsewhere_that_restarts_between_two_readings_holds_nothing() -> None:
     fleet = make_fleet(1)
     replica = fleet.replicas[0]
-    read, again, anew = (Gauges(0, 0, 0.0, cache_queries=count) for count in (900, 900, 50))
+    read, again, anew = (
+        Gauges(0, 0, 0.0, cache_queries=count) for count in (900, 900, 50)
+    )
     replica.note_gauges(read)
     sent(fleet, chat(4)).release()
     replica.note_gauges(again)
@@ -143,7 +165,10 @@ def test_an_engine_that_finds_less_has_evicted_what_is_older() -> None:
             sent(fleet, chat(4, "young")).release()
             lease.finished(None, 5, reported)
         assert held(fleet, chat(5, "old")) == [old]
-        assert [held(fleet, chat(5, name)) for name in ("chat", "young")] == [[512], [512]]
+        assert [held(fleet, chat(5, name)) for name in ("chat", "young")] == [
+            [512],
+            [512],
+        ]
         if old:
             sent(fleet, chat(4, "old")).release()
             sent(fleet, chat(4, "chat")).release()
@@ -153,7 +178,12 @@ def test_a_cached_prompt_does_not_teach_that_prefill_is_fast() -> None:
     """Learned from is what was left to compute: as reported, else as predicted; also where nothing was predicted."""
     fleet = make_fleet(1)
     sent(fleet, chat(4)).release()
-    for prefix, reported, learned in ((chat(5), None, 148), (chat(5), 384, 276), (None, 384, 276), (None, None, 660)):
+    for prefix, reported, learned in (
+        (chat(5), None, 148),
+        (chat(5), 384, 276),
+        (None, 384, 276),
+        (None, None, 660),
+    ):
         with sent(fleet, prefix, 660) as lease:
             lease.first_token(50.0)
             lease.finished(5.0, 4, reported)
@@ -166,7 +196,11 @@ def test_a_session_without_a_memory_finds_its_replica_again() -> None:
     fleets = [make_fleet(3) for _ in range(2)]
     for number in range(12):
         prefix = chat(4, f"chat {number}", session=f"session {number}")
-        found = {next_one.id for fleet in fleets if (next_one := next_for(fleet, prefix)) is not None}
+        found = {
+            next_one.id
+            for fleet in fleets
+            if (next_one := next_for(fleet, prefix)) is not None
+        }
         with sent(fleets[0], prefix) as lease:
             assert {lease.replica.id} == found
     assert len(fleets[0].replicas[0].prefixes) > 0

@@ -39,7 +39,10 @@ async def test_work_starts_again_after_exceptions(
     work = Work(ValueError("one"), ValueError("one"), KeyError("two"))
     task = asyncio.create_task(lasting(work.run, "counting"))
     await until(lambda: work.runs == 4)
-    assert [(r.getMessage().split(" and ")[0], r.exc_info is not None) for r in caplog.records] == [
+    assert [
+        (r.getMessage().split(" and ")[0], r.exc_info is not None)
+        for r in caplog.records
+    ] == [
         ("counting failed", True),
         ("counting failed", False),
         ("counting failed", True),
@@ -50,7 +53,9 @@ async def test_work_starts_again_after_exceptions(
     assert task.cancelled()
 
 
-async def test_a_cancellation_of_something_else_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancellation_of_something_else_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What the work waits for may be cancelled; that is an exception like others."""
     monkeypatch.setattr("tiers.background.FIRST_PAUSE_S", 0.001)
     work = Work(asyncio.CancelledError())
@@ -78,7 +83,10 @@ async def test_the_routers_own_loops_last(
     """The live stream goes on for those who read it when its picture could not be made for a while."""
     monkeypatch.setattr("router.monitoring.live.TICK_S", 0.02)
     monkeypatch.setattr("tiers.background.FIRST_PAUSE_S", 0.02)
-    async with router_stack(tmp_path) as stack, stack.client.stream("GET", f"{stack.url}/live") as live:
+    async with (
+        router_stack(tmp_path) as stack,
+        stack.client.stream("GET", f"{stack.url}/live") as live,
+    ):
         lines = live.aiter_lines()
 
         async def fleets(count: int) -> None:
@@ -86,7 +94,16 @@ async def test_the_routers_own_loops_last(
                 count -= (await anext(lines)) == "event: fleet"
 
         await fleets(3)
-        broken = stack.fleet.add(Replica("fast-9", stack.fleet.specs[0], "u", "", "m", status=ReplicaStatus.FAILED))
+        broken = stack.fleet.add(
+            Replica(
+                "fast-9",
+                stack.fleet.specs[0],
+                "u",
+                "",
+                "m",
+                status=ReplicaStatus.FAILED,
+            )
+        )
         whole, broken.state = broken.state, None  # type: ignore[assignment]  # no picture can be made of it
         await until(lambda: "the live stream failed and starts again" in caplog.text)
         broken.state = whole
@@ -94,7 +111,9 @@ async def test_the_routers_own_loops_last(
         await fleets(20)
 
 
-@pytest.mark.parametrize(("repeats", "logged"), [(True, [True, False, True]), (False, [True, True])])
+@pytest.mark.parametrize(
+    ("repeats", "logged"), [(True, [True, False, True]), (False, [True, True])]
+)
 def test_faults_that_repeat_are_brief_or_silent(
     caplog: pytest.LogCaptureFixture, logged: list[bool], *, repeats: bool
 ) -> None:
@@ -105,7 +124,9 @@ def test_faults_that_repeat_are_brief_or_silent(
     assert [record.exc_info is not None for record in caplog.records] == logged
 
 
-async def test_pauses_double(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_pauses_double(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Work that fails at once is tried ever more rarely; the log says when the next attempt is."""
     monkeypatch.setattr("tiers.background.FIRST_PAUSE_S", 0.001)
     work = Work(*(ValueError(str(n)) for n in range(4)))
@@ -113,5 +134,8 @@ async def test_pauses_double(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     await until(lambda: work.runs == 5)
     task.cancel()
     await asyncio.wait({task})
-    pauses = [record.getMessage().split(" in ")[1].split(" s:")[0] for record in caplog.records]
+    pauses = [
+        record.getMessage().split(" in ")[1].split(" s:")[0]
+        for record in caplog.records
+    ]
     assert pauses == ["0.001", "0.002", "0.004", "0.008"]

@@ -7,7 +7,9 @@ import pytest
 from tiers.breaker import ENOUGH, Breaker, BreakerOptions, BreakerState
 
 CLOSED, OPEN, HALF_OPEN = BreakerState
-OPTIONS = BreakerOptions(failures=3, failure_share=0.5, pause_s=1.0, longest_pause_s=8.0)
+OPTIONS = BreakerOptions(
+    failures=3, failure_share=0.5, pause_s=1.0, longest_pause_s=8.0
+)
 
 
 def opened(at: float = 0.0) -> Breaker:
@@ -93,7 +95,9 @@ def test_what_other_routers_saw_counts_within_the_longest_pause() -> None:
     breaker = Breaker(OPTIONS)
     breaker.adopt(0.0, 1000.0)
     assert (breaker.state(0.0), breaker.wait_s(0.0)) == (OPEN, 8.0)
-    assert breaker.own_wait_s(0.0) == 0.0, "it is not told on: they would keep one another open"
+    assert breaker.own_wait_s(0.0) == 0.0, (
+        "it is not told on: they would keep one another open"
+    )
 
 
 @pytest.mark.parametrize("failures", [100, 2000])
@@ -139,7 +143,11 @@ def test_a_new_process_begins_with_a_closed_breaker() -> None:
     breaker = opened()
     breaker.failed(1.0, probe=breaker.begin(1.0))
     breaker.reset()
-    assert (breaker.state(1.0), breaker.admits_in_s(1.0), breaker.own_wait_s(1.0)) == (CLOSED, 0.0, 0.0)
+    assert (breaker.state(1.0), breaker.admits_in_s(1.0), breaker.own_wait_s(1.0)) == (
+        CLOSED,
+        0.0,
+        0.0,
+    )
     for _ in range(OPTIONS.failures):
         breaker.failed(2.0, probe=0)
     assert breaker.wait_s(2.0) == OPTIONS.pause_s

@@ -15,9 +15,20 @@ import pytest
 from tests.unit.own_engines import own_engines
 from tests.waiting import until
 from tiers.checkpoints.checkpoint import MANIFEST, Manifest, weights_digest
-from tiers.checkpoints.reference import ReferenceScores, ScoredText, fixed_texts, texts_digest
+from tiers.checkpoints.reference import (
+    ReferenceScores,
+    ScoredText,
+    fixed_texts,
+    texts_digest,
+)
 from tiers.errors import CanaryRefusedError, CheckpointError
-from tiers.lifecycle.canary import ACCEPTED_FOR, Canary, CanaryFile, read_canary, write_canary
+from tiers.lifecycle.canary import (
+    ACCEPTED_FOR,
+    Canary,
+    CanaryFile,
+    read_canary,
+    write_canary,
+)
 from tiers.lifecycle.likelihood import EngineScores
 from tiers.spec import Precision, ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
@@ -29,13 +40,20 @@ PRECISE = replace(SPEC, name=TierName.PRECISE, precision="bf16")
 ELSEWHERE = replace(SPEC, urls=(URL,))
 
 
-def scores(logprob: float = -1.0, *, decode_gap: float = 0.0, chat_ids: tuple[int, ...] = (1, 2, 3)) -> EngineScores:
+def scores(
+    logprob: float = -1.0,
+    *,
+    decode_gap: float = 0.0,
+    chat_ids: tuple[int, ...] = (1, 2, 3),
+) -> EngineScores:
     """Return the scores of an engine that gives every token the same log-probability."""
     texts = []
     for fixed in fixed_texts():
         token_ids = chat_ids if fixed.messages else (1, 2, 3)
         logprobs = (logprob,) * (len(token_ids) - 1)
-        texts.append(ScoredText(name=fixed.name, token_ids=token_ids, logprobs=logprobs))
+        texts.append(
+            ScoredText(name=fixed.name, token_ids=token_ids, logprobs=logprobs)
+        )
     return EngineScores(texts=tuple(texts), decode_gap=decode_gap, token_ms=10.0)
 
 
@@ -53,7 +71,11 @@ def made(folder: Path, *, chat_is_dated: bool = False) -> TierSpec:
         tokenizer_digest="t",
         chat_template_digest="c",
         versions={},
-        reference=ReferenceScores(texts_digest=texts_digest(), chat_is_dated=chat_is_dated, texts=scores().texts),
+        reference=ReferenceScores(
+            texts_digest=texts_digest(),
+            chat_is_dated=chat_is_dated,
+            texts=scores().texts,
+        ),
     )
     (folder / MANIFEST).write_text(manifest.model_dump_json())
     return replace(SPEC, checkpoint=folder)
@@ -65,7 +87,9 @@ def canary(tmp_path: Path) -> Canary:
 
 
 @pytest.mark.anyio
-async def test_a_sound_engine_of_a_checkpoint_made_here_passes(tmp_path: Path, canary: Canary) -> None:
+async def test_a_sound_engine_of_a_checkpoint_made_here_passes(
+    tmp_path: Path, canary: Canary
+) -> None:
     """At its first start too, and nothing need be recorded."""
     spec = made(tmp_path / "made")
     await canary.check_scores(scores(-1.05), spec, URL)
@@ -78,18 +102,28 @@ async def test_a_broken_first_start_is_refused(tmp_path: Path, canary: Canary) -
     spec = made(tmp_path / "made")
     with pytest.raises(CanaryRefusedError) as refused:
         await canary.check_scores(scores(-3.0), spec, URL)
-    assert "2.00 nats a token from those that transformers computes with this checkpoint" in str(refused.value)
+    assert (
+        "2.00 nats a token from those that transformers computes with this checkpoint"
+        in str(refused.value)
+    )
     assert "at most 0.15 is allowed for awq-int4 weights" in str(refused.value)
     assert "(prose 2.00, code 2.00, digits 2.00, chat 2.00)" in str(refused.value)
-    assert "as they were made, so a kernel computes wrongly: look for arguments" in str(refused.value)
+    assert "as they were made, so a kernel computes wrongly: look for arguments" in str(
+        refused.value
+    )
     assert "qarr tiers record fast, then start it again" in str(refused.value)
 
 
 @pytest.mark.anyio
-async def test_changed_weights_are_told_from_a_broken_kernel(tmp_path: Path, canary: Canary) -> None:
+async def test_changed_weights_are_told_from_a_broken_kernel(
+    tmp_path: Path, canary: Canary
+) -> None:
     spec = made(tmp_path / "made")
     (tmp_path / "made/model.safetensors").write_bytes(b"other")
-    with pytest.raises(CanaryRefusedError, match=f"not those that were made. Make them again: remove {tmp_path}/made"):
+    with pytest.raises(
+        CanaryRefusedError,
+        match=f"not those that were made. Make them again: remove {tmp_path}/made",
+    ):
         await canary.check_scores(scores(-3.0), spec, URL)
 
 
@@ -97,15 +131,21 @@ async def test_changed_weights_are_told_from_a_broken_kernel(tmp_path: Path, can
 async def test_another_chat_template_is_refused(tmp_path: Path, canary: Canary) -> None:
     """Also where the text hardly becomes less likely by it; one that writes the date may differ by the date."""
     spec = made(tmp_path / "made")
-    with pytest.raises(CanaryRefusedError, match=r"its chat template is not the one .* makes 4 tokens, 3 are expected"):
+    with pytest.raises(
+        CanaryRefusedError,
+        match=r"its chat template is not the one .* makes 4 tokens, 3 are expected",
+    ):
         await canary.check_scores(scores(chat_ids=(7, 1, 2, 3)), spec, URL)
-    await canary.check_scores(scores(chat_ids=(7, 1, 2, 3)), made(tmp_path / "dated", chat_is_dated=True), URL)
+    await canary.check_scores(
+        scores(chat_ids=(7, 1, 2, 3)), made(tmp_path / "dated", chat_is_dated=True), URL
+    )
 
 
 @pytest.mark.anyio
 async def test_decode_must_agree_with_prefill(canary: Canary) -> None:
     with pytest.raises(
-        CanaryRefusedError, match=r"generates have log-probabilities 0\.50 .* 0\.15 is allowed .* KV cache"
+        CanaryRefusedError,
+        match=r"generates have log-probabilities 0\.50 .* 0\.15 is allowed .* KV cache",
     ):
         await canary.check_scores(scores(decode_gap=0.5), SPEC, URL)
 
@@ -118,25 +158,40 @@ async def test_the_tolerance_is_a_factor(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("spec", [SPEC, ELSEWHERE], ids=["here", "elsewhere"])
-async def test_without_a_reference_the_first_start_is_one(canary: Canary, spec: TierSpec) -> None:
+async def test_without_a_reference_the_first_start_is_one(
+    canary: Canary, spec: TierSpec
+) -> None:
     """Of a checkpoint that was made by others, and of an engine given by URL."""
     await canary.check_scores(scores(), spec, URL)
     await canary.check_scores(scores(-1.05), spec, URL)
-    with pytest.raises(CanaryRefusedError, match=r"0\.50 nats a token from those of 2.* UTC; at most 0\.15 is allowed"):
+    with pytest.raises(
+        CanaryRefusedError,
+        match=r"0\.50 nats a token from those of 2.* UTC; at most 0\.15 is allowed",
+    ):
         await canary.check_scores(scores(-1.5), spec, URL)
     (record,) = read_canary(canary.path).records
     assert record.texts == scores().texts
     assert record.identity == (URL if spec.urls else "d")
 
 
-def test_the_highest_precision_judges_those_that_have_no_reference(tmp_path: Path, canary: Canary) -> None:
+def test_the_highest_precision_judges_those_that_have_no_reference(
+    tmp_path: Path, canary: Canary
+) -> None:
     """By as much as quantization explains; a checkpoint that was made here was judged when it was made."""
     highest = scores()
     canary.check_loss(scores(-1.9), highest, ELSEWHERE, URL)
-    with pytest.raises(CanaryRefusedError, match=r"1\.10 nats a token from those of tier precise; at most 1\.00"):
+    with pytest.raises(
+        CanaryRefusedError,
+        match=r"1\.10 nats a token from those of tier precise; at most 1\.00",
+    ):
         canary.check_loss(scores(-2.1), highest, ELSEWHERE, URL)
-    with pytest.raises(CanaryRefusedError, match=r"0\.90 nats .* at most 0\.40 is allowed for fp8 weights"):
-        canary.check_loss(scores(-1.9), highest, replace(ELSEWHERE, precision="fp8"), URL)
+    with pytest.raises(
+        CanaryRefusedError,
+        match=r"0\.90 nats .* at most 0\.40 is allowed for fp8 weights",
+    ):
+        canary.check_loss(
+            scores(-1.9), highest, replace(ELSEWHERE, precision="fp8"), URL
+        )
     canary.check_loss(scores(-9.0), highest, made(tmp_path / "made"), URL)
 
 
@@ -161,13 +216,17 @@ async def test_an_engine_is_refused_although_its_record_cannot_be_deleted(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tempfile.mkstemp", no_space)
-    with pytest.raises(CanaryRefusedError, match=r"2\.00 nats a token from those of tier precise"):
+    with pytest.raises(
+        CanaryRefusedError, match=r"2\.00 nats a token from those of tier precise"
+    ):
         canary.check_loss(scores(-3.0), scores(), ELSEWHERE, URL)
     assert "are not deleted" in caplog.text
 
 
 @pytest.mark.anyio
-async def test_what_an_operator_accepts_is_the_reference(tmp_path: Path, canary: Canary) -> None:
+async def test_what_an_operator_accepts_is_the_reference(
+    tmp_path: Path, canary: Canary
+) -> None:
     """In the place of any other; every engine of the tier is recorded once, and compared from then on."""
     spec = made(tmp_path / "made")
     assert canary.accept(TierName.FAST) == 0
@@ -186,14 +245,18 @@ async def test_an_acceptance_ends_after_an_hour(tmp_path: Path, canary: Canary) 
     canary.accept(TierName.FAST)
     file = read_canary(canary.path)
     (acceptance,) = file.acceptances
-    old = acceptance.model_copy(update={"at": acceptance.at - ACCEPTED_FOR - timedelta(seconds=1)})
+    old = acceptance.model_copy(
+        update={"at": acceptance.at - ACCEPTED_FOR - timedelta(seconds=1)}
+    )
     write_canary(canary.path, CanaryFile(acceptances=(old,)))
     with pytest.raises(CanaryRefusedError):
         await canary.check_scores(scores(-3.0), made(tmp_path / "made"), URL)
 
 
 @pytest.mark.anyio
-async def test_other_tiers_are_not_accepted_with_it(tmp_path: Path, canary: Canary) -> None:
+async def test_other_tiers_are_not_accepted_with_it(
+    tmp_path: Path, canary: Canary
+) -> None:
     await canary.check_scores(scores(), PRECISE, URL)
     canary.accept(TierName.FAST)
     with pytest.raises(CanaryRefusedError):
@@ -206,7 +269,10 @@ async def test_scores_of_other_texts_are_replaced(canary: Canary) -> None:
     await canary.check_scores(scores(), SPEC, URL)
     await canary.check_scores(scores(), PRECISE, URL)
     fast, precise = read_canary(canary.path).records
-    write_canary(canary.path, CanaryFile(records=(fast.model_copy(update={"texts_digest": "old"}), precise)))
+    write_canary(
+        canary.path,
+        CanaryFile(records=(fast.model_copy(update={"texts_digest": "old"}), precise)),
+    )
     await canary.check_scores(scores(-3.0), SPEC, URL)
     records = {record.tier: record for record in read_canary(canary.path).records}
     assert records[TierName.FAST].texts == scores(-3.0).texts
@@ -215,14 +281,24 @@ async def test_scores_of_other_texts_are_replaced(canary: Canary) -> None:
 
 def test_a_file_of_greedy_tokens_is_replaced(canary: Canary) -> None:
     """What releases before this one recorded cannot be compared, and keeps nothing from starting."""
-    canary.path.write_text('{"version": 1, "records": [{"tier": "fast", "tokens": [[1]]}]}')
+    canary.path.write_text(
+        '{"version": 1, "records": [{"tier": "fast", "tokens": [[1]]}]}'
+    )
     assert read_canary(canary.path) == CanaryFile()
     canary.accept(TierName.FAST)
     assert len(read_canary(canary.path).acceptances) == 1
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"version": 3, "records": []}', '{"records": [{"tier": "fast"}]}', '{"other": 1}', "\x00"]
+    "content",
+    [
+        "{",
+        "[]",
+        '{"version": 3, "records": []}',
+        '{"records": [{"tier": "fast"}]}',
+        '{"other": 1}',
+        "\x00",
+    ],
 )
 def test_files_of_another_form_are_refused(canary: Canary, content: str) -> None:
     """Those of a later version too: nothing is guessed, nothing is overwritten, and the error says what to do."""
@@ -240,7 +316,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["c.json"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can give a file to another user"
+)
 def test_root_accepts_for_the_routers_user(canary: Canary) -> None:
     """``sudo qarr tiers record``: the router, another user, still reads what it has recorded."""
     write_canary(canary.path, CanaryFile())
@@ -256,7 +334,8 @@ def test_a_much_slower_engine_is_refused(tmp_path: Path) -> None:
     canary.check_speed(SpeedModel(1, 1, 29), SpeedModel(1, 1, 10), SPEC)
     canary.check_speed(SpeedModel(1, 1, 1000), None, SPEC)
     with pytest.raises(
-        CanaryRefusedError, match=r"50\.0 ms for a token while idle, 5\.0 times .* qarr profile latency"
+        CanaryRefusedError,
+        match=r"50\.0 ms for a token while idle, 5\.0 times .* qarr profile latency",
     ):
         canary.check_speed(SpeedModel(1, 1, 50), SpeedModel(1, 1, 10), SPEC)
 
@@ -269,11 +348,17 @@ async def test_the_first_start_records_and_the_next_one_compares(
     async with own_engines(tmp_path, monkeypatch, canary=canary):
         (record,) = read_canary(canary.path).records
         assert (record.tier, record.identity) == (TierName.FAST, "digest of fast")
-        assert [text.name for text in record.texts] == [fixed.name for fixed in fixed_texts()]
+        assert [text.name for text in record.texts] == [
+            fixed.name for fixed in fixed_texts()
+        ]
     async with own_engines(tmp_path, monkeypatch, canary=canary):
         assert read_canary(canary.path).records == (record,)
-    async with own_engines(tmp_path, monkeypatch, ready=False, behaviour={"first_id": 5}, canary=canary) as own:
-        assert "its log-probabilities of fixed texts are 0.50 nats a token from" in (own.first.state.detail or "")
+    async with own_engines(
+        tmp_path, monkeypatch, ready=False, behaviour={"first_id": 5}, canary=canary
+    ) as own:
+        assert "its log-probabilities of fixed texts are 0.50 nats a token from" in (
+            own.first.state.detail or ""
+        )
         assert ReplicaStatus.READY not in {state for _, state, _ in own.seen}
 
 
@@ -282,7 +367,13 @@ async def test_an_engine_that_gives_no_scores_is_refused_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: Canary
 ) -> None:
     """The vLLM that is installed here gives them; only engines elsewhere may be older."""
-    async with own_engines(tmp_path, monkeypatch, ready=False, behaviour={"tells_ids": False}, canary=canary) as own:
+    async with own_engines(
+        tmp_path,
+        monkeypatch,
+        ready=False,
+        behaviour={"tells_ids": False},
+        canary=canary,
+    ) as own:
         assert "gives no log-probabilities" in (own.first.state.detail or "")
 
 
@@ -296,8 +387,19 @@ async def test_a_refused_engine_is_not_tried_again(
         assert own.first.state.pid is not None
         os.kill(own.first.state.pid, signal.SIGKILL)
         await until(lambda: own.first.state.status is ReplicaStatus.FAILED)
-        assert "its log-probabilities of fixed texts are" in (own.first.state.detail or "")
-        assert len([detail for detail in own.details(ReplicaStatus.STARTING) if "; in " in detail]) == 1
+        assert "its log-probabilities of fixed texts are" in (
+            own.first.state.detail or ""
+        )
+        assert (
+            len(
+                [
+                    detail
+                    for detail in own.details(ReplicaStatus.STARTING)
+                    if "; in " in detail
+                ]
+            )
+            == 1
+        )
 
 
 @pytest.mark.anyio
@@ -311,20 +413,32 @@ async def test_a_refused_engine_never_replaces_a_good_one(
         await until(lambda: operation.state != "running")
         assert operation.state == "failed"
         assert "its log-probabilities of fixed texts are" in operation.detail
-        assert [(r.id, r.state.status) for r in own.fleet.replicas] == [("fast-0", ReplicaStatus.READY)]
+        assert [(r.id, r.state.status) for r in own.fleet.replicas] == [
+            ("fast-0", ReplicaStatus.READY)
+        ]
 
 
 @pytest.mark.anyio
-async def test_an_operator_accepts_by_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: Canary) -> None:
+async def test_an_operator_accepts_by_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: Canary
+) -> None:
     """`qarr tiers record`; the next start passes and is the new measure."""
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path))
     async with own_engines(tmp_path, monkeypatch, canary=canary):
         pass
-    done = subprocess.run([QARR, "tiers", "record", "fast"], capture_output=True, text=True, check=True, timeout=100)  # noqa: ASYNC221
+    done = subprocess.run(  # noqa: ASYNC221
+        [QARR, "tiers", "record", "fast"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
     assert done.stdout == (
         f"fast: 1 records deleted in {canary.path}; starts and resumes of the next hour are accepted and recorded\n"
     )
-    async with own_engines(tmp_path, monkeypatch, behaviour={"first_id": 5}, canary=canary):
+    async with own_engines(
+        tmp_path, monkeypatch, behaviour={"first_id": 5}, canary=canary
+    ):
         (record,) = read_canary(canary.path).records
         assert record.is_accepted
         assert record.texts[0].logprobs[0] == pytest.approx(-0.6)
@@ -343,7 +457,9 @@ async def test_tier_precise_judges_engines_that_were_ready_before_it(
         canary.accept(TierName.PRECISE)
         os.kill(precise.state.pid, signal.SIGKILL)
         await until(lambda: own.first.state.status is ReplicaStatus.FAILED)
-        assert "3.00 nats a token from those of tier precise" in (own.first.state.detail or "")
+        assert "3.00 nats a token from those of tier precise" in (
+            own.first.state.detail or ""
+        )
 
 
 @pytest.mark.anyio
@@ -354,8 +470,12 @@ async def test_a_tier_that_is_much_slower_than_precise_says_so(
     monkeypatch.setattr("tiers.lifecycle.readiness.MUCH_SLOWER", 0.0)
     tiers = (TierName.FAST, TierName.PRECISE)
     async with own_engines(tmp_path, monkeypatch, *tiers, canary=canary) as own:
-        await until(lambda: "slower a token than tier precise" in (own.first.state.detail or ""))
-        assert (own.first.state.detail or "").endswith("ms): its layers are computed by FakeLinearKernel")
+        await until(
+            lambda: "slower a token than tier precise" in (own.first.state.detail or "")
+        )
+        assert (own.first.state.detail or "").endswith(
+            "ms): its layers are computed by FakeLinearKernel"
+        )
         assert own.first.state.status is ReplicaStatus.READY
 
 
@@ -364,7 +484,9 @@ async def test_a_warm_up_that_takes_long_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: Canary
 ) -> None:
     monkeypatch.setattr("tiers.lifecycle.readiness.SLOW_WARM_UP_S", 0.2)
-    async with own_engines(tmp_path, monkeypatch, behaviour={"delay_s": 0.1}, canary=canary) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, behaviour={"delay_s": 0.1}, canary=canary
+    ) as own:
         assert own.details(ReplicaStatus.WARMING) == [
             "its warm-up takes longer than 0.2 s: its layers are computed by FakeLinearKernel"
         ]

@@ -27,7 +27,14 @@ from tiers.checkpoints.checkpoint import (
     seal,
     weights_digest,
 )
-from tiers.checkpoints.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
+from tiers.checkpoints.prepare import (
+    DEFAULT_CALIBRATION,
+    PrepareOptions,
+    check_calibration,
+    find,
+    finished,
+    prepare,
+)
 from tiers.checkpoints.quantize import evenly
 from tiers.errors import CheckpointError, TokenizerMismatchError
 from tiers.spec import STANDARD_TIERS, Precision
@@ -38,9 +45,13 @@ LLAMA_8B = {
 }  # fmt: skip
 
 
-def model(folder: Path, vocabulary: int = 1, template: str = "t", size: int = 10) -> Path:
+def model(
+    folder: Path, vocabulary: int = 1, template: str = "t", size: int = 10
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "version": "1"}))
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": vocabulary}, "version": "1"})
+    )
     (folder / "chat_template.jinja").write_text(template)
     (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "dtype": "bfloat16"}))
     with (folder / "model.safetensors").open("wb") as file:
@@ -58,7 +69,10 @@ def test_interrupted_work_is_not_finished_work(tmp_path: Path) -> None:
         raise RuntimeError
     assert read_checkpoint(FAST, target) is None
     assert [p.name for p in target.parent.iterdir()] == [".lock"]
-    with pytest.raises(CheckpointError, match=r"/proc/no: .* model\.store"), making(Path("/proc/no/awq-1")):
+    with (
+        pytest.raises(CheckpointError, match=r"/proc/no: .* model\.store"),
+        making(Path("/proc/no/awq-1")),
+    ):
         pass
 
 
@@ -75,7 +89,13 @@ def test_sealed_checkpoint_reads_back(tmp_path: Path) -> None:
     target = tmp_path / "fp8-1"
     with making(target) as work:
         model(work)
-        seal(work, BALANCED, model="m", base_digest="b", made={"method": "FP8", "versions": {"torch": "2"}})
+        seal(
+            work,
+            BALANCED,
+            model="m",
+            base_digest="b",
+            made={"method": "FP8", "versions": {"torch": "2"}},
+        )
     checkpoint = read_checkpoint(BALANCED, target)
     assert checkpoint is not None
     assert checkpoint.manifest.precision is Precision.FP8
@@ -90,7 +110,9 @@ def test_same_tokenizer_written_differently_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"vocabulary": 2}, {"template": "other"}])
-def test_tiers_that_differ_are_refused_with_both_digests(tmp_path: Path, change: dict) -> None:
+def test_tiers_that_differ_are_refused_with_both_digests(
+    tmp_path: Path, change: dict
+) -> None:
     """A different tokenizer or chat template is named, with both digests and both folders."""
     left, right = model(tmp_path / "a"), model(tmp_path / "b", **change)
     with pytest.raises(TokenizerMismatchError) as caught:
@@ -102,7 +124,9 @@ def test_tiers_that_differ_are_refused_with_both_digests(tmp_path: Path, change:
 
 def test_recipe_and_fingerprint_follow_content(tmp_path: Path) -> None:
     """Another option is another recipe; another byte is another base."""
-    assert recipe_digest("awq", {"group_size": 64}) != recipe_digest("awq", {"group_size": 128})
+    assert recipe_digest("awq", {"group_size": 64}) != recipe_digest(
+        "awq", {"group_size": 128}
+    )
     folder = model(tmp_path / "a", size=5_000_000)
     before = fingerprint(folder)
     with (folder / "model.safetensors").open("r+b") as file:
@@ -116,7 +140,9 @@ def test_default_calibration_is_varied() -> None:
     calibration = check_calibration(DEFAULT_CALIBRATION)
     assert calibration.prompts >= 128
     assert 0.1 < calibration.code_share < 0.5
-    rows = [json.loads(line) for line in DEFAULT_CALIBRATION.read_text("utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in DEFAULT_CALIBRATION.read_text("utf-8").splitlines()
+    ]
     assert len({row["category"] for row in rows}) >= 7
     assert len({row["text"] for row in rows}) == len(rows)
 
@@ -127,7 +153,10 @@ def test_samples_are_chosen_evenly() -> None:
     chosen = evenly(lines, 32)
     assert len(set(chosen)) == 32
     assert chosen == evenly(lines, 32)
-    every, some = (Counter(json.loads(line)["category"] for line in these) for these in (lines, chosen))
+    every, some = (
+        Counter(json.loads(line)["category"] for line in these)
+        for these in (lines, chosen)
+    )
     assert all(abs(some[name] - every[name] * 32 / len(lines)) <= 1 for name in every)
     for count in (0, len(lines), len(lines) + 1):
         assert evenly(lines, count) == lines
@@ -141,15 +170,29 @@ def test_samples_are_part_of_the_recipe(tmp_path: Path) -> None:
         asked = replace(options, calibration_samples=samples, calibration_tokens=tokens)
         return FAST in {checkpoint.tier for checkpoint in finished(asked)}
 
-    options = PrepareOptions(str(model(tmp_path / "base")), tmp_path / "store", tmp_path / "no-python")
+    options = PrepareOptions(
+        str(model(tmp_path / "base")), tmp_path / "store", tmp_path / "no-python"
+    )
     with pytest.raises(CheckpointError, match="make quantizer-env"):
         prepare(options, lambda *_: None)
     home = next((tmp_path / "store").glob("base-*"))
     digest = check_calibration(DEFAULT_CALIBRATION).digest
-    before = {"calibration": digest, "group_size": 0, "max_tokens": 128, "prefer_small_groups": False}
-    with making(home / f"awq-{recipe_digest('awq', before)}") as work:  # as made by releases without these settings
+    before = {
+        "calibration": digest,
+        "group_size": 0,
+        "max_tokens": 128,
+        "prefer_small_groups": False,
+    }
+    # as made by releases without these settings
+    with making(home / f"awq-{recipe_digest('awq', before)}") as work:
         model(work)
-        seal(work, FAST, model="m", base_digest="b", made={"method": "AWQ", "versions": {}})
+        seal(
+            work,
+            FAST,
+            model="m",
+            base_digest="b",
+            made={"method": "AWQ", "versions": {}},
+        )
     assert has_awq(0, 128)
     assert has_awq(160, 128)
     assert not has_awq(32, 128)
@@ -161,7 +204,9 @@ def test_samples_are_part_of_the_recipe(tmp_path: Path) -> None:
     [("", "has 0 prompts"), ('{"text": "a"}\n' * 127, "has 127 prompts"), ("nonsense\n", "line 1"), ('{"prompt": "a"}\n', "line 1"),
      ('{"text": "ok"}\n{"text": ""}\n', "line 2")],
 )  # fmt: skip
-def test_bad_calibration_names_the_line(tmp_path: Path, text: str, problem: str) -> None:
+def test_bad_calibration_names_the_line(
+    tmp_path: Path, text: str, problem: str
+) -> None:
     """A calibration file that cannot be used is refused before anything is made."""
     file = tmp_path / "c.jsonl"
     file.write_text(text)
@@ -177,30 +222,52 @@ def test_unknown_model_and_missing_quantizer_say_what_to_do(tmp_path: Path) -> N
     folder = model(tmp_path / "base")
     (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "dtype": "float16"}))
     with pytest.raises(CheckpointError, match="make quantizer-env"):
-        prepare(PrepareOptions(str(folder), tmp_path / "s", tmp_path / "python"), lambda *_: None)
-    assert find(PrepareOptions(str(folder), tmp_path / "s", tmp_path / "python")) is None
+        prepare(
+            PrepareOptions(str(folder), tmp_path / "s", tmp_path / "python"),
+            lambda *_: None,
+        )
+    assert (
+        find(PrepareOptions(str(folder), tmp_path / "s", tmp_path / "python")) is None
+    )
 
 
-def test_each_checkpoint_is_handed_over_as_soon_as_it_is_finished(tmp_path: Path) -> None:
+def test_each_checkpoint_is_handed_over_as_soon_as_it_is_finished(
+    tmp_path: Path,
+) -> None:
     """BF16 is made and handed over first, then FP8, and AWQ last: a failure there takes nothing back."""
-    options = PrepareOptions(str(model(tmp_path / "base")), tmp_path / "store", tmp_path / "no-python")
+    options = PrepareOptions(
+        str(model(tmp_path / "base")), tmp_path / "store", tmp_path / "no-python"
+    )
     made: list[Checkpoint] = []
-    for handed_over in (1, 3):  # FP8 needs the quantizer, which is missing; then FP8 is there and AWQ needs it
+    # FP8 needs the quantizer, which is missing; then FP8 is there and AWQ needs it
+    for handed_over in (1, 3):
         with pytest.raises(CheckpointError, match="make quantizer-env"):
             prepare(options, lambda *_: None, made.append)
         assert len(made) == handed_over
         with making(made[0].path.with_name(f"fp8-{recipe_digest('fp8', {})}")) as work:
             model(work)
-            seal(work, BALANCED, model="m", base_digest="b", made={"method": "FP8", "versions": {}})
+            seal(
+                work,
+                BALANCED,
+                model="m",
+                base_digest="b",
+                made={"method": "FP8", "versions": {}},
+            )
     assert [checkpoint.tier for checkpoint in made] == [PRECISE, PRECISE, BALANCED]
     assert [checkpoint.tier for checkpoint in finished(options)] == [BALANCED, PRECISE]
 
 
-def weights(folder: Path, tensors: dict[str, tuple[str, int]], name: str = "model.safetensors") -> Path:
+def weights(
+    folder: Path, tensors: dict[str, tuple[str, int]], name: str = "model.safetensors"
+) -> Path:
     """Write a weight file of tensors, each with its type and size in bytes."""
     header, end = {}, 0
     for tensor, (dtype, size) in tensors.items():
-        header[tensor] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size]}
+        header[tensor] = {
+            "dtype": dtype,
+            "shape": [size],
+            "data_offsets": [end, end + size],
+        }
         end += size
     raw = json.dumps(header).encode()
     folder.mkdir(exist_ok=True)
@@ -210,9 +277,22 @@ def weights(folder: Path, tensors: dict[str, tuple[str, int]], name: str = "mode
 
 def test_recipes_keep_their_folders() -> None:
     """A changed digest would make every checkpoint of every user anew; raise RECIPE_VERSION where that is meant."""
-    assert (recipe_digest("bf16", {}), recipe_digest("fp8", {})) == ("538cd899", "ab8fdbdd")
-    awq = {"calibration": "c", "group_size": 0, "max_tokens": 256, "prefer_small_groups": False, "samples": 16}
-    assert recipe_digest("awq", awq) == recipe_digest("awq", dict(reversed(awq.items()))) == "e2b84966"
+    assert (recipe_digest("bf16", {}), recipe_digest("fp8", {})) == (
+        "538cd899",
+        "ab8fdbdd",
+    )
+    awq = {
+        "calibration": "c",
+        "group_size": 0,
+        "max_tokens": 256,
+        "prefer_small_groups": False,
+        "samples": 16,
+    }
+    assert (
+        recipe_digest("awq", awq)
+        == recipe_digest("awq", dict(reversed(awq.items())))
+        == "e2b84966"
+    )
 
 
 def test_whole_weights_pass(tmp_path: Path) -> None:
@@ -235,14 +315,32 @@ def test_whole_weights_pass(tmp_path: Path) -> None:
         (lambda file: file.write_bytes(struct.pack("<Q", 2) + b"[]"), "cannot be read"),
         (lambda file: file.rename(file.with_name("other")), "has no weights"),
         (
-            lambda file: file.with_name("model.safetensors.index.json").write_text('{"weight_map": {"a": "gone"}}'),
+            lambda file: file.with_name("model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "gone"}}'
+            ),
             "gone is missing",
         ),
-        (lambda file: file.with_name("model.safetensors.index.json").write_text("{}"), "cannot be read"),
+        (
+            lambda file: file.with_name("model.safetensors.index.json").write_text(
+                "{}"
+            ),
+            "cannot be read",
+        ),
     ],
-    ids=["cut", "longer", "not safetensors", "empty", "no object", "none", "a file of the index", "no index"],
+    ids=[
+        "cut",
+        "longer",
+        "not safetensors",
+        "empty",
+        "no object",
+        "none",
+        "a file of the index",
+        "no index",
+    ],
 )
-def test_weights_that_are_not_whole_are_told(tmp_path: Path, change: Any, said: str) -> None:
+def test_weights_that_are_not_whole_are_told(
+    tmp_path: Path, change: Any, said: str
+) -> None:
     """Each is a CheckpointError that names the file or the folder, whatever is wrong."""
     change(weights(tmp_path, {"a": ("BF16", 20)}))
     with pytest.raises(CheckpointError, match=said) as caught:
@@ -252,8 +350,20 @@ def test_weights_that_are_not_whole_are_told(tmp_path: Path, change: Any, said: 
 
 def test_quantized_weights_are_counted(tmp_path: Path) -> None:
     """FP8 of either kind, and packed 4-bit words by their name; scales and BF16 are not among them."""
-    weights(tmp_path, {"a.weight": ("F8_E4M3", 8), "a.weight_scale": ("BF16", 2)}, "1.safetensors")
-    weights(tmp_path, {"b.weight": ("F8_E5M2", 16), "c.weight_packed": ("I32", 32), "d": ("BF16", 64)}, "2.safetensors")
+    weights(
+        tmp_path,
+        {"a.weight": ("F8_E4M3", 8), "a.weight_scale": ("BF16", 2)},
+        "1.safetensors",
+    )
+    weights(
+        tmp_path,
+        {
+            "b.weight": ("F8_E5M2", 16),
+            "c.weight_packed": ("I32", 32),
+            "d": ("BF16", 64),
+        },
+        "2.safetensors",
+    )
     assert quantized_bytes(tmp_path) == 8 + 16 + 32
     weights(tmp_path, {}, "3.safetensors").write_bytes(b"\xff" * 9)
     with pytest.raises(CheckpointError, match=r"3\.safetensors cannot be read"):
@@ -268,7 +378,9 @@ def test_weights_are_digested_in_the_order_of_their_names(tmp_path: Path) -> Non
     assert weights_digest(tmp_path) == hashlib.sha256(b"hello world").hexdigest()
 
 
-def test_a_sentencepiece_tokenizer_and_a_template_in_the_configuration(tmp_path: Path) -> None:
+def test_a_sentencepiece_tokenizer_and_a_template_in_the_configuration(
+    tmp_path: Path,
+) -> None:
     """Folders without tokenizer.json are known by their tokenizer.model; templates by either file."""
     (tmp_path / "tokenizer.model").write_bytes(b"pieces")
     assert identity(tmp_path).tokenizer_digest == hashlib.sha256(b"pieces").hexdigest()
@@ -289,7 +401,9 @@ def test_a_sentencepiece_tokenizer_and_a_template_in_the_configuration(tmp_path:
         ({"tokenizer.json": "{}", "tokenizer_config.json": "[]"}, "cannot be read"),
     ],
 )
-def test_folders_without_a_tokenizer_are_no_models(tmp_path: Path, files: dict[str, str], said: str) -> None:
+def test_folders_without_a_tokenizer_are_no_models(
+    tmp_path: Path, files: dict[str, str], said: str
+) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=said):

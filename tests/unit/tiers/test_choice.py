@@ -37,9 +37,19 @@ def preferred(replicas: Sequence[Replica]) -> int:
         )
         for each in replicas
     ]  # fmt: skip
-    cached, home = tuple(r.cached for r in replicas), next((n for n, r in enumerate(replicas) if r.home), -1)
+    cached, home = (
+        tuple(r.cached for r in replicas),
+        next((n for n, r in enumerate(replicas) if r.home), -1),
+    )
     outputs = tuple(r.tokens for r in replicas)
-    tier = TierSnapshot(TierSpec(TierName.FAST, 9999, 16, 32), tuple(states), outputs, None, cached, home)
+    tier = TierSnapshot(
+        TierSpec(TierName.FAST, 9999, 16, 32),
+        tuple(states),
+        outputs,
+        None,
+        cached,
+        home,
+    )
     return choose(tier, REQUEST, None)
 
 
@@ -73,21 +83,34 @@ def test_a_session_counts_only_where_caches_tell_nothing() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 9), st.integers(0, 1000)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(0, 3000), st.integers(0, 9), st.integers(0, 1000)),
+        min_size=1,
+        max_size=5,
+    ),
     st.booleans(),
 )
-def test_no_replica_is_better_in_every_respect(replicas: list[tuple[int, int, int]], known: bool) -> None:  # noqa: FBT001
+def test_no_replica_is_better_in_every_respect(
+    replicas: list[tuple[int, int, int]],
+    known: bool,  # noqa: FBT001
+) -> None:
     """Whatever the loads: none of the others has less of a load and more of the prompt than the one that is taken."""
     speed = SPEED if known else None
     candidates = [Replica(*each, speed=speed) for each in replicas]
     taken = candidates[preferred(candidates)]
     for other in candidates:
-        better = other.tokens < taken.tokens and other.sequences < taken.sequences and other.cached > taken.cached
+        better = (
+            other.tokens < taken.tokens
+            and other.sequences < taken.sequences
+            and other.cached > taken.cached
+        )
         assert not better
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 1000))
-def test_affinity_beats_a_free_replica_by_no_more_than_it_saves(busy: int, free: int, cached: int) -> None:
+def test_affinity_beats_a_free_replica_by_no_more_than_it_saves(
+    busy: int, free: int, cached: int
+) -> None:
     """In tokens: the load that is taken on is at most the prefill that is saved."""
     taken = preferred([Replica(busy, 1, cached), Replica(free, 1)])
     assert taken == 1 or busy - free <= cached

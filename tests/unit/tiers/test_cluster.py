@@ -30,11 +30,23 @@ IDS = ("ray-fast-0", "ray-precise-0")
 
 def job(folder: Path) -> Job:
     replicas = tuple(
-        WantedReplica(name, name.split("-")[1], "/models/m", ("--model", "/models/m"), {"A": "1"}, {"CPU": 2.0})
+        WantedReplica(
+            name,
+            name.split("-")[1],
+            "/models/m",
+            ("--model", "/models/m"),
+            {"A": "1"},
+            {"CPU": 2.0},
+        )
         for name in IDS
     )
     return Job(
-        "auto", replicas, str(folder / "engines.json"), str(folder / "own/status.json"), str(folder), stop_grace_s=0
+        "auto",
+        replicas,
+        str(folder / "engines.json"),
+        str(folder / "own/status.json"),
+        str(folder),
+        stop_grace_s=0,
     )
 
 
@@ -61,7 +73,10 @@ def test_a_node_gives_engines_neither_rays_variables_nor_ours() -> None:
     own = {"VLLM_API_KEY": "k", "PATH": "/usr/bin"}
     expected = {"PATH": "/usr/bin", "CUDA_VISIBLE_DEVICES": "3", "VLLM_API_KEY": "k"}
     assert node_environment(node, own, traced=False) == expected
-    assert node_environment(node, own, traced=True) == {**expected, "OTEL_EXPORTER_OTLP_HEADERS": "key"}
+    assert node_environment(node, own, traced=True) == {
+        **expected,
+        "OTEL_EXPORTER_OTLP_HEADERS": "key",
+    }
 
 
 def test_two_engines_of_a_node_get_different_ports() -> None:
@@ -82,7 +97,9 @@ class Running:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.orders, self.job = folder / "orders", job(folder)
         program = folder / "python"
-        program.write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m tests.fakes.placement "$2"\n')
+        program.write_text(
+            f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m tests.fakes.placement "$2"\n'
+        )
         program.chmod(0o755)
         monkeypatch.setenv("FAKE_PLACEMENT", str(self.orders))
         self.order([])
@@ -97,7 +114,9 @@ class Running:
         part.replace(self.orders)
 
     def named(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = json.loads(Path(self.job.engines_file).read_text())
+        found: dict[str, list[str]] = json.loads(
+            Path(self.job.engines_file).read_text()
+        )
         return found
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -114,7 +133,9 @@ class Running:
 
 
 @pytest.mark.anyio
-async def test_the_runner_tells_what_the_placement_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_runner_tells_what_the_placement_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is settled when all were ready once, starts the placement again when that ends, and at its end nothing is left."""
     running = Running(tmp_path, monkeypatch)
     running.order([[IDS[0], "ready"], [IDS[1], "starting"]])
@@ -124,11 +145,19 @@ async def test_the_runner_tells_what_the_placement_finds(tmp_path: Path, monkeyp
     assert "ray-precise-0    starting on 10.0.0.5: why" in running.lines
     running.order([[name, "ready"] for name in IDS])
     await running.until(lambda: running.engines.settled)
-    assert running.named() == {"fast": ["http://10.0.0.5:9101"], "precise": ["http://10.0.0.5:9102"]}
+    assert running.named() == {
+        "fast": ["http://10.0.0.5:9101"],
+        "precise": ["http://10.0.0.5:9102"],
+    }
     running.order([[IDS[0], "ready"], [IDS[1], "failed"]])
     await running.until(lambda: "failed" in running.lines[-1])
     running.order({"exit": 2, "error": "no cluster"})
-    await running.until(lambda: "the placement ended, and starts again in 2 s: no cluster" in running.lines[-1])
+    await running.until(
+        lambda: (
+            "the placement ended, and starts again in 2 s: no cluster"
+            in running.lines[-1]
+        )
+    )
     assert running.named() == {"fast": [], "precise": []}
     running.order([[name, "ready"] for name in IDS])
     await running.until(lambda: len(running.named()["fast"]) == 1)
@@ -141,7 +170,10 @@ async def test_the_runner_tells_what_the_placement_finds(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        ({"exit": 2, "error": "no Ray cluster can be used"}, "no Ray cluster can be used"),
+        (
+            {"exit": 2, "error": "no Ray cluster can be used"},
+            "no Ray cluster can be used",
+        ),
         ([[IDS[0], "failed"]], "ray-fast-0 did not start: why"),
     ],
 )
@@ -156,23 +188,43 @@ async def test_what_cannot_start_ends_the_start(
     assert str(caught.value) == said
 
 
-def test_a_detached_guard_outlives_who_started_it_and_ends_all_below(tmp_path: Path) -> None:
+def test_a_detached_guard_outlives_who_started_it_and_ends_all_below(
+    tmp_path: Path,
+) -> None:
     """It is no child of its starter, which Ray would kill; when the pipe from there closes, no process is left."""
     guard = (ROOT / "tiers/lifecycle/guard.py").read_text("utf-8")
-    program = [sys.executable, "-I", "-S", "-c", DETACHED.format(program=guard), str(tmp_path / "log")]
+    program = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        DETACHED.format(program=guard),
+        str(tmp_path / "log"),
+    ]
     with subprocess.Popen(
-        [*program, "sh", "-c", "sleep 300 & sleep 300 & wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [*program, "sh", "-c", "sleep 300 & sleep 300 & wait"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as starter:
         assert starter.stdout is not None
         assert starter.stdin is not None
         read_line = starter.stdout.readline
-        found, engine = (psutil.Process(int(call_within(read_line, "a process id"))) for _ in range(2))
+        found, engine = (
+            psutil.Process(int(call_within(read_line, "a process id")))
+            for _ in range(2)
+        )
         starter.wait(60)
         assert found.ppid() != os.getpid()
         wait_until(lambda: len(engine.children()) == 2)
         below = engine.children()
         ended = os.pidfd_open(found.pid)
         starter.stdin.close()
-        assert select.select([ended], [], [], 60)[0], "the guard did not end within 60 s"
+        assert select.select([ended], [], [], 60)[0], (
+            "the guard did not end within 60 s"
+        )
         os.close(ended)
-    assert not [each for each in (engine, *below) if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        each
+        for each in (engine, *below)
+        if each.is_running() and each.status() != psutil.STATUS_ZOMBIE
+    ]

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tiers.lifecycle.command import IN_PROCESS, engine_argv, engine_environment, without_ours
+from tiers.lifecycle.command import (
+    IN_PROCESS,
+    engine_argv,
+    engine_environment,
+    without_ours,
+)
 from tiers.spec import Draft, EngineLaunch, OtlpTarget, Placement, TierName, TierSpec
 
 SPEC = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=Path("/models/x"))
@@ -26,7 +31,10 @@ def test_cpu_engine_is_eager_and_unbound() -> None:
     """A CPU engine runs eagerly, with its own threads; its key is not on the command line."""
     argv, env = (
         engine_argv(launch(placement=Placement(threads=3, kv_cache_gib=2))),
-        engine_environment(launch(placement=Placement(threads=3, kv_cache_gib=2)), {"VLLM_CPU_KVCACHE_SPACE": "9"}),
+        engine_environment(
+            launch(placement=Placement(threads=3, kv_cache_gib=2)),
+            {"VLLM_CPU_KVCACHE_SPACE": "9"},
+        ),
     )
     assert "VLLM_CPU_KVCACHE_SPACE" not in env  # the plan's counts
     assert "--enforce-eager" in argv
@@ -37,7 +45,10 @@ def test_cpu_engine_is_eager_and_unbound() -> None:
     assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(2 << 30)
     assert (env["OMP_NUM_THREADS"], env["VLLM_CPU_OMP_THREADS_BIND"]) == ("3", "nobind")
     traced = engine_environment(launch(otlp=OtlpTarget("http://c:4317", "grpc")), {})
-    assert (env["VLLM_WORKER_MULTIPROC_METHOD"], traced["VLLM_WORKER_MULTIPROC_METHOD"]) == ("fork", "spawn")
+    assert (
+        env["VLLM_WORKER_MULTIPROC_METHOD"],
+        traced["VLLM_WORKER_MULTIPROC_METHOD"],
+    ) == ("fork", "spawn")
 
 
 def test_gpu_engine_gets_its_share() -> None:
@@ -51,7 +62,9 @@ def test_gpu_engine_gets_its_share() -> None:
 def test_several_gpus_and_a_draft() -> None:
     """Each is an argument of vLLM's only where it is asked for."""
     fields = {"tensor_parallel": 2, "pipeline_parallel": 3}
-    argv = engine_argv(launch(tier=replace(SPEC, **fields, draft=Draft("fast", 3, Path("/models/d")))))
+    argv = engine_argv(
+        launch(tier=replace(SPEC, **fields, draft=Draft("fast", 3, Path("/models/d"))))
+    )
     assert IN_PROCESS not in argv
     assert argv[argv.index("--tensor-parallel-size") + 1] == "2"
     assert argv[argv.index("--pipeline-parallel-size") + 1] == "3"
@@ -63,8 +76,17 @@ def test_several_gpus_and_a_draft() -> None:
         "method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4,
     }  # fmt: skip
     plain = engine_argv(launch())
-    assert not {"--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"} & set(plain)
-    assert engine_environment(launch(placement=Placement(gpus=(2, 5))), {})["CUDA_VISIBLE_DEVICES"] == "2,5"
+    assert not {
+        "--tensor-parallel-size",
+        "--pipeline-parallel-size",
+        "--speculative-config",
+    } & set(plain)
+    assert (
+        engine_environment(launch(placement=Placement(gpus=(2, 5))), {})[
+            "CUDA_VISIBLE_DEVICES"
+        ]
+        == "2,5"
+    )
 
 
 def test_parents_environment_is_cleaned() -> None:
@@ -75,7 +97,9 @@ def test_parents_environment_is_cleaned() -> None:
         "PYTHONPATH": "/x",
         "HOME": "/root",
     }
-    env = engine_environment(launch(otlp=OtlpTarget("http://c:4318/v1/traces", "http/protobuf")), parent)
+    env = engine_environment(
+        launch(otlp=OtlpTarget("http://c:4318/v1/traces", "http/protobuf")), parent
+    )
     assert (env["OTEL_SERVICE_NAME"], env["HOME"]) == ("vllm-fast", "/root")
     assert not {"OTEL_EXPORTER_OTLP_ENDPOINT", "PYTHONPATH"} & set(env)
     assert env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
@@ -97,8 +121,12 @@ def test_the_routers_secrets_do_not_reach_an_engine() -> None:
     assert "secret" not in "".join(env.values())
     assert (env["LD_LIBRARY_PATH"], env["VLLM_LOGGING_LEVEL"]) == ("/cuda", "DEBUG")
     assert "VLLM_PORT" not in env  # a Service's address, not a port
-    traced = engine_environment(launch(api_key="own", otlp=OtlpTarget("http://c:4317", "grpc")), parent)
-    assert [name for name, value in traced.items() if "secret" in value] == ["OTEL_EXPORTER_OTLP_HEADERS"]
+    traced = engine_environment(
+        launch(api_key="own", otlp=OtlpTarget("http://c:4317", "grpc")), parent
+    )
+    assert [name for name, value in traced.items() if "secret" in value] == [
+        "OTEL_EXPORTER_OTLP_HEADERS"
+    ]
 
 
 def option(argv: list[str], name: str) -> str:
@@ -118,22 +146,32 @@ def test_the_command_line_follows_the_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "insecure"), [("http://collector:4317", "true"), ("https://collector:4317", "false")]
+    ("endpoint", "insecure"),
+    [("http://collector:4317", "true"), ("https://collector:4317", "false")],
 )
 def test_spans_go_where_the_launch_says(endpoint: str, insecure: str) -> None:
     """Only a collector without TLS is reached without it."""
     placed = launch(otlp=OtlpTarget(endpoint, "grpc"))
     assert option(engine_argv(placed), "--otlp-traces-endpoint") == endpoint
-    assert engine_environment(placed, {})["OTEL_EXPORTER_OTLP_TRACES_INSECURE"] == insecure
+    assert (
+        engine_environment(placed, {})["OTEL_EXPORTER_OTLP_TRACES_INSECURE"] == insecure
+    )
 
 
 def test_a_cpu_engine_sees_no_gpu() -> None:
-    assert engine_environment(launch(), {"CUDA_VISIBLE_DEVICES": "0,1"})["CUDA_VISIBLE_DEVICES"] == ""
+    assert (
+        engine_environment(launch(), {"CUDA_VISIBLE_DEVICES": "0,1"})[
+            "CUDA_VISIBLE_DEVICES"
+        ]
+        == ""
+    )
 
 
 def test_the_parents_key_is_not_the_engines() -> None:
     """A variable of the parent does not override what the launch says."""
-    env = engine_environment(launch(api_key="own"), {"VLLM_API_KEY": "other", "HF_HUB_OFFLINE": "0"})
+    env = engine_environment(
+        launch(api_key="own"), {"VLLM_API_KEY": "other", "HF_HUB_OFFLINE": "0"}
+    )
     assert (env["VLLM_API_KEY"], env["HF_HUB_OFFLINE"]) == ("own", "1")
 
 

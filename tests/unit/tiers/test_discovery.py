@@ -18,14 +18,25 @@ from tests.ports import reserved_ports
 from tests.unit.tiers.test_roster import ids, watched
 from tests.waiting import until
 from tiers.errors import DiscoveryError
-from tiers.lifecycle.discovery import MAX_BYTES, DiscoveryOptions, at_address, parse_file, read_file, resolve
+from tiers.lifecycle.discovery import (
+    MAX_BYTES,
+    DiscoveryOptions,
+    at_address,
+    parse_file,
+    read_file,
+    resolve,
+)
 from tiers.lifecycle.supervisor import Supervisor
 from tiers.spec import ReplicaStatus, TierName
 
 pytestmark = pytest.mark.anyio
 FAST, PRECISE = TierName.FAST, TierName.PRECISE
 TIERS = (FAST, PRECISE)
-READY, WAITING, ABSENT = ReplicaStatus.READY, ReplicaStatus.WAITING, ReplicaStatus.ABSENT
+READY, WAITING, ABSENT = (
+    ReplicaStatus.READY,
+    ReplicaStatus.WAITING,
+    ReplicaStatus.ABSENT,
+)
 A, B = "http://10.0.0.5:8000", "http://10.0.0.6:8000"
 
 
@@ -49,7 +60,9 @@ def states(supervisor: Supervisor) -> list[str]:
 
 def reasons(supervisor: Supervisor) -> list[str]:
     fleet = supervisor.fleet
-    found: list[str] = health_of(fleet.snapshot(), fleet.notes.values(), serves=True)["reasons"]
+    found: list[str] = health_of(fleet.snapshot(), fleet.notes.values(), serves=True)[
+        "reasons"
+    ]
     return [reason for reason in found if "stay" in reason]
 
 
@@ -62,11 +75,23 @@ def reasons(supervisor: Supervisor) -> list[str]:
         ('{"slow": []}', "it names an unknown tier: 'slow'; allowed: fast, precise"),
         ('{"fast": "http://e"}', "fast is no list of addresses"),
         ('{"fast": [1]}', "fast is no list of addresses"),
-        ('{"fast": ["ftp://e"]}', "fast has an address that cannot be used: 'ftp://e': not an address with http"),
-        ('{"fast": ["http://e/v1"]}', "fast has an address that cannot be used: 'http://e/v1': the address ends with"),
-        ('{"fast": ["http://u:secret@e"]}', "fast has an address that cannot be used: 'e': user and password"),
+        (
+            '{"fast": ["ftp://e"]}',
+            "fast has an address that cannot be used: 'ftp://e': not an address with http",
+        ),
+        (
+            '{"fast": ["http://e/v1"]}',
+            "fast has an address that cannot be used: 'http://e/v1': the address ends with",
+        ),
+        (
+            '{"fast": ["http://u:secret@e"]}',
+            "fast has an address that cannot be used: 'e': user and password",
+        ),
         ('{"fast": ["http://e", "http://E/"]}', "it names an engine twice: http://E/"),
-        ('{"fast": ["http://e"], "precise": ["http://e"]}', "it names an engine twice: http://e"),
+        (
+            '{"fast": ["http://e"], "precise": ["http://e"]}',
+            "it names an engine twice: http://e",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_says_why(text: str, wrong: str) -> None:
@@ -79,7 +104,10 @@ def test_a_file_that_cannot_be_used_says_why(text: str, wrong: str) -> None:
 
 def test_a_file_names_engines_by_tier() -> None:
     """A tier that it names without engines is there as well; one that it does not name is not."""
-    assert parse_file(b'{"precise": [], "fast": ["http://10.0.0.5:8000"]}', TIERS) == {PRECISE: (), FAST: (A,)}
+    assert parse_file(b'{"precise": [], "fast": ["http://10.0.0.5:8000"]}', TIERS) == {
+        PRECISE: (),
+        FAST: (A,),
+    }
     assert parse_file(b"{}", TIERS) == {}
 
 
@@ -87,7 +115,11 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     """A pipe would be waited for; something endless would fill the memory."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "big").write_bytes(b" " * (MAX_BYTES + 1))
-    for name, wrong in (("none", "missing"), ("pipe", "not a regular file"), ("big", "more than 1048576 bytes")):
+    for name, wrong in (
+        ("none", "missing"),
+        ("pipe", "not a regular file"),
+        ("big", "more than 1048576 bytes"),
+    ):
         with pytest.raises(DiscoveryError, match=wrong):
             read_file(tmp_path / name)
 
@@ -97,9 +129,14 @@ async def test_engines_come_and_go_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
     async with serving_all(FakeEngine().app, FakeEngine().app) as (one, two):
         write(path, {"fast": [one]})
-        async with watched(tmp_path, discovery=DiscoveryOptions(path, interval_s=0.02)) as supervisor:
+        async with watched(
+            tmp_path, discovery=DiscoveryOptions(path, interval_s=0.02)
+        ) as supervisor:
             await until(lambda: ids(supervisor) == ["fast-0"])
-            assert (states(supervisor), supervisor.fleet.sources) == (["ready", "absent"], {"fast-0": "file"})
+            assert (states(supervisor), supervisor.fleet.sources) == (
+                ["ready", "absent"],
+                {"fast-0": "file"},
+            )
             write(path, {"fast": [one], "precise": [two]})
             await until(lambda: ids(supervisor) == ["fast-0", "precise-0"])
             path.write_text(json.dumps({"fast": [], "precise": [two]}))
@@ -108,20 +145,32 @@ async def test_engines_come_and_go_with_the_file(tmp_path: Path) -> None:
             write(path, {"fast": [one]})
             await until(lambda: ids(supervisor, None) == ["fast-1"])
             await until(lambda: states(supervisor) == ["ready", "absent"])
-            with pytest.raises(Exception, match=r"fast-1 is named by discovery\.file: take it out there"):
+            with pytest.raises(
+                Exception,
+                match=r"fast-1 is named by discovery\.file: take it out there",
+            ):
                 supervisor.operations.begin("remove", "fast-1")
 
 
-async def test_a_file_that_vanishes_takes_no_engine_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_file_that_vanishes_takes_no_engine_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nor one that cannot be read: one warning each, a reason in /health for as long as it lasts, and then it counts."""
     caplog.set_level(logging.INFO, "qarr.tiers.lifecycle.discovery")
     path = tmp_path / "fleet.json"
     async with serving_all(FakeEngine().app) as (url,):
         write(path, {"fast": [url]})
-        async with watched(tmp_path, discovery=DiscoveryOptions(path, interval_s=0.01)) as supervisor:
+        async with watched(
+            tmp_path, discovery=DiscoveryOptions(path, interval_s=0.01)
+        ) as supervisor:
             await until(lambda: ids(supervisor) == ["fast-0"])
             path.unlink()
-            await until(lambda: reasons(supervisor) == ["discovery.file: it is missing; its last engines stay"])
+            await until(
+                lambda: (
+                    reasons(supervisor)
+                    == ["discovery.file: it is missing; its last engines stay"]
+                )
+            )
             write(path, '{"fast": ["nowhere"]}')
             await until(lambda: "cannot be used" in "".join(reasons(supervisor)))
             for _ in range(5):
@@ -145,7 +194,9 @@ async def test_without_a_file_at_the_start_every_tier_waits(tmp_path: Path) -> N
     path = tmp_path / "fleet.json"
     async with (
         serving_all(FakeEngine().app) as (url,),
-        watched(tmp_path, (url,), DiscoveryOptions(path, interval_s=0.02)) as supervisor,
+        watched(
+            tmp_path, (url,), DiscoveryOptions(path, interval_s=0.02)
+        ) as supervisor,
     ):
         await until(lambda: ids(supervisor) == ["fast-0"])
         assert states(supervisor) == ["ready", "waiting"]
@@ -167,16 +218,33 @@ async def test_every_address_of_a_name_is_a_replica(tmp_path: Path) -> None:
 
     async with serving_all(FakeEngine().app) as (url,):
         port = url.rpartition(":")[2]
-        options = DiscoveryOptions(None, {FAST: f"http://engines.test:{port}"}, 0.02, asked)
+        options = DiscoveryOptions(
+            None, {FAST: f"http://engines.test:{port}"}, 0.02, asked
+        )
         async with watched(tmp_path, discovery=options) as supervisor:
             assert states(supervisor) == ["waiting", "absent"]
             answers.append(["127.0.0.1", "127.0.0.9"])
             await until(lambda: ids(supervisor) == ["fast-0"])
-            assert [r.url for r in supervisor.fleet.replicas] == [url, f"http://127.0.0.9:{port}"]
-            answers.append(socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"))
-            await until(lambda: reasons(supervisor) == ["tiers.fast.dns: it does not resolve; its last engines stay"])
+            assert [r.url for r in supervisor.fleet.replicas] == [
+                url,
+                f"http://127.0.0.9:{port}",
+            ]
+            answers.append(
+                socket.gaierror(
+                    socket.EAI_AGAIN, "Temporary failure in name resolution"
+                )
+            )
+            await until(
+                lambda: (
+                    reasons(supervisor)
+                    == ["tiers.fast.dns: it does not resolve; its last engines stay"]
+                )
+            )
             assert len(supervisor.fleet.replicas) == 2
-            with pytest.raises(Exception, match=r"fast-0 is named by tiers\.fast\.dns: take it out there"):
+            with pytest.raises(
+                Exception,
+                match=r"fast-0 is named by tiers\.fast\.dns: take it out there",
+            ):
                 supervisor.operations.begin("remove", "fast-0")
             answers.append(["127.0.0.1"])
             await until(lambda: ids(supervisor, None) == ["fast-0"])
@@ -187,7 +255,9 @@ async def test_every_address_of_a_name_is_a_replica(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1", "::1"], ["::1", "127.0.0.1"]])
-async def test_an_engine_with_an_address_of_each_family_is_one_replica(addresses: list[str], tmp_path: Path) -> None:
+async def test_an_engine_with_an_address_of_each_family_is_one_replica(
+    addresses: list[str], tmp_path: Path
+) -> None:
     """In the family in which it answers, whichever the system prefers; otherwise it would get twice its requests."""
     answers = [addresses]
 
@@ -195,16 +265,22 @@ async def test_an_engine_with_an_address_of_each_family_is_one_replica(addresses
         return answers[-1]
 
     async with serving_all(FakeEngine().app) as (url,):
-        options = DiscoveryOptions(None, {FAST: f"http://engines.test:{url.rpartition(':')[2]}"}, 0.02, asked)
+        options = DiscoveryOptions(
+            None, {FAST: f"http://engines.test:{url.rpartition(':')[2]}"}, 0.02, asked
+        )
         async with watched(tmp_path, discovery=options) as supervisor:
             await until(lambda: ids(supervisor) == ["fast-0"])
             assert [replica.url for replica in supervisor.fleet.replicas] == [url]
             answers.append(["127.0.0.1", "127.0.0.9", "::1", "::2"])
             await until(lambda: len(supervisor.fleet.replicas) == 2)
-            assert all("127.0.0" in replica.url for replica in supervisor.fleet.replicas)
+            assert all(
+                "127.0.0" in replica.url for replica in supervisor.fleet.replicas
+            )
 
 
-async def test_before_an_engine_is_up_its_ipv4_address_is_the_replica(tmp_path: Path) -> None:
+async def test_before_an_engine_is_up_its_ipv4_address_is_the_replica(
+    tmp_path: Path,
+) -> None:
     """vLLM listens there by default. Once it answers in the other family, that is its address."""
 
     async def asked(_host: str, _port: int) -> list[str]:
@@ -213,9 +289,19 @@ async def test_before_an_engine_is_up_its_ipv4_address_is_the_replica(tmp_path: 
     (port,) = reserved_ports()
     options = DiscoveryOptions(None, {FAST: f"http://engines.test:{port}"}, 0.02, asked)
     async with watched(tmp_path, discovery=options) as supervisor:
-        await until(lambda: [r.url for r in supervisor.fleet.replicas] == [f"http://127.0.0.1:{port}"])
+        await until(
+            lambda: (
+                [r.url for r in supervisor.fleet.replicas]
+                == [f"http://127.0.0.1:{port}"]
+            )
+        )
         async with serving_all(FakeEngine().app, host="::1", port=port) as _:
-            await until(lambda: [r.url for r in supervisor.fleet.replicas] == [f"http://[::1]:{port}"])
+            await until(
+                lambda: (
+                    [r.url for r in supervisor.fleet.replicas]
+                    == [f"http://[::1]:{port}"]
+                )
+            )
             await until(lambda: states(supervisor) == ["ready", "absent"])
 
 
@@ -232,7 +318,11 @@ async def test_names_are_resolved_by_the_system() -> None:
     [
         ("http://engines:8000", "10.0.0.5", A),
         ("http://engines", "10.0.0.5", "http://10.0.0.5"),
-        ("http://engines:8000/model/", "2001:db8::5", "http://[2001:db8::5]:8000/model"),
+        (
+            "http://engines:8000/model/",
+            "2001:db8::5",
+            "http://[2001:db8::5]:8000/model",
+        ),
     ],
 )
 def test_an_address_takes_the_names_place(name: str, address: str, url: str) -> None:

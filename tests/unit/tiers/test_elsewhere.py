@@ -39,37 +39,63 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def elsewhere(
-    tmp_path: Path, *behaviours: Behaviour, stated: str | None = None, ready: int | None = None, **options: Any
+    tmp_path: Path,
+    *behaviours: Behaviour,
+    stated: str | None = None,
+    ready: int | None = None,
+    **options: Any,
 ) -> AsyncIterator[Supervisor]:
     """Watch engines of one tier, given by URL, and wait until they are ready, or so many of them."""
-    async with serving_all(*(FakeEngine(behaviour).app for behaviour in behaviours)) as urls:
-        fleet = Fleet((TierSpec(FAST, 2048, 16, 32, urls=tuple(urls), stated_precision=stated),))
+    async with serving_all(
+        *(FakeEngine(behaviour).app for behaviour in behaviours)
+    ) as urls:
+        fleet = Fleet(
+            (TierSpec(FAST, 2048, 16, 32, urls=tuple(urls), stated_precision=stated),)
+        )
         supervisor = Supervisor(fleet, SupervisorOptions(tmp_path, **options))
         supervisor.start([], fleet.specs)
         try:
             wanted = len(behaviours) if ready is None else ready
-            await until(lambda: sum(r.state.status is ReplicaStatus.READY for r in fleet.replicas) >= wanted)
+            await until(
+                lambda: (
+                    sum(r.state.status is ReplicaStatus.READY for r in fleet.replicas)
+                    >= wanted
+                )
+            )
             yield supervisor
         finally:
             await supervisor.stop()
 
 
-async def test_an_engines_precision_is_that_of_the_checkpoint_it_names(tmp_path: Path) -> None:
+async def test_an_engines_precision_is_that_of_the_checkpoint_it_names(
+    tmp_path: Path,
+) -> None:
     """Of the tier as well as of its replica, whatever the tier is called."""
     async with elsewhere(tmp_path, Behaviour(root="made/balanced")) as watched:
-        assert watched.fleet.spec(FAST).precision == watched.fleet.replicas[0].spec.precision == "fp8"
+        assert (
+            watched.fleet.spec(FAST).precision
+            == watched.fleet.replicas[0].spec.precision
+            == "fp8"
+        )
         assert watched.fleet.snapshot().tier(FAST).replicas[0].precision == "fp8"
 
 
-async def test_replicas_that_differ_in_precision_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_replicas_that_differ_in_precision_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The tier has all that it serves, and the log a warning; each replica has its own."""
     caplog.set_level(logging.WARNING, "qarr.tiers")
     roots = ("made/fast", "/a folder/of its own machine")
-    async with elsewhere(tmp_path, *(Behaviour(root=root) for root in roots)) as watched:
+    async with elsewhere(
+        tmp_path, *(Behaviour(root=root) for root in roots)
+    ) as watched:
         fleet = watched.fleet
         assert [r.spec.precision for r in fleet.replicas] == ["awq-int4", "unknown"]
         assert fleet.spec(FAST).precision == "awq-int4, unknown"
-        assert "the replicas of tier fast differ in precision: awq-int4, unknown" in caplog.text
+        assert (
+            "the replicas of tier fast differ in precision: awq-int4, unknown"
+            in caplog.text
+        )
 
 
 async def test_an_engine_that_cannot_say_differs_from_one_that_can(
@@ -77,23 +103,39 @@ async def test_an_engine_that_cannot_say_differs_from_one_that_can(
 ) -> None:
     caplog.set_level(logging.WARNING, "qarr.tiers")
     late = Behaviour(alive=False)
-    async with elsewhere(tmp_path, Behaviour(root="made/fast"), late, ready=1) as watched:
+    async with elsewhere(
+        tmp_path, Behaviour(root="made/fast"), late, ready=1
+    ) as watched:
         assert watched.fleet.spec(FAST).precision == "awq-int4"
         assert "differ" not in caplog.text
         late.alive = True
-        await until(lambda: watched.fleet.replicas[1].state.status is ReplicaStatus.READY)
-        assert "the replicas of tier fast differ in precision: awq-int4, unknown" in caplog.text
+        await until(
+            lambda: watched.fleet.replicas[1].state.status is ReplicaStatus.READY
+        )
+        assert (
+            "the replicas of tier fast differ in precision: awq-int4, unknown"
+            in caplog.text
+        )
 
 
-async def test_a_stated_precision_is_shown_as_stated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stated_precision_is_shown_as_stated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """And a checkpoint that contradicts it is shown as well, and logged."""
     caplog.set_level(logging.WARNING, "qarr.tiers")
     async with elsewhere(tmp_path, Behaviour(), stated="fp8") as watched:
         assert watched.fleet.spec(FAST).precision == "fp8 (stated)"
         assert not caplog.records
-    async with elsewhere(tmp_path, Behaviour(root="made/precise"), stated="fp8") as watched:
-        assert watched.fleet.spec(FAST).precision == "fp8 (stated; its checkpoint is bf16)"
-        assert "tiers.fast.precision is fp8, but the checkpoint made/precise is bf16" in caplog.text
+    async with elsewhere(
+        tmp_path, Behaviour(root="made/precise"), stated="fp8"
+    ) as watched:
+        assert (
+            watched.fleet.spec(FAST).precision == "fp8 (stated; its checkpoint is bf16)"
+        )
+        assert (
+            "tiers.fast.precision is fp8, but the checkpoint made/precise is bf16"
+            in caplog.text
+        )
 
 
 async def test_an_engine_that_was_replaced_is_asked_again(tmp_path: Path) -> None:
@@ -116,7 +158,12 @@ async def test_an_engine_that_serves_something_else_is_checked_again(
     async with elsewhere(tmp_path, behaviour) as watched:
         (replica,) = watched.fleet.replicas
         behaviour.root = "made/precise"
-        await until(lambda: replica.spec.precision == "bf16" and replica.state.status is ReplicaStatus.READY)
+        await until(
+            lambda: (
+                replica.spec.precision == "bf16"
+                and replica.state.status is ReplicaStatus.READY
+            )
+        )
 
 
 def canary_of(tmp_path: Path) -> Canary:
@@ -134,7 +181,9 @@ async def replaced(watched: Supervisor, behaviour: Behaviour, **fields: Any) -> 
     return replica
 
 
-async def operated(watched: Supervisor, kind: Kind, replica: str = "fast-0") -> Operation:
+async def operated(
+    watched: Supervisor, kind: Kind, replica: str = "fast-0"
+) -> Operation:
     operation = watched.operations.begin(kind, replica)
     await until(lambda: operation.state != "running")
     return operation
@@ -143,11 +192,18 @@ async def operated(watched: Supervisor, kind: Kind, replica: str = "fast-0") -> 
 async def test_what_an_engine_computes_belongs_to_its_url(tmp_path: Path) -> None:
     """Not to what the engine says about itself: another URL has a record of its own."""
     canary = canary_of(tmp_path)
-    async with elsewhere(tmp_path, Behaviour(first_id=1), Behaviour(first_id=9), canary=canary) as watched:
-        records = {record.identity: record for record in read_canary(canary.path).records}
+    async with elsewhere(
+        tmp_path, Behaviour(first_id=1), Behaviour(first_id=9), canary=canary
+    ) as watched:
+        records = {
+            record.identity: record for record in read_canary(canary.path).records
+        }
         assert records.keys() == {replica.url for replica in watched.fleet.replicas}
         assert {record.tier for record in records.values()} == {FAST}
-        logprobs = [records[replica.url].texts[0].logprobs[0] for replica in watched.fleet.replicas]
+        logprobs = [
+            records[replica.url].texts[0].logprobs[0]
+            for replica in watched.fleet.replicas
+        ]
         assert logprobs == pytest.approx([-0.2, -1.0])
 
 
@@ -158,9 +214,18 @@ async def test_an_engine_that_answers_otherwise_is_quarantined(tmp_path: Path) -
         replica = await replaced(watched, behaviour, first_id=5)
         await until(lambda: replica.state.status is QUARANTINED)
         detail = replica.state.detail or ""
-        assert "its log-probabilities of fixed texts are 0.50 nats a token from those of" in detail
-        assert "If it is meant to be so: qarr tiers record fast, then resume it. " in detail
-        assert "'qarr tiers resume fast-0' checks it again, and so does a restart where it runs" in detail
+        assert (
+            "its log-probabilities of fixed texts are 0.50 nats a token from those of"
+            in detail
+        )
+        assert (
+            "If it is meant to be so: qarr tiers record fast, then resume it. "
+            in detail
+        )
+        assert (
+            "'qarr tiers resume fast-0' checks it again, and so does a restart where it runs"
+            in detail
+        )
         assert watched.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
         assert watched.fleet.snapshot().tier(FAST).status is QUARANTINED
         asked = len(behaviour.requests)
@@ -169,7 +234,9 @@ async def test_an_engine_that_answers_otherwise_is_quarantined(tmp_path: Path) -
         assert (replica.state.status, len(behaviour.requests)) == (QUARANTINED, asked)
 
 
-async def test_a_quarantined_engine_that_is_mended_and_started_again_serves(tmp_path: Path) -> None:
+async def test_a_quarantined_engine_that_is_mended_and_started_again_serves(
+    tmp_path: Path,
+) -> None:
     """Nobody need tell the router: it was away, so it is compared as at any start."""
     behaviour = Behaviour()
     async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path)) as watched:
@@ -188,13 +255,22 @@ async def test_resume_compares_a_quarantined_engine_first(tmp_path: Path) -> Non
         await until(lambda: replica.state.status is QUARANTINED)
         refused = await operated(watched, "resume")
         assert (refused.state, replica.state.status) == ("failed", QUARANTINED)
-        assert "fast-0 did not become ready: its log-probabilities of fixed texts are 0.50 nats" in refused.detail
+        assert (
+            "fast-0 did not become ready: its log-probabilities of fixed texts are 0.50 nats"
+            in refused.detail
+        )
         behaviour.first_id = 0
         done = await operated(watched, "resume")
-        assert (done.state, done.detail, replica.state.status) == ("done", "is ready", ReplicaStatus.READY)
+        assert (done.state, done.detail, replica.state.status) == (
+            "done",
+            "is ready",
+            ReplicaStatus.READY,
+        )
 
 
-async def test_weights_that_were_changed_on_purpose_are_recorded_anew(tmp_path: Path) -> None:
+async def test_weights_that_were_changed_on_purpose_are_recorded_anew(
+    tmp_path: Path,
+) -> None:
     """`qarr tiers record` and `qarr tiers resume`; what it computes is the measure from then on."""
     behaviour, canary = Behaviour(), canary_of(tmp_path)
     async with elsewhere(tmp_path, behaviour, canary=canary) as watched:
@@ -202,12 +278,16 @@ async def test_weights_that_were_changed_on_purpose_are_recorded_anew(tmp_path: 
         await until(lambda: replica.state.status is QUARANTINED)
         assert canary.accept(FAST) == 1
         assert (await operated(watched, "resume")).state == "done"
-        assert [record.is_accepted for record in read_canary(canary.path).records] == [True]
+        assert [record.is_accepted for record in read_canary(canary.path).records] == [
+            True
+        ]
         await replaced(watched, behaviour, first_id=0)
         await until(lambda: replica.state.status is QUARANTINED)
 
 
-async def test_a_drained_engine_is_compared_too_and_stays_drained(tmp_path: Path) -> None:
+async def test_a_drained_engine_is_compared_too_and_stays_drained(
+    tmp_path: Path,
+) -> None:
     """What an operator drained gets nothing when it is sound again; one resume ends both."""
     behaviour = Behaviour()
     async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path)) as watched:
@@ -228,34 +308,46 @@ async def test_an_engine_that_gives_no_log_probabilities_serves_without_being_co
     """As older releases of vLLM; the log says so."""
     caplog.set_level(logging.WARNING, "qarr.tiers")
     canary = canary_of(tmp_path)
-    async with elsewhere(tmp_path, Behaviour(tells_ids=False), canary=canary) as watched:
+    async with elsewhere(
+        tmp_path, Behaviour(tells_ids=False), canary=canary
+    ) as watched:
         assert watched.fleet.replicas[0].state.status is ReplicaStatus.READY
         assert "fast-0 serves without a check of what it computes" in caplog.text
         assert read_canary(canary.path).records == ()
 
 
-async def test_an_engine_that_fails_while_it_is_compared_is_not_served(tmp_path: Path) -> None:
+async def test_an_engine_that_fails_while_it_is_compared_is_not_served(
+    tmp_path: Path,
+) -> None:
     """What it computes is not known; once it answers, it is compared and ready."""
     behaviour = Behaviour(scores=False)
-    async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path), ready=0) as watched:
+    async with elsewhere(
+        tmp_path, behaviour, canary=canary_of(tmp_path), ready=0
+    ) as watched:
         (replica,) = watched.fleet.replicas
         await until(lambda: replica.state.status is ReplicaStatus.FAILED)
         behaviour.scores = True
         await until(lambda: replica.state.status is ReplicaStatus.READY)
 
 
-async def test_an_engine_elsewhere_that_hangs_is_quarantined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_elsewhere_that_hangs_is_quarantined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is no process to kill: it gets nothing more, and comes back when it answers an operator's check."""
     monkeypatch.setattr("tiers.lifecycle.watchdog.HANG_PROOF_S", 0.2)
     behaviour = Behaviour()
-    async with elsewhere(tmp_path, behaviour, watchdog=WatchdogOptions(hang_s=0.2)) as watched:
+    async with elsewhere(
+        tmp_path, behaviour, watchdog=WatchdogOptions(hang_s=0.2)
+    ) as watched:
         (replica,) = watched.fleet.replicas
         behaviour.stall_after = 0
         lease = watched.fleet.lease(FAST, prompt_tokens=5, max_tokens=5)
         assert lease is not None
         await until(lambda: replica.state.status is QUARANTINED)
         lease.release()
-        assert "hung: 1 requests, no token for 0.2 s. 'qarr tiers resume fast-0'" in (replica.state.detail or "")
+        assert "hung: 1 requests, no token for 0.2 s. 'qarr tiers resume fast-0'" in (
+            replica.state.detail or ""
+        )
         behaviour.stall_after = None
         assert (await operated(watched, "resume")).detail == "is ready"
 
@@ -272,7 +364,9 @@ async def test_an_engine_that_computes_for_others_does_not_hang(
 
     monkeypatch.setattr("tiers.lifecycle.watching.hangs", hangs)
     behaviour = Behaviour()
-    async with elsewhere(tmp_path, behaviour, watchdog=WatchdogOptions(hang_s=1.0)) as watched:
+    async with elsewhere(
+        tmp_path, behaviour, watchdog=WatchdogOptions(hang_s=1.0)
+    ) as watched:
         (replica,) = watched.fleet.replicas
         lease = watched.fleet.lease(FAST, prompt_tokens=5, max_tokens=5)
         assert lease is not None
@@ -288,16 +382,22 @@ def slow_down(replica: Replica) -> None:
     """Let a replica's answers take eight times what is predicted."""
     for _ in range(10):
         trends = replica.state.trends
-        replica.update(trends=Trends(trends.ttft, trends.tpot.after(10, 80, time.monotonic(), 0.3)))
+        replica.update(
+            trends=Trends(trends.ttft, trends.tpot.after(10, 80, time.monotonic(), 0.3))
+        )
 
 
 SLOW = WatchdogOptions(slow_factor=3, slow_s=0.2)
 
 
-async def test_a_slow_engine_elsewhere_is_quarantined_if_its_tier_has_another(tmp_path: Path) -> None:
+async def test_a_slow_engine_elsewhere_is_quarantined_if_its_tier_has_another(
+    tmp_path: Path,
+) -> None:
     async with elsewhere(tmp_path, Behaviour(), Behaviour(), watchdog=SLOW) as watched:
         slow, other = watched.fleet.replicas
-        await until(lambda: slow.state.speed is not None and other.state.speed is not None)
+        await until(
+            lambda: slow.state.speed is not None and other.state.speed is not None
+        )
         slow_down(slow)
         await until(lambda: slow.state.status is QUARANTINED)
         assert "too slow: answers take " in (slow.state.detail or "")
@@ -313,17 +413,23 @@ async def test_the_last_engine_of_a_tier_serves_on_however_slow(
         (only,) = watched.fleet.replicas
         await until(lambda: only.state.speed is not None)
         slow_down(only)
-        await until(lambda: "fast-0 serves on, as the last ready one of its tier" in caplog.text)
+        await until(
+            lambda: "fast-0 serves on, as the last ready one of its tier" in caplog.text
+        )
         for _ in range(10):
             await asyncio.sleep(0.02)
         assert only.state.status is ReplicaStatus.READY
         assert caplog.text.count("serves on") == 1
 
 
-async def test_a_wait_behind_others_is_no_wear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_behind_others_is_no_wear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine's own times to a first token count only while nobody else has requests on it."""
     seen: list[int] = []
-    monkeypatch.setattr(Wear, "note", lambda *_args, sequences, **_more: seen.append(sequences))
+    monkeypatch.setattr(
+        Wear, "note", lambda *_args, sequences, **_more: seen.append(sequences)
+    )
     behaviour = Behaviour()
     async with elsewhere(tmp_path, behaviour):
         await until(lambda: 0 in seen)
@@ -332,7 +438,9 @@ async def test_a_wait_behind_others_is_no_wear(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("used", ["now", "meanwhile"])
-async def test_the_speed_of_an_engine_that_others_use_is_not_measured(tmp_path: Path, used: str) -> None:
+async def test_the_speed_of_an_engine_that_others_use_is_not_measured(
+    tmp_path: Path, used: str
+) -> None:
     """Nor compared: others' requests would make it look slow, and the measurement would slow them."""
     behaviour = Behaviour()
     async with elsewhere(tmp_path, behaviour) as watched:
@@ -352,7 +460,9 @@ async def test_the_speed_of_an_engine_that_others_use_is_not_measured(tmp_path: 
             assert await measuring is None
 
 
-async def test_an_engine_elsewhere_that_is_much_slower_than_its_profile_is_quarantined(tmp_path: Path) -> None:
+async def test_an_engine_elsewhere_that_is_much_slower_than_its_profile_is_quarantined(
+    tmp_path: Path,
+) -> None:
     """Alone on it, as one that is started here is refused."""
     behaviour = Behaviour(delay_s=0.01)
     canary = Canary(tmp_path / "canary.json", max_slowdown=4.0)

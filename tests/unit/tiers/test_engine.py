@@ -15,7 +15,11 @@ from tiers.spec import TierName, TierSpec
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine(Replica("fast-0", TierSpec(TierName.FAST, 1, 1, 1), "u", "", "m"), None, WatchdogOptions())
+    return Engine(
+        Replica("fast-0", TierSpec(TierName.FAST, 1, 1, 1), "u", "", "m"),
+        None,
+        WatchdogOptions(),
+    )
 
 
 def test_a_start_forgets_what_was_true_of_the_process_before(engine: Engine) -> None:
@@ -24,7 +28,12 @@ def test_a_start_forgets_what_was_true_of_the_process_before(engine: Engine) -> 
     engine.ready_at, engine.recycle, engine.was_ready = 5.0, "too slow", True
     engine.again.set()
     engine.begun()
-    assert (engine.ready_at, engine.recycle, engine.again.is_set(), engine.was_ready) == (None, None, False, True)
+    assert (
+        engine.ready_at,
+        engine.recycle,
+        engine.again.is_set(),
+        engine.was_ready,
+    ) == (None, None, False, True)
     assert engine.wear is not wear
     assert engine.started_at > 0.0
 
@@ -42,7 +51,10 @@ def test_an_end_tells_for_how_long_it_was_ready(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (EngineDiedError("exited with status 7. Last lines of /x:\nTraceback"), "exited with status 7"),
+        (
+            EngineDiedError("exited with status 7. Last lines of /x:\nTraceback"),
+            "exited with status 7",
+        ),
         (EngineDiedError("one\ntwo"), "one"),
         (ValueError(), "ValueError"),
         (ValueError("x" * 500), "x" * 200),

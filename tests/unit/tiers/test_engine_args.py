@@ -64,10 +64,14 @@ def started(tmp_path: Path) -> int:
         (("--auto",), "--auto requires --parser"),
     ],
 )
-def test_vllms_own_words_are_told(tmp_path: Path, python: Path, args: tuple[str, ...], said: str) -> None:
+def test_vllms_own_words_are_told(
+    tmp_path: Path, python: Path, args: tuple[str, ...], said: str
+) -> None:
     """With the tier, its arguments and the settings that have them."""
     with pytest.raises(EngineError) as error:
-        check_engine_args(python, {FAST: ("--dtype", "half"), PRECISE: args}, tmp_path / "known")
+        check_engine_args(
+            python, {FAST: ("--dtype", "half"), PRECISE: args}, tmp_path / "known"
+        )
     assert f"tier precise, {' '.join(args)}: " in str(error.value)
     assert said in str(error.value)
     assert "tiers.precise.engine_args" in str(error.value)
@@ -75,7 +79,10 @@ def test_vllms_own_words_are_told(tmp_path: Path, python: Path, args: tuple[str,
 
 def test_what_was_accepted_is_not_asked_again(tmp_path: Path, python: Path) -> None:
     """All tiers are asked about at once; without arguments, nothing is asked."""
-    known, given = tmp_path / "known", {FAST: ("--dtype", "half"), BALANCED: ("--parser", "x"), PRECISE: ()}
+    known, given = (
+        tmp_path / "known",
+        {FAST: ("--dtype", "half"), BALANCED: ("--parser", "x"), PRECISE: ()},
+    )
     check_engine_args(python, {FAST: (), PRECISE: ()}, known)
     assert started(tmp_path) == 0
     asked: list[None] = []
@@ -84,7 +91,10 @@ def test_what_was_accepted_is_not_asked_again(tmp_path: Path, python: Path) -> N
     assert started(tmp_path) == len(asked) == 1
     check_engine_args(python, {**given, PRECISE: ("--dtype", "float")}, known)
     assert started(tmp_path) == 2
-    (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-9.dist-info").mkdir(parents=True)  # another version
+    # another version
+    (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-9.dist-info").mkdir(
+        parents=True
+    )
     check_engine_args(python, given, known)
     assert started(tmp_path) == 3
 
@@ -98,7 +108,14 @@ def test_a_broken_environment_is_left_to_its_engines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_what_qarr_gives_itself_is_refused(name: str) -> None:
     """In every spelling that vLLM takes; the text says where it is set, if anywhere."""
-    for args in ((name, "1"), (f"{name}=1",), (name.replace("-", "_").replace("__", "--", 1), "1")):
-        with pytest.raises(ValueError, match=f"{name} is QARR's own: (set [A-Za-z_.<>]+ instead|it cannot be changed)"):
+    for args in (
+        (name, "1"),
+        (f"{name}=1",),
+        (name.replace("-", "_").replace("__", "--", 1), "1"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=f"{name} is QARR's own: (set [A-Za-z_.<>]+ instead|it cannot be changed)",
+        ):
             check_own(("--dtype", "half", *args))
     check_own(("--dtype", "model", "--model-impl", "auto", "-O0"))

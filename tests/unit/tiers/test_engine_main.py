@@ -21,11 +21,14 @@ def test_only_the_main_process_runs_the_server(tmp_path: Path) -> None:
 
     def run(*argv: str) -> str:
         return subprocess.run(
-            [sys.executable, *argv], env=env, capture_output=True, text=True, check=True, timeout=100
+            [sys.executable, *argv],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
         ).stdout
 
     assert run(str(ENGINE_MAIN), "--model", "x") == "__main__ ['--model', 'x']\n"
-    again = (
-        f"import runpy, sys; runpy.run_path({str(ENGINE_MAIN)!r}, run_name='__mp_main__'); print(sys.modules.keys())"
-    )
+    again = f"import runpy, sys; runpy.run_path({str(ENGINE_MAIN)!r}, run_name='__mp_main__'); print(sys.modules.keys())"
     assert "vllm" not in run("-c", again)

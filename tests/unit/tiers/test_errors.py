@@ -14,7 +14,8 @@ def test_the_drawn_tree_is_the_real_one() -> None:
     path: list[str] = []
     for line in (errors.__doc__ or "").splitlines():
         found = re.match(
-            r"([│├└─ ]*)(\w+(?:Error|InUse|Died|Hung|Slow|Failed|Refused|Mismatch|Replica|Possible))\b", line
+            r"([│├└─ ]*)(\w+(?:Error|InUse|Died|Hung|Slow|Failed|Refused|Mismatch|Replica|Possible))\b",
+            line,
         )
         if found:
             level = len(found[1]) // 4

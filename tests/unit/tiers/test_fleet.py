@@ -20,7 +20,15 @@ from tiers.fleet import Demand, Fleet, Lease
 from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
 from tiers.snapshot import FleetLoad, Gauges, KvCache, ReplicaState, load_of
 from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
-from tiers.speed import ALWAYS_MS, HALF_LIFE_S, PREFILL_MEMORY_MS, AnswerSample, Load, SpeedModel, Trend
+from tiers.speed import (
+    ALWAYS_MS,
+    HALF_LIFE_S,
+    PREFILL_MEMORY_MS,
+    AnswerSample,
+    Load,
+    SpeedModel,
+    Trend,
+)
 
 FAST = TierName.FAST
 
@@ -29,7 +37,9 @@ def make_fleet(replicas: int = 2, slots: int = 2) -> Fleet:
     spec = TierSpec(FAST, 2048, 16, slots)
     fleet = Fleet((spec,))
     for number in range(replicas):
-        fleet.add(Replica(f"fast-{number}", spec, "u", "", "m", status=ReplicaStatus.READY))
+        fleet.add(
+            Replica(f"fast-{number}", spec, "u", "", "m", status=ReplicaStatus.READY)
+        )
     return fleet
 
 
@@ -66,10 +76,16 @@ def test_counters_return_to_zero_on_every_path() -> None:
             lease.produced(produced)
             raise RuntimeError
     replica = fleet.replicas[0]
-    assert (replica.state.in_flight, replica.state.prompt_tokens, replica.output_tokens) == (0, 0, 0)
+    assert (
+        replica.state.in_flight,
+        replica.state.prompt_tokens,
+        replica.output_tokens,
+    ) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("state", [s for s in ReplicaStatus if s is not ReplicaStatus.READY])
+@pytest.mark.parametrize(
+    "state", [s for s in ReplicaStatus if s is not ReplicaStatus.READY]
+)
 def test_only_ready_replicas_are_leased(state: ReplicaStatus) -> None:
     fleet = make_fleet(replicas=1)
     fleet.replicas[0].mark(state)
@@ -97,12 +113,22 @@ def test_snapshots_do_not_change() -> None:
 def loads(fleet: Fleet) -> list[Load]:
     snapshot = fleet.snapshot()
     tier = snapshot.tiers[0]
-    return [load_of(r, left, snapshot.load) for r, left in zip(tier.replicas, tier.output_tokens, strict=True)]
+    return [
+        load_of(r, left, snapshot.load)
+        for r, left in zip(tier.replicas, tier.output_tokens, strict=True)
+    ]
 
 
-def expected(fleet: Fleet, position: int, prompt_tokens: int, output_tokens: int = 0) -> Expectation:
+def expected(
+    fleet: Fleet, position: int, prompt_tokens: int, output_tokens: int = 0
+) -> Expectation:
     snapshot = fleet.snapshot()
-    found = expected_of(snapshot.tiers[0], position, Request(prompt_tokens, output_tokens), snapshot.load).times
+    found = expected_of(
+        snapshot.tiers[0],
+        position,
+        Request(prompt_tokens, output_tokens),
+        snapshot.load,
+    ).times
     assert found is not None
     return found
 
@@ -112,11 +138,22 @@ def test_a_decisions_replica_is_taken_while_it_is_as_it_was() -> None:
     fleet, request = make_fleet(replicas=3), Request(5, 7.0)
     snapshot = fleet.snapshot()
     second = expected_of(snapshot.tiers[0], 1, request, snapshot.load)
-    offers = (second, ()), (second, ()), (structs.replace(second, snapshot_at=0.0), ()), (second, {"fast-1"})
+    offers = (
+        (second, ()),
+        (second, ()),
+        (structs.replace(second, snapshot_at=0.0), ()),
+        (second, {"fast-1"}),
+    )
     taken = [
-        fleet.lease(FAST, prompt_tokens=5, max_tokens=7, exclude=exclude, found=found) for found, exclude in offers
+        fleet.lease(FAST, prompt_tokens=5, max_tokens=7, exclude=exclude, found=found)
+        for found, exclude in offers
     ]
-    assert [lease and lease.replica.id for lease in taken] == ["fast-1", "fast-0", "fast-2", "fast-0"]
+    assert [lease and lease.replica.id for lease in taken] == [
+        "fast-1",
+        "fast-0",
+        "fast-2",
+        "fast-0",
+    ]
 
 
 def _profiled(step: float = 10.0) -> SpeedModel:
@@ -170,7 +207,9 @@ def test_requests_of_others_count_once_the_gauges_insist() -> None:
     replica = fleet.replicas[0]
     for reading in range(FOREIGN_POLLS):
         assert replica.state.load.sequences == 0
-        replica.note_gauges(Gauges(running=3 if reading else 9, waiting=1, kv_cache_usage=0.1))
+        replica.note_gauges(
+            Gauges(running=3 if reading else 9, waiting=1, kv_cache_usage=0.1)
+        )
     assert loads(fleet)[0].sequences == 4
     replica.note_gauges(Gauges(0, 0, 0.0))
     assert replica.state.load.sequences == 0
@@ -183,7 +222,9 @@ def test_neighbours_are_the_other_busy_replicas() -> None:
     assert [load.neighbours for load in loads(fleet)] == [0.0, 0.5, 0.5]
 
 
-def test_a_prompt_counts_less_the_longer_it_has_been_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_counts_less_the_longer_it_has_been_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At 1 ms a token; what waits behind it is begun when it has its first token."""
     now = 1000.0
     for module in ("tiers.fleet", "tiers.replica"):
@@ -208,7 +249,9 @@ def test_a_prompt_counts_less_the_longer_it_has_been_computed(monkeypatch: pytes
     assert to_compute() == pytest.approx(30, abs=1)
 
 
-def test_neighbours_have_a_time_left_where_replicas_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_have_a_time_left_where_replicas_share_a_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is the mean of the busy ones; where none slows another, it is not looked for."""
     for module in ("tiers.fleet", "tiers.replica"):
         monkeypatch.setattr(f"{module}.monotonic", lambda: 1000.0)
@@ -233,14 +276,23 @@ def test_several_sequences_take_their_places_and_tokens() -> None:
     lease = fleet.lease(FAST, prompt_tokens=50, max_tokens=100, sequences=6)
     assert lease is not None
     replica = fleet.replicas[0]
-    assert (replica.state.in_flight, replica.state.slots, replica.state.prompt_tokens) == (1, 6, 50)
+    assert (
+        replica.state.in_flight,
+        replica.state.slots,
+        replica.state.prompt_tokens,
+    ) == (1, 6, 50)
     assert (replica.output_tokens, replica.state.kv.held) == (600, 650)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=3) is None
     assert taker(fleet, 1, 3, 3) is None
     assert taker(fleet, 1, 2, 2) is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=2) is not None
     lease.release()
-    assert (replica.state.in_flight, replica.state.slots, replica.output_tokens, replica.state.kv.held) == (1, 2, 2, 3)
+    assert (
+        replica.state.in_flight,
+        replica.state.slots,
+        replica.output_tokens,
+        replica.state.kv.held,
+    ) == (1, 2, 2, 3)
 
 
 def test_more_sequences_than_places_need_an_idle_replica() -> None:
@@ -310,23 +362,42 @@ def ready(fleet: Fleet) -> Replica:
 
 
 def taker(
-    fleet: Fleet, prompt_tokens: int, output_tokens: int, sequences: int = 1, reserved: Collection[str] = ()
+    fleet: Fleet,
+    prompt_tokens: int,
+    output_tokens: int,
+    sequences: int = 1,
+    reserved: Collection[str] = (),
 ) -> ReplicaState | None:
     snapshot = fleet.snapshot(reserved)
     long = prompt_tokens > snapshot.long_prompt_tokens
-    found = candidate(snapshot.tiers[0], Request(prompt_tokens, output_tokens, sequences, long), snapshot.load)
+    found = candidate(
+        snapshot.tiers[0],
+        Request(prompt_tokens, output_tokens, sequences, long),
+        snapshot.load,
+    )
     return found.replica if found.free else None
 
 
-def leased(fleet: Fleet, prompt_tokens: int = 1, max_tokens: int = 1, **more: Any) -> Lease:
-    lease = fleet.lease(FAST, prompt_tokens=prompt_tokens, max_tokens=max_tokens, **more)
+def leased(
+    fleet: Fleet, prompt_tokens: int = 1, max_tokens: int = 1, **more: Any
+) -> Lease:
+    lease = fleet.lease(
+        FAST, prompt_tokens=prompt_tokens, max_tokens=max_tokens, **more
+    )
     assert lease is not None
     return lease
 
 
 @pytest.mark.parametrize(
     ("sequences", "taken", "limit", "free"),
-    [(1, 3, 4, True), (1, 4, 4, False), (2, 3, 4, False), (9, 0, 4, True), (9, 1, 4, False), (1, 0, 0, False)],
+    [
+        (1, 3, 4, True),
+        (1, 4, 4, False),
+        (2, 3, 4, False),
+        (9, 0, 4, True),
+        (9, 1, 4, False),
+        (1, 0, 0, False),
+    ],
 )
 def test_slots(sequences: int, taken: int, limit: int, *, free: bool) -> None:
     """More sequences than slots need all of them; a limit of none lets nobody in."""
@@ -336,7 +407,12 @@ def test_slots(sequences: int, taken: int, limit: int, *, free: bool) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "held", "size", "fit"),
-    [(10, 90, 100, True), (10, 91, 100, False), (500, 0, 100, True), (500, 500, 0, True)],
+    [
+        (10, 90, 100, True),
+        (10, 91, 100, False),
+        (500, 0, 100, True),
+        (500, 500, 0, True),
+    ],
     ids=["exactly", "one too many", "alone", "unknown size"],
 )
 def test_the_kv_cache(tokens: int, held: int, size: int, *, fit: bool) -> None:
@@ -365,7 +441,9 @@ def test_kv_pressure_holds_long_prompts_back_until_it_has_fallen_well() -> None:
     options, taken = fleet.options, []
     for usage in (0.85, options.kv_open, 0.85, options.kv_close - 0.001, 0.85):
         ready(fleet).note_gauges(Gauges(0, 0, usage))
-        taken.append(fleet.has_capacity({FAST}, Demand(options.long_prompt_tokens + 1, 1)))
+        taken.append(
+            fleet.has_capacity({FAST}, Demand(options.long_prompt_tokens + 1, 1))
+        )
         assert fleet.has_capacity({FAST}, Demand(options.long_prompt_tokens, 1))
         found = taker(fleet, options.long_prompt_tokens + 1, 1)
         assert (found is not None) == taken[-1]
@@ -389,7 +467,9 @@ def test_a_share_bounds_the_slots_and_leaves_one_when_it_is_over() -> None:
 def test_a_new_replica_has_the_share_that_new_ones_get() -> None:
     fleet = make_fleet(replicas=0)
     fleet.first_share = Share(0, math.inf)
-    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", status=ReplicaStatus.READY))
+    replica = fleet.add(
+        Replica("fast-0", fleet.specs[0], "u", "", "m", status=ReplicaStatus.READY)
+    )
     assert replica.state.limit == 1
 
 
@@ -400,7 +480,9 @@ def test_other_routers_count_until_their_report_is_old() -> None:
     replica.note_peers(PeerLoad(3, 40, 50, 60), until=math.inf)
     load = loads(fleet)[0]
     assert (load.sequences, load.prompt_tokens, load.output_tokens) == (3, 40, 50)
-    assert sum(r.slots for r in fleet.snapshot().tiers[0].replicas) == 0, "they are not this router's"
+    assert sum(r.slots for r in fleet.snapshot().tiers[0].replicas) == 0, (
+        "they are not this router's"
+    )
     replica.note_peers(PeerLoad(3, 40, 50, 60), until=0.0)
     assert loads(fleet)[0].sequences == 0
 
@@ -433,7 +515,12 @@ def test_what_belongs_to_a_process_goes_with_it() -> None:
     for _ in range(3):
         replica.breaker.failed(0.0, probe=0)
     replica.mark(ReplicaStatus.STARTING, "restart 1")
-    assert (replica.state.gauges, replica.state.speed, replica.state.kv.pressure, len(replica.answers.last)) == (
+    assert (
+        replica.state.gauges,
+        replica.state.speed,
+        replica.state.kv.pressure,
+        len(replica.answers.last),
+    ) == (
         None,
         None,
         False,
@@ -459,7 +546,11 @@ def test_a_failure_counts_by_its_kind_and_opens_the_breaker() -> None:
         with leased(fleet) as lease:
             lease.failed("timeout")
     replica = ready(fleet)
-    assert (replica.state.failed, fleet.failures[FAST, "timeout"], replica.state.slots) == (3, 3, 0)
+    assert (
+        replica.state.failed,
+        fleet.failures[FAST, "timeout"],
+        replica.state.slots,
+    ) == (3, 3, 0)
     shown = fleet.snapshot().tiers[0].replicas[0]
     assert (shown.breaker.state, shown.breaker.admits) == (BreakerState.OPEN, False)
     assert 0 < shown.breaker.admits_in_s <= fleet.options.breaker.pause_s
@@ -517,7 +608,9 @@ def test_a_full_replica_expects_what_it_would_take_at_once() -> None:
     """TTFT of a request that the engine queues is not held against the limit as if it were expected."""
     spec = TierSpec(FAST, 2048, 2, 64)
     fleet = Fleet((spec,))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY))
+    replica = fleet.add(
+        Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY)
+    )
     replica.measured(_profiled())
     for _ in range(2):
         leased(fleet, 10, 1000)
@@ -536,12 +629,19 @@ def test_answers_are_noted_with_the_load_that_they_met() -> None:
     leased(fleet, 300, 10)
     lease.finished(5.0, 4)
     (seen,) = replica.answers.last
-    assert (seen.prompt_tokens, seen.sequences, seen.waiting_tokens, seen.ttft_ms) == (20, 1, 100, 50.0)
+    assert (seen.prompt_tokens, seen.sequences, seen.waiting_tokens, seen.ttft_ms) == (
+        20,
+        1,
+        100,
+        50.0,
+    )
     assert (seen.tpot_ms, seen.prefilled) == (5.0, 300 / 3)
     assert seen.batch >= 2
     other.first_token(50.0)
     other.finished(None, 1)
-    assert replica.answers.last[-1].tpot_ms is None, "one token has no time between tokens"
+    assert replica.answers.last[-1].tpot_ms is None, (
+        "one token has no time between tokens"
+    )
     replica.measured(_profiled())
     profiled = leased(fleet)
     profiled.first_token(1.0)
@@ -554,7 +654,9 @@ def test_the_rate_of_prompts_fades() -> None:
     replica.begin(2000, 0, 2000, 1, 100.0)
     rate = load_of(replica.state, 0, FleetLoad(100.0, 1, 1)).prefill_rate
     assert rate == pytest.approx(2000 / PREFILL_MEMORY_MS)
-    faded = load_of(replica.state, 0, FleetLoad(100.0 + PREFILL_MEMORY_MS / 1000, 1, 1)).prefill_rate
+    faded = load_of(
+        replica.state, 0, FleetLoad(100.0 + PREFILL_MEMORY_MS / 1000, 1, 1)
+    ).prefill_rate
     assert faded == pytest.approx(2000 / PREFILL_MEMORY_MS / math.e)
 
 
@@ -581,7 +683,9 @@ def test_slots_free_up_as_fast_as_the_model_says_until_ends_are_seen() -> None:
         ([], False, "STOPPED"),
     ],
 )
-def test_a_tier_is_as_good_as_its_best_replica(states: list[str], state: str, *, preparing: bool) -> None:
+def test_a_tier_is_as_good_as_its_best_replica(
+    states: list[str], state: str, *, preparing: bool
+) -> None:
     fleet = make_fleet(replicas=len(states))
     for replica, name in zip(fleet.replicas, states, strict=True):
         replica.mark(ReplicaStatus[name])
@@ -618,9 +722,12 @@ def test_a_tier_is_configured_anew_once_it_has_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "tokens", "with_system"), [(1, 5, 20), (2, 8, 20), (3, 10, 23), (4, 13, 25), (0, 5, 20)]
+    ("messages", "tokens", "with_system"),
+    [(1, 5, 20), (2, 8, 20), (3, 10, 23), (4, 13, 25), (0, 5, 20)],
 )
-def test_templates_add_tokens_for_each_message(messages: int, tokens: int, with_system: int) -> None:
+def test_templates_add_tokens_for_each_message(
+    messages: int, tokens: int, with_system: int
+) -> None:
     """Each two messages after the first ones add five; one of them adds half, rounded up."""
     template = TemplateTokens(alone=5, with_system=20, further_pair=5)
     assert template.conversation(messages, system=False) == tokens
@@ -639,7 +746,9 @@ STEPS = ["lease", "first token", "token", "failed", "finished", "release"]
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9)), max_size=60))
-def test_whatever_happens_to_leases_all_counters_return_to_zero(steps: list[tuple[str, int]]) -> None:
+def test_whatever_happens_to_leases_all_counters_return_to_zero(
+    steps: list[tuple[str, int]],
+) -> None:
     """In any order, some of it late or twice: no counter is ever negative, and nothing is left."""
 
     def counters(replica: Replica) -> tuple[int, ...]:
@@ -655,7 +764,9 @@ def test_whatever_happens_to_leases_all_counters_return_to_zero(steps: list[tupl
     leases: list[Lease] = []
     for step, number in steps:
         if step == "lease":
-            lease = fleet.lease(FAST, prompt_tokens=number, max_tokens=number, sequences=1 + number % 3)
+            lease = fleet.lease(
+                FAST, prompt_tokens=number, max_tokens=number, sequences=1 + number % 3
+            )
             leases += [lease] if lease is not None else []
         elif leases:
             lease = leases[number % len(leases)]

@@ -28,10 +28,24 @@ PROFILE = SpeedModel(10.0, 0.1, 5.0, profiled=True)
 async def measured(behaviour: Behaviour) -> AsyncIterator[tuple[Fleet, IdleSpeed]]:
     specs = TierSpec(FAST, 2048, 16, 32), TierSpec(PRECISE, 2048, 16, 32)
     fleet = Fleet(specs)
-    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        serving(FakeEngine(behaviour).app) as url,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
         for spec in specs:
-            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake", status=ReplicaStatus.READY))
-        yield fleet, IdleSpeed(fleet, WarmupPlan(), lambda replica: EngineProbe(client, replica.url, ""))
+            fleet.add(
+                Replica(
+                    f"{spec.name}-0", spec, url, "", "fake", status=ReplicaStatus.READY
+                )
+            )
+        yield (
+            fleet,
+            IdleSpeed(
+                fleet,
+                WarmupPlan(),
+                lambda replica: EngineProbe(client, replica.url, ""),
+            ),
+        )
 
 
 async def test_a_fleet_is_quiet_while_nothing_computes() -> None:
@@ -39,13 +53,17 @@ async def test_a_fleet_is_quiet_while_nothing_computes() -> None:
     async with measured(Behaviour()) as (fleet, idle):
         fast, precise = fleet.replicas
         assert idle.quiet()
-        with fleet.lease(FAST, prompt_tokens=1, max_tokens=1) or pytest.fail("no lease"):
+        with fleet.lease(FAST, prompt_tokens=1, max_tokens=1) or pytest.fail(
+            "no lease"
+        ):
             assert not idle.quiet()
             assert idle.quiet(but=fast)
             assert not idle.quiet(but=precise)
         for state in ReplicaStatus:
             precise.mark(state)
-            assert idle.quiet() is (state not in {ReplicaStatus.STARTING, ReplicaStatus.WARMING})
+            assert idle.quiet() is (
+                state not in {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
+            )
         fleet.preparations.expect([PRECISE], None)
         assert not idle.quiet()
 
@@ -84,7 +102,8 @@ async def test_each_replica_is_measured_a_few_times_unless_it_has_a_profile() ->
             running = asyncio.create_task(idle.run())
             await until(lambda: fleet.replicas[1].state.speed is PROFILE)
             assert fleet.replicas[0].state.speed is None
-        await until(lambda: behaviour.measurements == 2 * SAMPLES)  # a short and a long prompt each
+        # a short and a long prompt each
+        await until(lambda: behaviour.measurements == 2 * SAMPLES)
         for _ in range(20):  # it looks again, and finds nothing left to measure
             await asyncio.sleep(0.005)
         assert behaviour.measurements == 2 * SAMPLES
@@ -92,6 +111,7 @@ async def test_each_replica_is_measured_a_few_times_unless_it_has_a_profile() ->
         assert fleet.replicas[0].state.speed.source == "idle"
         fleet.replicas[0].mark(ReplicaStatus.STARTING)
         fleet.replicas[0].mark(ReplicaStatus.READY)
-        await until(lambda: behaviour.measurements == 4 * SAMPLES)  # a new process is measured anew
+        # a new process is measured anew
+        await until(lambda: behaviour.measurements == 4 * SAMPLES)
         running.cancel()
         await asyncio.wait({running})

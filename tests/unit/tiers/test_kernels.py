@@ -21,7 +21,9 @@ from tiers.kernels import (
 )
 from tiers.plan import cpu_flags
 
-PLUGIN = Path(__file__).resolve().parents[3] / "tiers/engine_plugin/qarr_vllm_kernels.py"
+PLUGIN = (
+    Path(__file__).resolve().parents[3] / "tiers/engine_plugin/qarr_vllm_kernels.py"
+)
 AVX2, AVX512, AMX = InstructionSet
 # Processors as Linux tells their flags, shortened.
 ZEN_3 = "fpu sse4_2 fma avx avx2 bmi2 vaes"
@@ -41,16 +43,23 @@ def plugin() -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+        # dataclasses look their module up
+        patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
     return module
 
 
-@pytest.mark.parametrize(("flags", "instructions"), PROCESSORS.items(), ids=range(len(PROCESSORS)))
-def test_linux_says_what_a_processor_has(flags: str, instructions: InstructionSet | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "instructions"), PROCESSORS.items(), ids=range(len(PROCESSORS))
+)
+def test_linux_says_what_a_processor_has(
+    flags: str, instructions: InstructionSet | None, tmp_path: Path
+) -> None:
     """AVX-512 counts where all four parts are there that torch asks for; flags of virtual machines are others."""
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"processor\t: 0\nmodel name\t: A CPU\nflags\t\t: {flags}\nvmx flags\t: avx2 amx_tile\n")
+    cpuinfo.write_text(
+        f"processor\t: 0\nmodel name\t: A CPU\nflags\t\t: {flags}\nvmx flags\t: avx2 amx_tile\n"
+    )
     assert instruction_set(cpu_flags(cpuinfo)) is instructions
     assert cpu_flags(tmp_path / "none") == set()
 
@@ -64,11 +73,23 @@ def test_linux_says_what_a_processor_has(flags: str, instructions: InstructionSe
             "FP8 by QARR's kernel",
             "BF16 by QARR's kernel, in float32 (oneDNN has none for AVX2)",
         ),
-        (AVX512, "4 bits by QARR's kernel (no AMX)", "FP8 by QARR's kernel", "BF16 by vLLM's (oneDNN)"),
-        (AMX, "4 bits by vLLM's kernel (AMX)", "FP8 by QARR's kernel", "BF16 by vLLM's (oneDNN, small layers by AMX)"),
+        (
+            AVX512,
+            "4 bits by QARR's kernel (no AMX)",
+            "FP8 by QARR's kernel",
+            "BF16 by vLLM's (oneDNN)",
+        ),
+        (
+            AMX,
+            "4 bits by vLLM's kernel (AMX)",
+            "FP8 by QARR's kernel",
+            "BF16 by vLLM's (oneDNN, small layers by AMX)",
+        ),
     ],
 )
-def test_a_tiers_kernel_is_said_in_words(instructions: InstructionSet, int4: str, fp8: str, bf16: str) -> None:
+def test_a_tiers_kernel_is_said_in_words(
+    instructions: InstructionSet, int4: str, fp8: str, bf16: str
+) -> None:
     for precision in ("awq-int4", "gptq-int4", "int4"):
         assert describe_kernel(precision, instructions) == int4
     assert describe_kernel("fp8", instructions) == fp8
@@ -89,7 +110,12 @@ def test_what_a_kernel_holds_beside_a_checkpoints_weights() -> None:
     assert added_bytes(Kernel.VLLM_INT4, 276_480, 64, AMX) == converted - packed
 
 
-NO_AMX = {"has_amx": False, "has_amx_fp8": False, "has_vllm_int4": True, "has_onednn_bf16": True}
+NO_AMX = {
+    "has_amx": False,
+    "has_amx_fp8": False,
+    "has_vllm_int4": True,
+    "has_onednn_bf16": True,
+}
 AVX2_BUILD = {**NO_AMX, "has_vllm_int4": False, "has_onednn_bf16": False}
 WITH_AMX = {**NO_AMX, "has_amx": True}
 WITH_AMX_FP8 = {**WITH_AMX, "has_amx_fp8": True}
@@ -101,10 +127,22 @@ BOTH_REPLACED = FP8_REPLACED | {"CPUWNA16LinearKernel"}
     ("machine", "replaced", "explanation"),
     [
         (NO_AMX, BOTH_REPLACED, "4-bit layers by QARR's kernel (this CPU has no AMX)"),
-        (AVX2_BUILD, BOTH_REPLACED, "4-bit layers by QARR's kernel (this build of vLLM has none)"),
+        (
+            AVX2_BUILD,
+            BOTH_REPLACED,
+            "4-bit layers by QARR's kernel (this build of vLLM has none)",
+        ),
         (WITH_AMX, FP8_REPLACED, "4-bit layers by vLLM's kernel (this CPU has AMX)"),
-        ({**AVX2_BUILD, "has_amx": True}, BOTH_REPLACED, "4-bit layers by QARR's kernel (this build of vLLM has none)"),
-        (WITH_AMX_FP8, FP8_REPLACED, "by vLLM's kernel (this CPU has AMX for FP8), or QARR's"),
+        (
+            {**AVX2_BUILD, "has_amx": True},
+            BOTH_REPLACED,
+            "4-bit layers by QARR's kernel (this build of vLLM has none)",
+        ),
+        (
+            WITH_AMX_FP8,
+            FP8_REPLACED,
+            "by vLLM's kernel (this CPU has AMX for FP8), or QARR's",
+        ),
     ],
 )
 def test_the_plugin_takes_what_vllm_computes_slowly_or_not_at_all(
@@ -119,7 +157,9 @@ def test_the_plugin_takes_what_vllm_computes_slowly_or_not_at_all(
 
 
 @pytest.mark.parametrize("instructions", InstructionSet)
-def test_what_is_said_beforehand_is_what_the_plugin_chooses(plugin: ModuleType, instructions: InstructionSet) -> None:
+def test_what_is_said_beforehand_is_what_the_plugin_chooses(
+    plugin: ModuleType, instructions: InstructionSet
+) -> None:
     choice = plugin.choose_kernels(
         has_amx=instructions is AMX,
         has_amx_fp8=False,
@@ -131,15 +171,24 @@ def test_what_is_said_beforehand_is_what_the_plugin_chooses(plugin: ModuleType, 
     assert choice.takes_bf16 is choose_kernel("bf16", instructions).is_of_qarr
 
 
-def test_kernels_that_are_disabled_already_stay_so(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "MarlinLinearKernel,CPUWNA16LinearKernel")
+def test_kernels_that_are_disabled_already_stay_so(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "VLLM_DISABLED_KERNELS", "MarlinLinearKernel,CPUWNA16LinearKernel"
+    )
     plugin.disable_kernels({"CPUWNA16LinearKernel", "Another"})
     plugin.disable_kernels({"Another"})
-    assert plugin.os.environ["VLLM_DISABLED_KERNELS"] == "Another,CPUWNA16LinearKernel,MarlinLinearKernel"
+    assert (
+        plugin.os.environ["VLLM_DISABLED_KERNELS"]
+        == "Another,CPUWNA16LinearKernel,MarlinLinearKernel"
+    )
 
 
 def test_the_choice_stands_in_the_engines_log(
-    plugin: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plugin: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By vLLM's logger, or where that is not set up yet, as a line that ``qarr logs`` reads like vLLM's own."""
     logger = logging.getLogger("a logger of the test")

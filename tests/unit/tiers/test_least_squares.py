@@ -11,8 +11,13 @@ from tiers.least_squares import least_squares
 POSITIVE = st.floats(0.01, 100)
 
 
-@given(st.tuples(POSITIVE, POSITIVE), st.lists(st.floats(0, 50), min_size=3, max_size=20, unique=True))
-def test_exact_data_give_their_coefficients(true: tuple[float, float], values: list[float]) -> None:
+@given(
+    st.tuples(POSITIVE, POSITIVE),
+    st.lists(st.floats(0, 50), min_size=3, max_size=20, unique=True),
+)
+def test_exact_data_give_their_coefficients(
+    true: tuple[float, float], values: list[float]
+) -> None:
     """Whatever their scales, predictions are those of the line that the data lie on."""
     rows = [(1.0, x) for x in values]
     targets = [true[0] + true[1] * x for x in values]
@@ -35,7 +40,10 @@ def test_no_coefficient_is_negative() -> None:
 
 
 def test_a_column_of_zeros_has_no_coefficient() -> None:
-    assert least_squares([(1.0, 0.0), (1.0, 0.0)], [5.0, 5.0]) == [pytest.approx(5.0), 0.0]
+    assert least_squares([(1.0, 0.0), (1.0, 0.0)], [5.0, 5.0]) == [
+        pytest.approx(5.0),
+        0.0,
+    ]
     assert least_squares([(0.0,)], [5.0]) == [0.0]
 
 

@@ -25,14 +25,23 @@ SEQS = 16
 
 
 def answers(
-    count: int, noise: float = 0.0, outliers: float = 0.0, seed: int = 3, batch: int | None = None
+    count: int,
+    noise: float = 0.0,
+    outliers: float = 0.0,
+    seed: int = 3,
+    batch: int | None = None,
 ) -> list[AnswerSample]:
     """Return what an engine of the true speed shows under changing loads, none of them idle."""
     source, found = random.Random(seed), []
     for _ in range(count):
-        sequences, waiting = batch or source.randint(1, SEQS - 1), source.choice((0, 0, 80, 300))
+        sequences, waiting = (
+            batch or source.randint(1, SEQS - 1),
+            source.choice((0, 0, 80, 300)),
+        )
         prompt, neighbours = source.randint(20, 600), source.choice((0.0, 0.5, 1.0))
-        times = TRUE.times(prompt, Load(sequences - 1, waiting, 0, neighbours), SEQS, 1.0)
+        times = TRUE.times(
+            prompt, Load(sequences - 1, waiting, 0, neighbours), SEQS, 1.0
+        )
         prefilled = source.choice((0.0, 0.0, 5.0))
         slowed = 1 + TRUE.contention * neighbours
 
@@ -40,10 +49,19 @@ def answers(
             far = source.uniform(2, 6) if source.random() < outliers else 1
             return value * far * (1 + source.uniform(-noise, noise))
 
-        tpot_ms = (TRUE.step_ms(sequences) + TRUE.prefill_ms_per_token * prefilled) * slowed
+        tpot_ms = (
+            TRUE.step_ms(sequences) + TRUE.prefill_ms_per_token * prefilled
+        ) * slowed
         found.append(
             AnswerSample(
-                prompt, sequences - 1, waiting, neighbours, seen(times.ttft_ms), sequences, prefilled, seen(tpot_ms)
+                prompt,
+                sequences - 1,
+                waiting,
+                neighbours,
+                seen(times.ttft_ms),
+                sequences,
+                prefilled,
+                seen(tpot_ms),
             )
         )
     return found
@@ -56,7 +74,11 @@ def furthest_off(model: SpeedModel) -> float:
         for prompt in (30, 200, 600):
             for neighbours in (0.0, 1.0):
                 load = Load(sequences, 0, 0, neighbours)
-                pairs = zip(model.times(prompt, load, SEQS, 1.0), TRUE.times(prompt, load, SEQS, 1.0), strict=True)
+                pairs = zip(
+                    model.times(prompt, load, SEQS, 1.0),
+                    TRUE.times(prompt, load, SEQS, 1.0),
+                    strict=True,
+                )
                 worst = max(worst, *(max(a / b, b / a) for a, b in pairs))
     return worst
 
@@ -66,7 +88,12 @@ def test_exact_answers_give_the_speed_back() -> None:
     model = learn(answers(60), SEQS)
     assert model is not None
     assert furthest_off(model) < 1.02
-    assert (model.contention, model.source, model.profiled, model.under_load) == (TRUE.contention, "live", False, True)
+    assert (model.contention, model.source, model.profiled, model.under_load) == (
+        TRUE.contention,
+        "live",
+        False,
+        True,
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -79,11 +106,15 @@ def test_noise_and_outliers_do_little(seed: int) -> None:
 
 def test_an_even_load_needs_what_was_measured_idle() -> None:
     """Where the batch is always the same, the idle measurement tells what of a step is its own."""
-    idle = replace(TRUE, step_base_ms=TRUE.step_ms(1), step_ms_per_sequence=0.0, contention=0.0)
+    idle = replace(
+        TRUE, step_base_ms=TRUE.step_ms(1), step_ms_per_sequence=0.0, contention=0.0
+    )
     model = learn(answers(100, batch=8), SEQS, idle)
     assert model is not None
     for sequences in (1, 4, 8):
-        assert model.step_ms(sequences) == pytest.approx(TRUE.step_ms(sequences), rel=0.2)
+        assert model.step_ms(sequences) == pytest.approx(
+            TRUE.step_ms(sequences), rel=0.2
+        )
 
 
 def test_answers_that_took_no_time_teach_nothing() -> None:
@@ -129,7 +160,9 @@ async def test_a_profile_ends_it_and_a_restart_begins_it_anew() -> None:
 
 
 @pytest.mark.anyio
-async def test_replicas_that_were_removed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replicas_that_were_removed_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They come and go for as long as the router runs."""
     monkeypatch.setattr("tiers.live_speed.LEARN_POLL_S", 0.01)
     spec = TierSpec(TierName.FAST, 2048, SEQS, 32)
@@ -149,9 +182,16 @@ async def test_replicas_that_were_removed_are_forgotten(monkeypatch: pytest.Monk
     learning.cancel()
 
 
-async def ask(client: httpx.AsyncClient, url: str, until: asyncio.Event, source: random.Random) -> None:
+async def ask(
+    client: httpx.AsyncClient, url: str, until: asyncio.Event, source: random.Random
+) -> None:
     while not until.is_set():
-        body = {"prompt": "word " * source.randint(1, 40), "tier": "fast", "tier_policy": "require", "max_tokens": 64}
+        body = {
+            "prompt": "word " * source.randint(1, 40),
+            "tier": "fast",
+            "tier_policy": "require",
+            "max_tokens": 64,
+        }
         assert (await client.post(f"{url}/generate", json=body)).status_code == 200
 
 
@@ -159,28 +199,46 @@ async def ask(client: httpx.AsyncClient, url: str, until: asyncio.Event, source:
 async def test_a_router_that_is_never_idle_learns(tmp_path: Path) -> None:
     """From its first request on an engine is busy; its speed becomes known, told as learned, and near the truth."""
     engines = [
-        Behaviour(answer=tuple(" x" for _ in range(16)), delay_s=0.02, first_delay_s=0.1) for _ in STANDARD_TIERS
+        Behaviour(
+            answer=tuple(" x" for _ in range(16)), delay_s=0.02, first_delay_s=0.1
+        )
+        for _ in STANDARD_TIERS
     ]
     async with measuring_router(tmp_path, engines, profile={"auto": False}) as own:
         enough, source = asyncio.Event(), random.Random(1)
         learning = asyncio.create_task(LiveSpeed(own.fleet).run())
-        asking = [asyncio.create_task(ask(own.client, own.url, enough, source)) for _ in range(4)]
+        asking = [
+            asyncio.create_task(ask(own.client, own.url, enough, source))
+            for _ in range(4)
+        ]
         try:
             async with asyncio.timeout(40):
-                while (fast := (await own.client.get(f"{own.url}/tiers")).json()["tiers"][0]["replicas"][0])[
-                    "speed_source"
-                ] is None:
+                while (
+                    fast := (await own.client.get(f"{own.url}/tiers")).json()["tiers"][
+                        0
+                    ]["replicas"][0]
+                )["speed_source"] is None:
                     await asyncio.sleep(0.1)
             assert fast["speed_source"] == "live"
             assert not fast["speed_profiled"]
-            body = {"prompt": "hi", "tier": "fast", "tier_policy": "require", "max_tokens": 16}
-            verdict = (await own.client.post(f"{own.url}/route", json=body)).json()["tiers"][0]
+            body = {
+                "prompt": "hi",
+                "tier": "fast",
+                "tier_policy": "require",
+                "max_tokens": 16,
+            }
+            verdict = (await own.client.post(f"{own.url}/route", json=body)).json()[
+                "tiers"
+            ][0]
         finally:
             enough.set()
             await asyncio.gather(*asking)
             learning.cancel()
         # The truth is what answers took: on a busy machine a fake engine's pauses are longer than it was told.
         seen = own.fleet.replicas[0].answers.last
-        tpot_ms, ttft_ms = median(s.tpot_ms for s in seen if s.tpot_ms), median(s.ttft_ms for s in seen)
+        tpot_ms, ttft_ms = (
+            median(s.tpot_ms for s in seen if s.tpot_ms),
+            median(s.ttft_ms for s in seen),
+        )
         assert tpot_ms / 1.5 < verdict["predicted_tpot_ms"] < tpot_ms * 1.5
         assert ttft_ms / 1.5 < verdict["predicted_ttft_ms"] < ttft_ms * 1.5

@@ -25,13 +25,23 @@ from tests.waiting import until
 from tiers.errors import NotPossibleError, UnknownReplicaError
 from tiers.fleet import Fleet
 from tiers.lifecycle.engine import Engine
-from tiers.lifecycle.operations import MAX_RECORDS, Kind, Operation, OperationOptions, Operations
+from tiers.lifecycle.operations import (
+    MAX_RECORDS,
+    Kind,
+    Operation,
+    OperationOptions,
+    Operations,
+)
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-READY, DRAINING, STARTING = ReplicaStatus.READY, ReplicaStatus.DRAINING, ReplicaStatus.STARTING
+READY, DRAINING, STARTING = (
+    ReplicaStatus.READY,
+    ReplicaStatus.DRAINING,
+    ReplicaStatus.STARTING,
+)
 QARR = Path(sys.executable).with_name("qarr")
 
 
@@ -41,7 +51,9 @@ async def finished(own: Own, kind: Kind, replica: str) -> Operation:
     return operation
 
 
-async def test_drain_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drained, a replica gets nothing new while its request goes on, as the same process; resumed, it does again."""
     async with own_engines(tmp_path, monkeypatch) as own:
         pid = own.first.state.pid
@@ -57,7 +69,11 @@ async def test_drain_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert operation.detail == "drained"
         assert "'qarr tiers resume fast-0'" in (own.first.state.detail or "")
         await finished(own, "resume", "fast-0")
-        assert (own.first.state.status, own.first.state.detail, own.first.state.pid) == (READY, None, pid)
+        assert (
+            own.first.state.status,
+            own.first.state.detail,
+            own.first.state.pid,
+        ) == (READY, None, pid)
 
 
 async def test_a_drained_engine_stays_drained_when_it_comes_back(
@@ -70,7 +86,9 @@ async def test_a_drained_engine_stays_drained_when_it_comes_back(
         assert (operation.state, own.first.state.status) == ("done", DRAINING)
 
 
-async def test_resume_breaks_a_drain_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_resume_breaks_a_drain_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While a drain waits, only resume is possible; other operations say that the replica is busy."""
     async with own_engines(tmp_path, monkeypatch) as own:
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
@@ -79,11 +97,17 @@ async def test_resume_breaks_a_drain_off(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(NotPossibleError, match=r"fast-0 is busy: drain"):
             own.supervisor.operations.begin("restart", "fast-0")
         await finished(own, "resume", "fast-0")
-        assert (drain.state, drain.detail, own.first.state.status) == ("failed", "broken off", READY)
+        assert (drain.state, drain.detail, own.first.state.status) == (
+            "failed",
+            "broken off",
+            READY,
+        )
         lease.release()
 
 
-async def test_restart_drains_stops_and_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restart_drains_stops_and_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A restart waits for the open request, and counts as none of the watchdog's."""
     async with own_engines(tmp_path, monkeypatch) as own:
         pid = own.first.state.pid
@@ -95,13 +119,22 @@ async def test_restart_drains_stops_and_starts(tmp_path: Path, monkeypatch: pyte
         lease.release()
         await until(lambda: operation.state == "done")
         assert own.first.state.pid != pid
-        assert [s for _, s, _ in own.seen][-4:] == [DRAINING, STARTING, ReplicaStatus.WARMING, READY]
+        assert [s for _, s, _ in own.seen][-4:] == [
+            DRAINING,
+            STARTING,
+            ReplicaStatus.WARMING,
+            READY,
+        ]
         assert not [detail for detail in own.details(STARTING) if "after:" in detail]
 
 
-async def test_drain_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is still open after engine.drain_s is broken off by a restart, and told."""
-    async with own_engines(tmp_path, monkeypatch, operations=OperationOptions(drain_s=0.3)) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, operations=OperationOptions(drain_s=0.3)
+    ) as own:
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
         operation = await finished(own, "drain", "fast-0")
         assert operation.detail == "1 requests are still open; it gets no new ones"
@@ -112,7 +145,9 @@ async def test_drain_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         lease.release()
 
 
-async def test_recycling_never_lowers_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recycling_never_lowers_capacity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new engine is ready before the old one drains; a request on the old one ends there; ids stay unique."""
     async with own_engines(tmp_path, monkeypatch) as own:
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
@@ -130,14 +165,18 @@ async def test_recycling_never_lowers_capacity(tmp_path: Path, monkeypatch: pyte
 
         await until(has_ended, "the engine to be recycled", poll_s=0.01)
         assert (operation.state, operation.successor, least) == ("done", "fast-1", 1)
-        assert [(r.id, r.state.status) for r in own.fleet.replicas] == [("fast-1", READY)]
+        assert [(r.id, r.state.status) for r in own.fleet.replicas] == [
+            ("fast-1", READY)
+        ]
         assert (await finished(own, "recycle", "fast-1")).successor == "fast-2"
         assert len({r.url for r in own.fleet.replicas}) == 1
         with pytest.raises(UnknownReplicaError, match=r"'fast-0': fast-2"):
             own.supervisor.operations.begin("drain", "fast-0")
 
 
-async def test_a_new_engine_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_engine_that_fails_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recycling with an engine that does not start ends with the reason, and nothing has changed."""
     async with own_engines(tmp_path, monkeypatch) as own:
         own.next_starts(exit_after_s=0.1)
@@ -145,14 +184,23 @@ async def test_a_new_engine_that_fails_leaves_the_old_one(tmp_path: Path, monkey
         operation = await finished(own, "recycle", "fast-0")
         assert operation.state == "failed"
         assert "fast-1 did not become ready: exited with status 7" in operation.detail
-        assert [(r.id, r.state.status, r.state.pid) for r in own.fleet.replicas] == [("fast-0", READY, pid)]
+        assert [(r.id, r.state.status, r.state.pid) for r in own.fleet.replicas] == [
+            ("fast-0", READY, pid)
+        ]
 
 
-async def test_in_place_needs_another_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_in_place_needs_another_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without memory for two, an engine goes only while another one is ready; then the same replica comes back as a new process."""
-    async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE, gib=1e9) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE, gib=1e9
+    ) as own:
         await finished(own, "drain", "precise-0")
-        assert "nothing would serve meanwhile" in (await finished(own, "recycle", "fast-0")).detail
+        assert (
+            "nothing would serve meanwhile"
+            in (await finished(own, "recycle", "fast-0")).detail
+        )
         await finished(own, "resume", "precise-0")
         pid = own.first.state.pid
         operation = await finished(own, "recycle", "fast-0")
@@ -161,14 +209,20 @@ async def test_in_place_needs_another_replica(tmp_path: Path, monkeypatch: pytes
         assert own.first.state.pid != pid
 
 
-async def test_recycling_by_schedule_is_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recycling_by_schedule_is_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every engine is recycled in time, and never two of them at once."""
     every = OperationOptions(recycle_every_s=3)
-    async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE, operations=every) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE, operations=every
+    ) as own:
         most = 0
         async with asyncio.timeout(40):
             while own.replica("fast-0") or own.replica("precise-0"):
-                running = [o for o in own.supervisor.operations.records if o.state == "running"]
+                running = [
+                    o for o in own.supervisor.operations.records if o.state == "running"
+                ]
                 most = max(most, len(running))
                 await asyncio.sleep(0.02)
         assert most == 1
@@ -183,20 +237,31 @@ async def test_an_engine_by_url_is_drained_but_not_restarted(tmp_path: Path) -> 
         answer = await stack.generate(tier="fast")
         assert answer.headers["x-qarr-tier"] == "balanced"
         assert "hint fast not taken: is draining" in answer.headers["x-qarr-reason"]
-        shown = (await stack.client.get(f"{stack.url}/admin/operations/{begun.json()['id']}")).json()
+        shown = (
+            await stack.client.get(f"{stack.url}/admin/operations/{begun.json()['id']}")
+        ).json()
         assert shown["replica"] == "fast-0"
         refused = await stack.client.post(f"{operate}/restart")
-        assert (refused.status_code, refused.json()["type"]) == (409, "urn:qarr:problem:not-possible")
+        assert (refused.status_code, refused.json()["type"]) == (
+            409,
+            "urn:qarr:problem:not-possible",
+        )
         assert "restart it where it runs" in refused.json()["detail"]
         await stack.client.post(f"{operate}/resume")
         assert (await stack.generate(tier="fast")).headers["x-qarr-tier"] == "fast"
-        listed = (await stack.client.get(f"{stack.url}/admin/operations")).json()["operations"]
+        listed = (await stack.client.get(f"{stack.url}/admin/operations")).json()[
+            "operations"
+        ]
         assert [o["operation"] for o in listed] == ["drain", "resume"]
 
 
-async def test_the_command_operates_on_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_command_operates_on_a_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`qarr tiers` lists; drain, resume, restart and recycle show their progress; a tier's name means its replicas."""
-    async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE
+    ) as own:
         settings = load_settings()
         app = App(
             settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file),
@@ -215,10 +280,17 @@ async def test_the_command_operates_on_a_fleet(tmp_path: Path, monkeypatch: pyte
                 )
 
             drained = await tiers("drain", "fast")
-            assert (drained.returncode, drained.stdout) == (0, "fast-0: drain done, drained\n")
+            assert (drained.returncode, drained.stdout) == (
+                0,
+                "fast-0: drain done, drained\n",
+            )
             listed = (await tiers()).stdout
-            assert all(part in listed for part in ("fast-0", "precise-0", "draining")), listed
-            assert (await tiers("resume", "fast-0")).stdout == "fast-0: resume done, is ready\n"
+            assert all(
+                part in listed for part in ("fast-0", "precise-0", "draining")
+            ), listed
+            assert (
+                await tiers("resume", "fast-0")
+            ).stdout == "fast-0: resume done, is ready\n"
             restarted = await tiers("restart", "precise")
             assert restarted.stdout == "precise-0: restart done, is ready\n"
             assert "starting" in restarted.stderr
@@ -227,23 +299,40 @@ async def test_the_command_operates_on_a_fleet(tmp_path: Path, monkeypatch: pyte
             assert "fast-1 starts beside it" in recycled.stderr
             unknown = await tiers("drain", "nobody")
             assert unknown.returncode == 2
-            assert "no tier or replica 'nobody': fast, precise, fast-1, precise-0" in unknown.stderr
+            assert (
+                "no tier or replica 'nobody': fast, precise, fast-1, precise-0"
+                in unknown.stderr
+            )
 
 
-async def test_requests_are_served_while_an_engine_is_recycled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_are_served_while_an_engine_is_recycled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A steady stream of requests to one tier alone sees no error while its only engine is replaced, twice."""
     async with own_engines(tmp_path, monkeypatch, behaviour={"delay_s": 0.02}) as own:
         settings = load_settings()
         app = App(
-            settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file)
+            settings,
+            own.fleet,
+            EstimatingCounter(),
+            Telemetry(None),
+            "fake",
+            keys=KeyStore(settings.auth.keys_file),
         ).asgi
         answers: list[tuple[int, bool]] = []
         served = serving(app, http=protocol_for(settings.server, refusal))
-        async with served as url, httpx.AsyncClient(timeout=20, trust_env=False) as client:
+        async with (
+            served as url,
+            httpx.AsyncClient(timeout=20, trust_env=False) as client,
+        ):
             stop = False
 
             async def ask() -> None:
-                body: dict[str, Any] = {"prompt": "hi", "tier": "fast", "tier_policy": "require"}
+                body: dict[str, Any] = {
+                    "prompt": "hi",
+                    "tier": "fast",
+                    "tier_policy": "require",
+                }
                 while not stop:
                     answer = await client.post(f"{url}/generate", json=body)
                     answers.append((answer.status_code, "event: done" in answer.text))
@@ -263,7 +352,9 @@ class Control:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.engines = tuple(Engine(replica, None, WatchdogOptions()) for replica in fleet.replicas)
+        self.engines = tuple(
+            Engine(replica, None, WatchdogOptions()) for replica in fleet.replicas
+        )
 
     def engine(self, replica_id: str) -> Engine:
         for engine in self.engines:
@@ -298,9 +389,15 @@ async def test_the_last_operations_are_remembered() -> None:
         begun = ours.begin("resume", "fast-0")
         assert begun.task is not None
         await begun.task
-    assert [len(ours.records), ours.records[0].id, ours.records[-1].id] == [MAX_RECORDS, "2", str(MAX_RECORDS + 1)]
+    assert [len(ours.records), ours.records[0].id, ours.records[-1].id] == [
+        MAX_RECORDS,
+        "2",
+        str(MAX_RECORDS + 1),
+    ]
     assert ours.record("2") is ours.records[0]
-    with pytest.raises(UnknownReplicaError, match=r"no operation '1': the last 100 are remembered"):
+    with pytest.raises(
+        UnknownReplicaError, match=r"no operation '1': the last 100 are remembered"
+    ):
         ours.record("1")
 
 

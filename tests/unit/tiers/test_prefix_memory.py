@@ -34,12 +34,22 @@ def blocks(count: int, name: str = "a") -> str:
 
 
 @given(TEXTS, TEXTS, TEXTS)
-def test_prompts_share_the_blocks_that_their_texts_share(shared: list[str], one: list[str], other: list[str]) -> None:
+def test_prompts_share_the_blocks_that_their_texts_share(
+    shared: list[str], one: list[str], other: list[str]
+) -> None:
     """All whole blocks before the first byte that differs, and none after it, whatever the text."""
-    first, second = ([Part(text, 1) for text in [*shared, *rest]] for rest in (one, other))
+    first, second = (
+        [Part(text, 1) for text in [*shared, *rest]] for rest in (one, other)
+    )
     a, b = Prefix.of(first), Prefix.of(second)
-    texts = ["".join(part.text for part in parts).encode("utf-8", "surrogatepass") for parts in (first, second)]
-    same = next((n for n, (x, y) in enumerate(zip(*texts, strict=False)) if x != y), min(map(len, texts)))
+    texts = [
+        "".join(part.text for part in parts).encode("utf-8", "surrogatepass")
+        for parts in (first, second)
+    ]
+    same = next(
+        (n for n, (x, y) in enumerate(zip(*texts, strict=False)) if x != y),
+        min(map(len, texts)),
+    )
     if a is None or b is None:
         assert min(map(len, texts)) < BLOCK_BYTES
         return
@@ -82,8 +92,15 @@ def test_tokens_are_those_of_the_parts() -> None:
     assert [empty_first.tokens(n) for n in range(2)] == [0, 50]
 
 
-@given(st.lists(st.tuples(st.text(max_size=300), st.integers(0, 400)), min_size=1, max_size=5), st.integers(0, 50))
-def test_more_blocks_are_no_fewer_tokens(parts: list[tuple[str, int]], added: int) -> None:
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=300), st.integers(0, 400)), min_size=1, max_size=5
+    ),
+    st.integers(0, 50),
+)
+def test_more_blocks_are_no_fewer_tokens(
+    parts: list[tuple[str, int]], added: int
+) -> None:
     made = Prefix.of([Part(*part) for part in parts], added=added)
     if made is not None:
         counts = [made.tokens(n) for n in range(len(made.blocks) + 1)]
@@ -94,7 +111,12 @@ def test_more_blocks_are_no_fewer_tokens(parts: list[tuple[str, int]], added: in
 
 def test_the_memory_is_as_large_as_the_kv_cache_and_bounded() -> None:
     """Of an engine that does not tell its size, a usual one is assumed."""
-    for kv_tokens, most in ((0, UNKNOWN_BLOCKS), (10 * BLOCK_TOKENS, 10), (1 << 40, MOST_BLOCKS), (1, UNKNOWN_BLOCKS)):
+    for kv_tokens, most in (
+        (0, UNKNOWN_BLOCKS),
+        (10 * BLOCK_TOKENS, 10),
+        (1 << 40, MOST_BLOCKS),
+        (1, UNKNOWN_BLOCKS),
+    ):
         memory = PrefixMemory()
         for number in range(6):
             memory.note(prefix(blocks(most // 4 + 1, str(number))), kv_tokens)
@@ -112,13 +134,20 @@ def test_the_least_recently_used_and_of_a_prompt_the_end_is_forgotten_first() ->
     assert [memory.matching(each) for each in (one, two, three)] == [2, 0, 3]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=30), st.integers(1, 12))
-def test_a_block_is_never_kept_without_those_before_it(sent: list[tuple[int, int]], size: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=30),
+    st.integers(1, 12),
+)
+def test_a_block_is_never_kept_without_those_before_it(
+    sent: list[tuple[int, int]], size: int
+) -> None:
     """However prompts come, and however little is kept: the memory holds whole beginnings."""
     memory, kv_tokens = PrefixMemory(), size * BLOCK_TOKENS
     for name, length in sent:
         memory.note(prefix(blocks(length, "abcd"[name])), kv_tokens)
-    assert len(memory) == sum(memory.matching(prefix(blocks(5, name))) for name in "abcd")
+    assert len(memory) == sum(
+        memory.matching(prefix(blocks(5, name))) for name in "abcd"
+    )
     assert len(memory) <= size
 
 
@@ -135,8 +164,15 @@ def test_what_an_engine_has_evicted_is_forgotten_with_all_that_is_older() -> Non
     assert len(memory) == 0
 
 
-@given(st.lists(st.text("abc", min_size=1, max_size=3), min_size=2, max_size=6, unique=True), st.text(min_size=1))
-def test_a_session_moves_only_if_its_replica_goes(replicas: list[str], session: str) -> None:
+@given(
+    st.lists(
+        st.text("abc", min_size=1, max_size=3), min_size=2, max_size=6, unique=True
+    ),
+    st.text(min_size=1),
+)
+def test_a_session_moves_only_if_its_replica_goes(
+    replicas: list[str], session: str
+) -> None:
     """Its own replica is the same in any order, and when any other is gone."""
     made = prefix(blocks(1), session=session)
     home = replicas[made.home(replicas)]
@@ -149,6 +185,8 @@ def test_a_session_moves_only_if_its_replica_goes(replicas: list[str], session: 
 def test_sessions_are_spread_over_replicas() -> None:
     """Of many, each replica has some; without a session there is none."""
     names = ["fast-0", "fast-1", "fast-2"]
-    homes = [prefix(blocks(1), session=f"chat {number}").home(names) for number in range(60)]
+    homes = [
+        prefix(blocks(1), session=f"chat {number}").home(names) for number in range(60)
+    ]
     assert min(homes.count(n) for n in range(3)) >= 8
     assert prefix(blocks(1)).home(names) == -1

@@ -47,7 +47,9 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def options(tmp_path: Path) -> PrepareOptions:
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake.__file__)} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake.__file__)} "$@"\n'
+    )
     python.chmod(0o755)
     return PrepareOptions(str(model(tmp_path / "My Model")), tmp_path / "store", python)
 
@@ -63,12 +65,25 @@ def test_all_three_are_made_once(options: PrepareOptions, orders: Path) -> None:
     assert [c.tier for c in made] == [PRECISE, BALANCED, FAST]
     assert checkpoints == tuple(reversed(made)) == find(options) == finished(options)
     for command in ("fp8", "awq"):
-        assert (orders / f"{command}.argv").read_text().startswith(f"{made[0].path} "), "from the BF16 checkpoint"
+        assert (
+            (orders / f"{command}.argv").read_text().startswith(f"{made[0].path} ")
+        ), "from the BF16 checkpoint"
     fast = checkpoints[0].manifest
-    assert (fast.model, fast.group_size, fast.calibration_samples, fast.versions) == ("my-model", 64, 32, {"fake": "1"})
-    assert (fast.calibration_max_tokens, fast.calibration_tokens) == (options.calibration_tokens, 4096)
+    assert (fast.model, fast.group_size, fast.calibration_samples, fast.versions) == (
+        "my-model",
+        64,
+        32,
+        {"fake": "1"},
+    )
+    assert (fast.calibration_max_tokens, fast.calibration_tokens) == (
+        options.calibration_tokens,
+        4096,
+    )
     assert len({c.manifest.tokenizer_digest for c in checkpoints}) == 1
-    assert prepare(replace(options, quantizer_python=options.store / "none"), nothing) == checkpoints
+    assert (
+        prepare(replace(options, quantizer_python=options.store / "none"), nothing)
+        == checkpoints
+    )
     assert not list(options.store.glob("*/*.partial"))
 
 
@@ -77,12 +92,22 @@ def test_each_checkpoint_is_scored(options: PrepareOptions, orders: Path) -> Non
     for command, logprob in (("bf16", "-1"), ("fp8", "-1"), ("awq", "-1.5")):
         (orders / f"{command}.logprob").write_text(logprob)
     fast, balanced, precise = prepare(options, nothing)
-    references = [checkpoint.manifest.reference for checkpoint in (fast, balanced, precise)]
-    assert [r.texts[0].logprobs if r else None for r in references] == [(-1.5, -1.5), (-1.0, -1.0), (-1.0, -1.0)]
+    references = [
+        checkpoint.manifest.reference for checkpoint in (fast, balanced, precise)
+    ]
+    assert [r.texts[0].logprobs if r else None for r in references] == [
+        (-1.5, -1.5),
+        (-1.0, -1.0),
+        (-1.0, -1.0),
+    ]
     manifest = json.loads((precise.path / MANIFEST).read_text())
     del manifest["reference"]
     (precise.path / MANIFEST).write_text(json.dumps(manifest))
-    assert [checkpoint.tier for checkpoint in finished(options)] == [FAST, BALANCED, PRECISE]
+    assert [checkpoint.tier for checkpoint in finished(options)] == [
+        FAST,
+        BALANCED,
+        PRECISE,
+    ]
     assert [checkpoint.tier for checkpoint in servable(options)] == [FAST, BALANCED]
     assert find(options) is None
     made_before = (precise.path / "model.safetensors").lstat().st_mtime_ns
@@ -90,11 +115,16 @@ def test_each_checkpoint_is_scored(options: PrepareOptions, orders: Path) -> Non
     assert (precise.path / "model.safetensors").lstat().st_mtime_ns == made_before
 
 
-def test_a_quantized_checkpoint_that_says_something_else_is_refused(options: PrepareOptions, orders: Path) -> None:
+def test_a_quantized_checkpoint_that_says_something_else_is_refused(
+    options: PrepareOptions, orders: Path
+) -> None:
     """By more than quantization explains: nothing of it is left, and the others serve."""
     for command, logprob in (("bf16", "-1"), ("fp8", "-1"), ("awq", "-2.5")):
         (orders / f"{command}.logprob").write_text(logprob)
-    with pytest.raises(CheckpointError, match=r"1\.50 nats a token from the base model's, at most 1\.00 is allowed"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"1\.50 nats a token from the base model's, at most 1\.00 is allowed",
+    ):
         prepare(options, nothing)
     assert [checkpoint.tier for checkpoint in finished(options)] == [BALANCED, PRECISE]
 
@@ -122,13 +152,19 @@ def test_a_model_of_another_type_is_cast(options: PrepareOptions, key: str) -> N
 
 def test_a_quantized_model_is_refused(options: PrepareOptions) -> None:
     """Its loss would be counted as nobody's; nothing is left in the store."""
-    (options.store.parent / "My Model" / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    with pytest.raises(CheckpointError, match="is quantized already: give the unquantized base model"):
+    (options.store.parent / "My Model" / "config.json").write_text(
+        '{"quantization_config": {"quant_method": "gptq"}}'
+    )
+    with pytest.raises(
+        CheckpointError, match="is quantized already: give the unquantized base model"
+    ):
         prepare(options, nothing)
     assert finished(options) == ()
 
 
-def test_a_failure_has_the_end_of_the_log(options: PrepareOptions, orders: Path) -> None:
+def test_a_failure_has_the_end_of_the_log(
+    options: PrepareOptions, orders: Path
+) -> None:
     """What the quantizer said last, and where the rest is; what was made before stays."""
     (orders / "fp8").write_text("fail")
     with pytest.raises(CheckpointError, match=r"'fp8' failed with status 1") as caught:
@@ -139,7 +175,9 @@ def test_a_failure_has_the_end_of_the_log(options: PrepareOptions, orders: Path)
     assert find(options) is None
 
 
-def test_layers_are_told_as_they_are_done(options: PrepareOptions, orders: Path) -> None:
+def test_layers_are_told_as_they_are_done(
+    options: PrepareOptions, orders: Path
+) -> None:
     """With the parts that there are; a step without parts has none."""
     told: list[tuple[str, int, int]] = []
 
@@ -151,10 +189,14 @@ def test_layers_are_told_as_they_are_done(options: PrepareOptions, orders: Path)
     (orders / "awq").write_text("2")
     prepare(options, progress)
     assert told[0] == ("loading the base model", 0, 0)
-    assert [part for part in told if part[2]] == [("quantizing to AWQ int4, groups of 64", n, 31) for n in (1, 2)]
+    assert [part for part in told if part[2]] == [
+        ("quantizing to AWQ int4, groups of 64", n, 31) for n in (1, 2)
+    ]
 
 
-def test_a_fault_of_those_who_are_told_ends_the_quantizer(options: PrepareOptions, orders: Path) -> None:
+def test_a_fault_of_those_who_are_told_ends_the_quantizer(
+    options: PrepareOptions, orders: Path
+) -> None:
     (orders / "awq").write_text("1")
 
     def progress(_message: str, done: int, _total: int) -> None:
@@ -168,7 +210,9 @@ def test_a_fault_of_those_who_are_told_ends_the_quantizer(options: PrepareOption
     assert process.returncode == -15
 
 
-def test_stopping_ends_what_runs_and_what_starts_later(options: PrepareOptions, orders: Path) -> None:
+def test_stopping_ends_what_runs_and_what_starts_later(
+    options: PrepareOptions, orders: Path
+) -> None:
     """From another thread, at any time: prepare fails in its own."""
     (orders / "awq").write_text("1")
     waiting = threading.Event()
@@ -176,7 +220,9 @@ def test_stopping_ends_what_runs_and_what_starts_later(options: PrepareOptions, 
 
     def run() -> None:
         try:
-            prepare(options, lambda _message, done, _total: waiting.set() if done else None)
+            prepare(
+                options, lambda _message, done, _total: waiting.set() if done else None
+            )
         except CheckpointError as error:
             failures.append(error)
 
@@ -191,14 +237,19 @@ def test_stopping_ends_what_runs_and_what_starts_later(options: PrepareOptions, 
     assert [c.tier for c in finished(options)] == [BALANCED, PRECISE]
 
 
-def test_the_quantizer_yields_as_it_is_told(options: PrepareOptions, orders: Path) -> None:
+def test_the_quantizer_yields_as_it_is_told(
+    options: PrepareOptions, orders: Path
+) -> None:
     """Processes that start from now on, so that engines beside them keep their speed."""
     options.quantizer.niceness = 7
     prepare(options, nothing)
-    assert (orders / "awq.pid").read_text().split()[1] == str(min(os.nice(0) + 7, 19))  # beside its own
+    # beside its own
+    assert (orders / "awq.pid").read_text().split()[1] == str(min(os.nice(0) + 7, 19))
 
 
-def test_code_in_the_calibration_asks_for_small_groups(options: PrepareOptions, orders: Path, tmp_path: Path) -> None:
+def test_code_in_the_calibration_asks_for_small_groups(
+    options: PrepareOptions, orders: Path, tmp_path: Path
+) -> None:
     """Unless a group size is given; more than half of the prompts must have code."""
 
     def awq(text: str, **more: Any) -> str:
@@ -218,7 +269,10 @@ def test_a_model_of_the_hub_is_fetched_once(options: PrepareOptions) -> None:
     """Into the store, under its id; a folder that is there is not fetched again."""
     hub = replace(options, model="owner/Model-1.5")
     target = options.store / "hub" / "owner--Model-1.5"
-    with pytest.raises(CheckpointError, match=r"model.name: owner/Model-1.5 cannot be fetched .*check the id"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.name: owner/Model-1.5 cannot be fetched .*check the id",
+    ):
         locate(hub, nothing)
     assert not target.exists()
     model(target)
@@ -231,4 +285,8 @@ def test_the_default_model_is_known_by_its_file(options: PrepareOptions) -> None
     gguf.parent.mkdir(parents=True)
     gguf.touch()
     base = locate(replace(options, model=DEFAULT_MODEL), nothing)
-    assert (base.name, base.digest, base.source) == (DEFAULT_MODEL, DEFAULT_GGUF_SHA256, gguf)
+    assert (base.name, base.digest, base.source) == (
+        DEFAULT_MODEL,
+        DEFAULT_GGUF_SHA256,
+        gguf,
+    )

@@ -37,16 +37,27 @@ def test_each_tier_tells_what_it_waits_for(clock: Clock) -> None:
     preparations = Preparations(clock)
     preparations.expect([PRECISE, FAST], None)
     told = [preparations.of(tier) for tier in (PRECISE, FAST, BALANCED)]
-    assert told == [Preparing("making its checkpoint"), Preparing("waits for the checkpoint of precise"), None]
+    assert told == [
+        Preparing("making its checkpoint"),
+        Preparing("waits for the checkpoint of precise"),
+        None,
+    ]
     preparations.made(PRECISE)
     assert preparations.of(PRECISE) == Preparing("waits for the other checkpoints")
     preparations.starting(PRECISE)
-    assert preparations.of(PRECISE) == Preparing("its engine starts", remaining_s=ENGINE_START_S)
+    assert preparations.of(PRECISE) == Preparing(
+        "its engine starts", remaining_s=ENGINE_START_S
+    )
     preparations.starting(BALANCED, None)
     starts = Preparing("its engine starts")
-    assert (preparations.coming, preparations.of(BALANCED)) == ((PRECISE, BALANCED, FAST), starts)
+    assert (preparations.coming, preparations.of(BALANCED)) == (
+        (PRECISE, BALANCED, FAST),
+        starts,
+    )
     clock.now = ENGINE_START_S + 1
-    assert preparations.of(PRECISE) == starts, "longer than typical: the rest is not known"
+    assert preparations.of(PRECISE) == starts, (
+        "longer than typical: the rest is not known"
+    )
 
 
 def test_parts_are_counted_while_their_step_lasts(clock: Clock) -> None:
@@ -56,14 +67,22 @@ def test_parts_are_counted_while_their_step_lasts(clock: Clock) -> None:
     preparations.step("loading", 0, 0)
     assert preparations.of(FAST) == Preparing("loading")
     preparations.step("layers", 3, 31)
-    assert preparations.of(FAST) == Preparing("layers", 3, 31), "one part tells no pace yet"
+    assert preparations.of(FAST) == Preparing("layers", 3, 31), (
+        "one part tells no pace yet"
+    )
     clock.now = 10.0
     preparations.step("layers", 4, 31)
-    assert preparations.of(FAST) == Preparing("layers", 4, 31, 27 * 10 + WRITING_S + ENGINE_START_S)
+    assert preparations.of(FAST) == Preparing(
+        "layers", 4, 31, 27 * 10 + WRITING_S + ENGINE_START_S
+    )
     preparations.step("layers again", 1, 4)
-    assert preparations.of(FAST) == Preparing("layers again", 1, 4), "another step begins its own pace"
+    assert preparations.of(FAST) == Preparing("layers again", 1, 4), (
+        "another step begins its own pace"
+    )
     preparations.step("writing", 0, 0)
-    assert preparations.of(FAST) == Preparing("writing", remaining_s=WRITING_S + ENGINE_START_S)
+    assert preparations.of(FAST) == Preparing(
+        "writing", remaining_s=WRITING_S + ENGINE_START_S
+    )
 
 
 def test_a_part_that_takes_long_is_not_counted_twice(clock: Clock) -> None:
@@ -98,7 +117,9 @@ def test_a_failure_is_told_of_all_tiers_without_an_engine(clock: Clock) -> None:
     preparations.starting(PRECISE)
     preparations.made(BALANCED)
     assert preparations.fail("disk full") == (BALANCED, FAST)
-    assert preparations.of(FAST) == Preparing("its checkpoint could not be made", failed="disk full")
+    assert preparations.of(FAST) == Preparing(
+        "its checkpoint could not be made", failed="disk full"
+    )
     assert (preparations.making, preparations.coming) == (False, (PRECISE,))
     assert preparations.fail("again") == ()
 

@@ -60,8 +60,13 @@ def test_what_cannot_be_opened_is_an_os_error(tmp_path: Path) -> None:
         make_private_folder(tmp_path / "file")
 
 
-@pytest.mark.parametrize(("text", "cut_off"), [("", False), ("whole\n", False), ("whole\ncut", True), ("\n", False)])
-def test_a_file_that_ends_within_a_line_is_known(tmp_path: Path, text: str, *, cut_off: bool) -> None:
+@pytest.mark.parametrize(
+    ("text", "cut_off"),
+    [("", False), ("whole\n", False), ("whole\ncut", True), ("\n", False)],
+)
+def test_a_file_that_ends_within_a_line_is_known(
+    tmp_path: Path, text: str, *, cut_off: bool
+) -> None:
     """Also where it is open for writing alone."""
     path = tmp_path / "log"
     path.write_text(text)
@@ -71,6 +76,10 @@ def test_a_file_that_ends_within_a_line_is_known(tmp_path: Path, text: str, *, c
 
 def test_devices_and_pipes_do_not_end_within_a_line() -> None:
     reading, writing = os.pipe()
-    with Path("/dev/full").open("w") as device, os.fdopen(reading), os.fdopen(writing, "w") as pipe:
+    with (
+        Path("/dev/full").open("w") as device,
+        os.fdopen(reading),
+        os.fdopen(writing, "w") as pipe,
+    ):
         assert not ends_within_line(device.fileno())
         assert not ends_within_line(pipe.fileno())

@@ -20,10 +20,18 @@ MODELS, TOKENIZE, METRICS = "/v1/models", "/tokenize", "/metrics"
 DEEP = "[" * 100_000
 GAUGES = "vllm:num_requests_running {}\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc {}\n"
 ODD = [
-    (MODELS, '{"object": "list", "data": []}', "data: Tuple should have at least 1 item"),
+    (
+        MODELS,
+        '{"object": "list", "data": []}',
+        "data: Tuple should have at least 1 item",
+    ),
     (MODELS, '{"error": {"message": "loading"}}', "answers with an error: loading"),
     (MODELS, '{"data": [{"id": "m"}]}', "max_model_len: Field required"),
-    (MODELS, '{"data": [{"id": "m", "max_model_len": NaN}]}', "max_model_len: Input should be a finite number"),
+    (
+        MODELS,
+        '{"data": [{"id": "m", "max_model_len": NaN}]}',
+        "max_model_len: Input should be a finite number",
+    ),
     (MODELS, '{"data": {"id": "m"}}', "data: Input should be a valid tuple"),
     (MODELS, "[]", "the answer: Input should be a valid dictionary"),
     (MODELS, "<html>", "does not answer JSON"),
@@ -32,21 +40,49 @@ ODD = [
     (TOKENIZE, '{"tokens": null}', "tokens: Input should be a valid tuple"),
     (TOKENIZE, '{"tokens": [1, "x"]}', "tokens.1: Input should be a valid integer"),
     (CHAT, 'data: {"choi\n\n', "does not answer JSON"),
-    (CHAT, "data: []\n\ndata: [DONE]\n\n", "the answer: Input should be a valid dictionary"),
-    (CHAT, 'data: {"choices": [{"delta": "x"}]}\n\ndata: [DONE]\n\n', "choices.0.delta: Input should be"),
-    (CHAT, 'data: {"choices": null}\n\ndata: [DONE]\n\n', "choices: Input should be a valid tuple"),
-    (CHAT, 'data: {"usage": {"completion_tokens": -1}}\n\ndata: [DONE]\n\n', "usage.prompt_tokens: Field required"),
-    (CHAT, 'data: {"error": {"message": "engine died"}}\n\n', "answers with an error: engine died"),
+    (
+        CHAT,
+        "data: []\n\ndata: [DONE]\n\n",
+        "the answer: Input should be a valid dictionary",
+    ),
+    (
+        CHAT,
+        'data: {"choices": [{"delta": "x"}]}\n\ndata: [DONE]\n\n',
+        "choices.0.delta: Input should be",
+    ),
+    (
+        CHAT,
+        'data: {"choices": null}\n\ndata: [DONE]\n\n',
+        "choices: Input should be a valid tuple",
+    ),
+    (
+        CHAT,
+        'data: {"usage": {"completion_tokens": -1}}\n\ndata: [DONE]\n\n',
+        "usage.prompt_tokens: Field required",
+    ),
+    (
+        CHAT,
+        'data: {"error": {"message": "engine died"}}\n\n',
+        "answers with an error: engine died",
+    ),
     (CHAT, 'data: {"choices": []}\n\n', "the stream ends without [DONE]"),
     (CHAT, "", "the stream ends without [DONE]"),
-    (COMPLETIONS, '{"choices": [{"index": 0, "text": "x"}]}', "gives no log-probabilities with token ids"),
+    (
+        COMPLETIONS,
+        '{"choices": [{"index": 0, "text": "x"}]}',
+        "gives no log-probabilities with token ids",
+    ),
     (COMPLETIONS, '{"choices": []}', "gives 0 answers to one prompt"),
     (METRICS, "", "has no vLLM gauges"),
     (METRICS, GAUGES.format("NaN", 0), "vllm:num_requests_running is NaN"),
     (METRICS, GAUGES.format(0, "+Inf"), "vllm:kv_cache_usage_perc is +Inf"),
     (METRICS, GAUGES.format(-1, 0), "vllm:num_requests_running is -1"),
     (METRICS, GAUGES.format("many", 0), "vllm:num_requests_running is many"),
-    (METRICS, GAUGES.format(0, 0) + "vllm:prompt_tokens_total NaN\n", "vllm:prompt_tokens_total is NaN"),
+    (
+        METRICS,
+        GAUGES.format(0, 0) + "vllm:prompt_tokens_total NaN\n",
+        "vllm:prompt_tokens_total is NaN",
+    ),
 ]
 ASKED: dict[str, Callable[[EngineProbe], Awaitable[Any]]] = {
     MODELS: lambda probe: probe.model(),
@@ -57,10 +93,15 @@ ASKED: dict[str, Callable[[EngineProbe], Awaitable[Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("path", "content", "said"), ODD, ids=[f"{path} {said}" for path, _, said in ODD])
+@pytest.mark.parametrize(
+    ("path", "content", "said"), ODD, ids=[f"{path} {said}" for path, _, said in ODD]
+)
 async def test_what_is_no_answer_of_vllms(path: str, content: str, said: str) -> None:
     """Every malformed answer of status 200 is a ProbeError with the address and what is wrong, on every path."""
-    async with serving(FakeEngine(Behaviour(instead={path: content})).app) as url, httpx.AsyncClient() as client:
+    async with (
+        serving(FakeEngine(Behaviour(instead={path: content})).app) as url,
+        httpx.AsyncClient() as client,
+    ):
         with pytest.raises(ProbeError) as caught:
             await ASKED[path](EngineProbe(client, url, ""))
     assert str(caught.value).startswith(url + path)
@@ -73,10 +114,17 @@ async def test_what_vllm_answers_is_read() -> None:
         assert await probe.model() == ("fake", 8192, "fake", ())
         assert await probe.text_tokens("m", "a bb") == [1, 2]
         answer = await ASKED[CHAT](probe)
-        assert (answer.text, answer.completion_tokens) == ("The capital of France is Paris.", 7)
+        assert (answer.text, answer.completion_tokens) == (
+            "The capital of France is Paris.",
+            7,
+        )
         assert await ASKED[COMPLETIONS](probe) == ((0, 1), (-0.1, -0.1))
         gauges, counters = await probe.readings()
-        assert (gauges.running, gauges.kv_cache_usage, counters.output_tokens) == (0, 0.25, 7)
+        assert (gauges.running, gauges.kv_cache_usage, counters.output_tokens) == (
+            0,
+            0.25,
+            7,
+        )
 
 
 async def test_a_refusal_is_told_from_other_errors() -> None:
@@ -142,14 +190,18 @@ def test_counters_are_added_and_subtracted_field_by_field() -> None:
 
 
 async def readings(page: str) -> tuple[Gauges, Counters]:
-    async with serving(FakeEngine(Behaviour(instead={METRICS: page})).app) as url, httpx.AsyncClient() as client:
+    async with (
+        serving(FakeEngine(Behaviour(instead={METRICS: page})).app) as url,
+        httpx.AsyncClient() as client,
+    ):
         return await EngineProbe(client, url, "").readings()
 
 
 async def test_counters_are_summed_over_their_labels() -> None:
     """One line for each engine of a data-parallel server; those of other metrics are not taken for them."""
     page = GAUGES.format(0, 0) + "".join(
-        f'vllm:prompt_tokens_total{{engine="{n}",model_name="m"}} {100 * n}\n' for n in (1, 2)
+        f'vllm:prompt_tokens_total{{engine="{n}",model_name="m"}} {100 * n}\n'
+        for n in (1, 2)
     )
     page += "vllm:prompt_tokens_total_created 7\nvllm:prefix_cache_hits_total 1.5e1\n# vllm:prefix_cache_hits_total 9\n"
     _, counters = await readings(page)
@@ -162,9 +214,7 @@ async def test_drafts_are_counted() -> None:
         GAUGES.format(0, 0)
         + "vllm:spec_decode_num_draft_tokens_total 36\nvllm:spec_decode_num_accepted_tokens_total 27\n"
     )
-    page += (
-        'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 12\nvllm:spec_decode_num_drafts_total 12\n'
-    )
+    page += 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 12\nvllm:spec_decode_num_drafts_total 12\n'
     gauges, _ = await readings(page)
     assert (gauges.drafted, gauges.accepted, gauges.acceptance) == (36, 27, 0.75)
     gauges, _ = await readings(GAUGES.format(0, 0))
@@ -183,12 +233,24 @@ async def test_older_engines_name_the_cache_gauge_otherwise() -> None:
 
 async def test_the_tokens_of_a_prompt_are_scored() -> None:
     """Each but the first, in their order."""
-    async with serving(FakeEngine(Behaviour(first_id=1)).app) as url, httpx.AsyncClient() as client:
-        assert await EngineProbe(client, url, "").prompt_logprobs("m", (7, 8, 9), 10) == (-0.2, -0.2)
+    async with (
+        serving(FakeEngine(Behaviour(first_id=1)).app) as url,
+        httpx.AsyncClient() as client,
+    ):
+        assert await EngineProbe(client, url, "").prompt_logprobs(
+            "m", (7, 8, 9), 10
+        ) == (-0.2, -0.2)
 
 
 @pytest.mark.parametrize(
-    "places", ["null", "[null]", '[null, {"9": {"logprob": -1}}]', '[null, {"8": {}}]', "[null, null, null]"]
+    "places",
+    [
+        "null",
+        "[null]",
+        '[null, {"9": {"logprob": -1}}]',
+        '[null, {"8": {}}]',
+        "[null, null, null]",
+    ],
 )
 async def test_scores_of_other_tokens_are_an_error(places: str) -> None:
     answer = f'{{"choices": [{{"index": 0, "text": "", "prompt_logprobs": {places}}}]}}'
@@ -199,7 +261,10 @@ async def test_scores_of_other_tokens_are_an_error(places: str) -> None:
 
 
 async def test_a_generation_of_one_token_has_no_time_between_tokens() -> None:
-    async with serving(FakeEngine(Behaviour(answer=("x",))).app) as url, httpx.AsyncClient() as client:
+    async with (
+        serving(FakeEngine(Behaviour(answer=("x",))).app) as url,
+        httpx.AsyncClient() as client,
+    ):
         answer = await ASKED[CHAT](EngineProbe(client, url, ""))
         assert (answer.text, answer.completion_tokens, answer.tpot_ms) == ("x", 1, None)
         assert answer.ttft_ms > 0
@@ -222,9 +287,16 @@ async def test_a_stream_cut_at_any_byte_is_read_the_same() -> None:
 
 async def test_a_generation_has_its_time() -> None:
     """Longer than that, the engine is not waited for; the rest of the stream is not read."""
-    async with serving(FakeEngine(Behaviour(stall_after=2)).app) as url, httpx.AsyncClient() as client:
-        with pytest.raises(ProbeError, match=r"/v1/chat/completions: no complete answer within 0\.1 s"):
-            await EngineProbe(client, url, "").generate(CHAT, {"model": "m", "messages": []}, 0.1)
+    async with (
+        serving(FakeEngine(Behaviour(stall_after=2)).app) as url,
+        httpx.AsyncClient() as client,
+    ):
+        with pytest.raises(
+            ProbeError, match=r"/v1/chat/completions: no complete answer within 0\.1 s"
+        ):
+            await EngineProbe(client, url, "").generate(
+                CHAT, {"model": "m", "messages": []}, 0.1
+            )
 
 
 async def test_the_key_is_sent_wherever_there_is_one() -> None:
@@ -232,4 +304,7 @@ async def test_the_key_is_sent_wherever_there_is_one() -> None:
     async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient() as client:
         await ASKED[CHAT](EngineProbe(client, url, "secret"))
         await ASKED[CHAT](EngineProbe(client, url, ""))
-    assert [headers.get("authorization") for headers in behaviour.headers] == ["Bearer secret", None]
+    assert [headers.get("authorization") for headers in behaviour.headers] == [
+        "Bearer secret",
+        None,
+    ]

@@ -35,14 +35,24 @@ def test_events_are_lines_of_json(events: Any) -> None:
     ]
 
 
-def test_progress_bars_become_finished_layers(events: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bars_become_finished_layers(
+    events: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The third of 31 is being calibrated: two are done. Each is told once, and the bars are still shown."""
     with _Layers(events.reporter, "quantizing"):
-        for text in ("(1/31): Calibrating", "(1/31): Propagating", "something else", "(3/31): Calibrating"):
+        for text in (
+            "(1/31): Calibrating",
+            "(1/31): Propagating",
+            "something else",
+            "(3/31): Calibrating",
+        ):
             sys.stderr.write(text)
         assert sys.stderr.isatty() is False
     sys.stderr.write("(9/31): not told any more")
-    assert [(e["message"], e["done"], e["total"]) for e in events()] == [("quantizing", 0, 31), ("quantizing", 2, 31)]
+    assert [(e["message"], e["done"], e["total"]) for e in events()] == [
+        ("quantizing", 0, 31),
+        ("quantizing", 2, 31),
+    ]
     assert capsys.readouterr().err.startswith("(1/31): Calibrating(1/31): Propagating")
 
 
@@ -56,7 +66,12 @@ def test_layers_with_kept_scales_are_told_apart(events: Any) -> None:
         layers.searching()
         sys.stderr.write("(3/3): Calibrating")
     over = "going over the layers that are quantized already"
-    assert [(e["message"], e["done"]) for e in events()] == [(over, 0), (over, 1), ("quantizing", 1), ("quantizing", 2)]
+    assert [(e["message"], e["done"]) for e in events()] == [
+        (over, 0),
+        (over, 1),
+        ("quantizing", 1),
+        ("quantizing", 2),
+    ]
 
 
 def test_an_error_gives_standard_error_back(events: Any) -> None:

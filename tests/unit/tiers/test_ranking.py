@@ -30,7 +30,9 @@ def spec(name: TierName, precision: str = UNKNOWN, replicas: int = 1) -> TierSpe
         (UNKNOWN, None),
     ],
 )
-def test_the_bits_of_a_weight_are_read_from_the_precision(precision: str, bits: int | None) -> None:
+def test_the_bits_of_a_weight_are_read_from_the_precision(
+    precision: str, bits: int | None
+) -> None:
     """Of several formats, the fewest: a tier is as good as its worst layer."""
     assert bits_of(precision) == bits
 
@@ -46,12 +48,24 @@ def test_tiers_are_ordered_by_bits() -> None:
         spec(NVFP4, "nvfp4"),
         spec(FAST),
     ]
-    assert [s.name for s in rising(specs, {})] == [FAST, NVFP4, BALANCED, INT8, mine, PRECISE]
+    assert [s.name for s in rising(specs, {})] == [
+        FAST,
+        NVFP4,
+        BALANCED,
+        INT8,
+        mine,
+        PRECISE,
+    ]
 
 
 def test_measured_loss_goes_before_bits() -> None:
     """But only if all are measured: a loss and a number of bits cannot be compared. Tiers without engines do not count."""
-    specs = [spec(FAST, replicas=0), spec(BALANCED, "fp8"), spec(INT8, "int8"), spec(PRECISE)]
+    specs = [
+        spec(FAST, replicas=0),
+        spec(BALANCED, "fp8"),
+        spec(INT8, "int8"),
+        spec(PRECISE),
+    ]
     some, every = {INT8: 0.05}, {INT8: 0.05, BALANCED: 0.02}
     assert [s.name for s in rising(specs, some)] == [FAST, BALANCED, INT8, PRECISE]
     assert [s.name for s in rising(specs, every)] == [FAST, INT8, BALANCED, PRECISE]
@@ -67,4 +81,9 @@ def test_a_fleet_is_put_in_order_again_when_more_is_known() -> None:
     assert [fleet.rank(tier) for tier in (INT8, PRECISE)] == [0, 3]
     fleet.rank_by_loss({FAST: 0.3, INT8: 0.2, BALANCED: 0.1})
     assert [s.name for s in fleet.specs] == [FAST, INT8, BALANCED, PRECISE]
-    assert [tier.spec.name for tier in fleet.snapshot().tiers] == [FAST, INT8, BALANCED, PRECISE]
+    assert [tier.spec.name for tier in fleet.snapshot().tiers] == [
+        FAST,
+        INT8,
+        BALANCED,
+        PRECISE,
+    ]

@@ -15,7 +15,9 @@ from tiers.checkpoints.reference import (
 )
 
 
-def scored(name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> ScoredText:
+def scored(
+    name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...]
+) -> ScoredText:
     return ScoredText(name=name, token_ids=token_ids, logprobs=logprobs)
 
 
@@ -49,7 +51,9 @@ def test_without_a_common_token_there_is_no_gap() -> None:
 
 
 def test_a_text_has_a_score_for_each_token_but_the_first() -> None:
-    with pytest.raises(ValueError, match="a log-probability for each token but the first"):
+    with pytest.raises(
+        ValueError, match="a log-probability for each token but the first"
+    ):
         scored("a", (1, 2, 3), (-1.0,))
 
 
@@ -65,7 +69,9 @@ def test_a_text_has_a_score_for_each_token_but_the_first() -> None:
         ("unknown", 0.25, 1.00),
     ],
 )
-def test_the_allowed_gap_is_by_precision(precision: str, allowed: float, loss: float) -> None:
+def test_the_allowed_gap_is_by_precision(
+    precision: str, allowed: float, loss: float
+) -> None:
     """Rounded activations differ more between kernels; fewer bits differ more from the base."""
     assert (allowed_gap(precision), allowed_loss_gap(precision)) == (allowed, loss)
 

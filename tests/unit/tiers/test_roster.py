@@ -38,12 +38,23 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def watched(
-    tmp_path: Path, settings: tuple[str, ...] = (), discovery: DiscoveryOptions | None = None, **options: Any
+    tmp_path: Path,
+    settings: tuple[str, ...] = (),
+    discovery: DiscoveryOptions | None = None,
+    **options: Any,
 ) -> AsyncIterator[Supervisor]:
     """Watch two tiers, whose engines all run elsewhere; the settings name some of the fast one's."""
-    specs = TierSpec(FAST, 2048, 16, 32, urls=settings, replicas=0), TierSpec(PRECISE, 8192, 16, 32, replicas=0)
+    specs = (
+        TierSpec(FAST, 2048, 16, 32, urls=settings, replicas=0),
+        TierSpec(PRECISE, 8192, 16, 32, replicas=0),
+    )
     fleet = Fleet(specs)
-    supervisor = Supervisor(fleet, SupervisorOptions(tmp_path, discovery=discovery or DiscoveryOptions(), **options))
+    supervisor = Supervisor(
+        fleet,
+        SupervisorOptions(
+            tmp_path, discovery=discovery or DiscoveryOptions(), **options
+        ),
+    )
     supervisor.start([], specs)
     try:
         yield supervisor
@@ -52,14 +63,20 @@ async def watched(
 
 
 def ids(supervisor: Supervisor, state: ReplicaStatus | None = READY) -> list[str]:
-    return [replica.id for replica in supervisor.fleet.replicas if state in {None, replica.state.status}]
+    return [
+        replica.id
+        for replica in supervisor.fleet.replicas
+        if state in {None, replica.state.status}
+    ]
 
 
 def add(supervisor: Supervisor, url: str, tier: TierName = FAST) -> Replica:
     return supervisor.operations.roster.add(tier, url)
 
 
-async def removed(supervisor: Supervisor, replica: str, *, now: bool = False) -> Operation:
+async def removed(
+    supervisor: Supervisor, replica: str, *, now: bool = False
+) -> Operation:
     """Remove a replica, and wait until it is."""
     operation = supervisor.operations.begin("remove", replica, now=now)
     await until(lambda: operation.state != "running")
@@ -78,54 +95,94 @@ def test_what_several_sources_name_is_one_engine() -> None:
         (FAST, "http://10.0.0.5:8000", "settings, dns"),
         (PRECISE, "http://10.0.0.7:8000", "file"),
     ]
-    same = [("http://localhost:80/", "http://127.0.0.1"), ("https://A.example", "https://a.example:443/")]
-    assert [{normalised(url) for url in urls} == {normalised(urls[0])} for urls in same] == [True, True]
+    same = [
+        ("http://localhost:80/", "http://127.0.0.1"),
+        ("https://A.example", "https://a.example:443/"),
+    ]
+    assert [
+        {normalised(url) for url in urls} == {normalised(urls[0])} for urls in same
+    ] == [True, True]
     assert (
-        len({normalised(f"http://{host}:8000") for host in ("127.0.0.1", "127.0.0.2", "[::1]", "h", "[fd00::1]")}) == 5
+        len(
+            {
+                normalised(f"http://{host}:8000")
+                for host in ("127.0.0.1", "127.0.0.2", "[::1]", "h", "[fd00::1]")
+            }
+        )
+        == 5
     )
 
 
-async def test_an_added_engine_is_warmed_and_compared_before_it_serves(tmp_path: Path) -> None:
+async def test_an_added_engine_is_warmed_and_compared_before_it_serves(
+    tmp_path: Path,
+) -> None:
     """As one of the settings: its scores are recorded, and it is no tier's before it is ready."""
-    canary, behaviour = Canary(tmp_path / "canary.json"), Behaviour(alive=False, root="made/fast")
-    async with serving_all(FakeEngine(behaviour).app) as (url,), watched(tmp_path, canary=canary) as supervisor:
+    canary, behaviour = (
+        Canary(tmp_path / "canary.json"),
+        Behaviour(alive=False, root="made/fast"),
+    )
+    async with (
+        serving_all(FakeEngine(behaviour).app) as (url,),
+        watched(tmp_path, canary=canary) as supervisor,
+    ):
         fleet = supervisor.fleet
         assert fleet.snapshot().tier(FAST).status is ReplicaStatus.ABSENT
         replica = add(supervisor, f"{url}/")
-        assert (replica.url, replica.source, fleet.spec(FAST).absent) == (url, "command", False)
+        assert (replica.url, replica.source, fleet.spec(FAST).absent) == (
+            url,
+            "command",
+            False,
+        )
         await until(lambda: replica.state.status is ReplicaStatus.UNREACHABLE)
         assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
         behaviour.alive = True
         await until(lambda: replica.state.status is READY)
         assert [record.identity for record in read_canary(canary.path).records] == [url]
         assert fleet.spec(FAST).precision == "awq-int4"
-        with pytest.raises(NotPossibleError, match="is in tier fast already, named by command"):
+        with pytest.raises(
+            NotPossibleError, match="is in tier fast already, named by command"
+        ):
             add(supervisor, url, PRECISE)
 
 
 async def test_a_removed_engine_drains_and_is_forgotten(tmp_path: Path) -> None:
     """It gets no more requests, its open one goes on; then neither replica, engine nor recorded scores are left."""
     canary = Canary(tmp_path / "canary.json")
-    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,), canary=canary) as supervisor:
+    async with (
+        serving_all(FakeEngine().app) as (url,),
+        watched(tmp_path, (url,), canary=canary) as supervisor,
+    ):
         fleet = supervisor.fleet
         await until(lambda: ids(supervisor) == ["fast-0"])
         lease = fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
         operation = supervisor.operations.begin("remove", "fast-0")
-        await until(lambda: fleet.replicas[0].state.status is DRAINING and "1 open requests" in operation.detail)
+        await until(
+            lambda: (
+                fleet.replicas[0].state.status is DRAINING
+                and "1 open requests" in operation.detail
+            )
+        )
         assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
         with pytest.raises(NotPossibleError, match="fast-0 is busy: remove"):
             supervisor.operations.begin("resume", "fast-0")
         lease.release()
         await until(lambda: operation.state == "done")
-        assert (operation.detail, fleet.replicas, supervisor.engines) == ("removed", [], ())
+        assert (operation.detail, fleet.replicas, supervisor.engines) == (
+            "removed",
+            [],
+            (),
+        )
         assert read_canary(canary.path).records == ()
         assert fleet.snapshot().tier(FAST).status is ReplicaStatus.STOPPED
 
 
 async def test_a_removal_at_once_waits_for_nobody(tmp_path: Path) -> None:
     """Also after one that waits; the open request ends as it may, and its counters with it."""
-    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,)) as supervisor:
+    async with (
+        serving_all(FakeEngine().app) as (url,),
+        watched(tmp_path, (url,)) as supervisor,
+    ):
         await until(lambda: ids(supervisor) == ["fast-0"])
         lease = supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
@@ -138,9 +195,14 @@ async def test_a_removal_at_once_waits_for_nobody(tmp_path: Path) -> None:
         assert lease.replica.state.in_flight == 0
 
 
-async def test_an_engine_that_is_added_again_while_it_drains_stays(tmp_path: Path) -> None:
+async def test_an_engine_that_is_added_again_while_it_drains_stays(
+    tmp_path: Path,
+) -> None:
     """Its removal is broken off, and it gets requests again, under the same name."""
-    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,)) as supervisor:
+    async with (
+        serving_all(FakeEngine().app) as (url,),
+        watched(tmp_path, (url,)) as supervisor,
+    ):
         await until(lambda: ids(supervisor) == ["fast-0"])
         lease = supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
@@ -149,7 +211,11 @@ async def test_an_engine_that_is_added_again_while_it_drains_stays(tmp_path: Pat
         with pytest.raises(NotPossibleError, match="still being removed as fast-0"):
             add(supervisor, url, PRECISE)
         assert add(supervisor, url) is supervisor.fleet.replicas[0]
-        assert (operation.state, ids(supervisor), lease.replica.source) == ("failed", ["fast-0"], "command")
+        assert (operation.state, ids(supervisor), lease.replica.source) == (
+            "failed",
+            ["fast-0"],
+            "command",
+        )
         lease.release()
         assert (await removed(supervisor, "fast-0")).state == "done"
 
@@ -169,7 +235,9 @@ async def test_what_was_removed_can_be_added_anew(tmp_path: Path) -> None:
         await until(lambda: ids(supervisor) == ["fast-0", "fast-2"])
 
 
-async def test_an_engine_that_changes_its_tier_leaves_the_old_one_first(tmp_path: Path) -> None:
+async def test_an_engine_that_changes_its_tier_leaves_the_old_one_first(
+    tmp_path: Path,
+) -> None:
     """It is never in two tiers: its load would be counted twice."""
     async with serving_all(FakeEngine().app) as (url,), watched(tmp_path) as supervisor:
         roster = supervisor.operations.roster
@@ -186,7 +254,10 @@ async def test_an_engine_that_changes_its_tier_leaves_the_old_one_first(tmp_path
 
 async def test_a_drain_gives_way_to_a_removal(tmp_path: Path) -> None:
     """An operator's drain waits for requests as well: the removal takes its place."""
-    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,)) as supervisor:
+    async with (
+        serving_all(FakeEngine().app) as (url,),
+        watched(tmp_path, (url,)) as supervisor,
+    ):
         await until(lambda: ids(supervisor) == ["fast-0"])
         lease = supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
@@ -198,17 +269,26 @@ async def test_a_drain_gives_way_to_a_removal(tmp_path: Path) -> None:
         await until(lambda: operation.state == "done")
 
 
-async def test_an_engine_that_never_ends_its_requests_is_removed_after_drain_s(tmp_path: Path) -> None:
+async def test_an_engine_that_never_ends_its_requests_is_removed_after_drain_s(
+    tmp_path: Path,
+) -> None:
     """The time is that of every drain; the request is left to the engine."""
     options = OperationOptions(drain_s=0.1)
-    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,), operations=options) as supervisor:
+    async with (
+        serving_all(FakeEngine().app) as (url,),
+        watched(tmp_path, (url,), operations=options) as supervisor,
+    ):
         await until(lambda: ids(supervisor) == ["fast-0"])
-        with supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) or pytest.fail("no slot"):
+        with supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) or pytest.fail(
+            "no slot"
+        ):
             operation = await removed(supervisor, "fast-0")
         assert operation.detail == "removed; the engine has 1 open requests to finish"
 
 
-async def test_engines_come_and_go_many_times_and_nothing_is_left(tmp_path: Path) -> None:
+async def test_engines_come_and_go_many_times_and_nothing_is_left(
+    tmp_path: Path,
+) -> None:
     """After fifty replicas, no task, engine, record or count of a former one remains."""
     async with serving_all(FakeEngine().app) as (url,), watched(tmp_path) as supervisor:
         tasks: Callable[[], int] = lambda: len(asyncio.all_tasks())  # noqa: E731

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from tiers.spec import SHOWN_DIGITS, STANDARD_TIERS, UNKNOWN, EngineLaunch, Placement, TierName, TierSpec, in_order
+from tiers.spec import (
+    SHOWN_DIGITS,
+    STANDARD_TIERS,
+    UNKNOWN,
+    EngineLaunch,
+    Placement,
+    TierName,
+    TierSpec,
+    in_order,
+)
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 
@@ -24,7 +33,9 @@ def test_equal_names_are_one_object() -> None:
     assert name == "int8"
 
 
-@pytest.mark.parametrize("name", ["", "auto", "qarr", "Fast", "8bit", "a.b", "a b", "x" * 33, "fast\n"])
+@pytest.mark.parametrize(
+    "name", ["", "auto", "qarr", "Fast", "8bit", "a.b", "a b", "x" * 33, "fast\n"]
+)
 def test_what_no_tier_can_be_called_is_refused(name: str) -> None:
     """``auto`` and ``qarr`` are models that stand for any tier; a name must be a part of metrics and variables."""
     with pytest.raises(ValueError, match="1 to 32 lower-case letters"):
@@ -46,23 +57,33 @@ def test_a_tiers_name_tells_nothing_of_its_precision(tier: TierName) -> None:
     ("fields", "identity"),
     [
         ({"digest": "abc", "urls": ("http://a",), "checkpoint": Path("/m")}, "abc"),
-        ({"urls": ("http://a", "http://b"), "checkpoint": Path("/m")}, "http://a http://b /m"),
+        (
+            {"urls": ("http://a", "http://b"), "checkpoint": Path("/m")},
+            "http://a http://b /m",
+        ),
         ({"checkpoint": Path("/m")}, "/m"),
         ({}, None),
     ],
     ids=["digest", "addresses", "folder", "unknown"],
 )
-def test_weights_are_identified_by_digest_else_by_location(fields: dict, identity: str | None) -> None:
+def test_weights_are_identified_by_digest_else_by_location(
+    fields: dict, identity: str | None
+) -> None:
     """What is compared with recorded answers must not change when only the location of known weights does."""
     assert TierSpec(FAST, 1, 1, 1, **fields).identity == identity
 
 
 def test_a_digest_is_shown_by_its_first_digits() -> None:
-    assert TierSpec(FAST, 1, 1, 1, digest="0123456789abcdef" * 4).checkpoint_id == "0123456789abcdef"
+    assert (
+        TierSpec(FAST, 1, 1, 1, digest="0123456789abcdef" * 4).checkpoint_id
+        == "0123456789abcdef"
+    )
     assert len("0123456789abcdef") == SHOWN_DIGITS
     assert TierSpec(FAST, 1, 1, 1).checkpoint_id is None
 
 
 def test_a_launch_has_the_address_of_its_engine() -> None:
-    launch = EngineLaunch(TierSpec(FAST, 1, 1, 1), Placement(), Path("p"), "m", "127.0.0.1", 9101, "key")
+    launch = EngineLaunch(
+        TierSpec(FAST, 1, 1, 1), Placement(), Path("p"), "m", "127.0.0.1", 9101, "key"
+    )
     assert launch.url == "http://127.0.0.1:9101"

@@ -10,14 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tiers.speed import HALF_LIFE_S, IDLE, MEMORY, MOST_PREFILL, STEADY, Load, SpeedModel, Trend, remaining_tokens
+from tiers.speed import (
+    HALF_LIFE_S,
+    IDLE,
+    MEMORY,
+    MOST_PREFILL,
+    STEADY,
+    Load,
+    SpeedModel,
+    Trend,
+    remaining_tokens,
+)
 
-MODEL = SpeedModel(ttft_base_ms=40, prefill_ms_per_token=0.5, step_base_ms=10, step_ms_per_sequence=2, ttft_steps=1.5)
+MODEL = SpeedModel(
+    ttft_base_ms=40,
+    prefill_ms_per_token=0.5,
+    step_base_ms=10,
+    step_ms_per_sequence=2,
+    ttft_steps=1.5,
+)
 KNEE = replace(MODEL, step_knee=4, step_ms_beyond_knee=3)
 SEQS = 8
 
 
-@pytest.mark.parametrize(("sequences", "step"), [(0, 10), (1, 12), (4, 18), (5, 23), (8, 38)])
+@pytest.mark.parametrize(
+    ("sequences", "step"), [(0, 10), (1, 12), (4, 18), (5, 23), (8, 38)]
+)
 def test_a_step_grows_faster_beyond_the_knee(sequences: int, step: float) -> None:
     assert KNEE.step_ms(sequences) == step
 
@@ -39,30 +57,43 @@ def test_beyond_the_largest_batch_a_request_waits_for_others_to_end() -> None:
     load = Load(sequences=SEQS, output_tokens=800)
     ttft, tpot = MODEL.times(0, load, SEQS, 0.5)
     left = 0.5 * 800 / SEQS
-    assert ttft == pytest.approx(40 + 1.5 * MODEL.step_ms(SEQS) + MODEL.step_ms(SEQS) * 2 * left / (SEQS + 1))
+    assert ttft == pytest.approx(
+        40 + 1.5 * MODEL.step_ms(SEQS) + MODEL.step_ms(SEQS) * 2 * left / (SEQS + 1)
+    )
     assert tpot == MODEL.step_ms(SEQS)
-    further = MODEL.times(0, structs.replace(load, sequences=SEQS + 3), SEQS, 0.5).ttft_ms
+    further = MODEL.times(
+        0, structs.replace(load, sequences=SEQS + 3), SEQS, 0.5
+    ).ttft_ms
     assert further > ttft
 
 
 def test_neighbours_slow_both_times_in_proportion() -> None:
     slowed = replace(MODEL, contention=0.5)
-    alone, beside = (slowed.times(100, Load(neighbours=share), SEQS, 1.0) for share in (0.0, 1.0))
+    alone, beside = (
+        slowed.times(100, Load(neighbours=share), SEQS, 1.0) for share in (0.0, 1.0)
+    )
     assert beside == tuple(pytest.approx(1.5 * each) for each in alone)
 
 
 def test_neighbours_count_for_as_long_as_they_compute() -> None:
     """Those that compute now until they are expected to end, and later as many as usually do."""
     load = Load(neighbours=0.5, neighbours_left_ms=100, neighbours_usually=0.2)
-    assert [load.neighbours_within(ms) for ms in (50, 100, 200)] == pytest.approx([0.6, 0.6, 0.25 + 0.75 * 0.2])
+    assert [load.neighbours_within(ms) for ms in (50, 100, 200)] == pytest.approx(
+        [0.6, 0.6, 0.25 + 0.75 * 0.2]
+    )
     assert Load(neighbours=0.5).neighbours_within(1e9) == 0.5
     assert Load(neighbours_usually=0.2).neighbours_within(1) == 0.2
 
 
 def test_a_long_answer_outlasts_its_neighbours() -> None:
     """They slow its prompt, and only the first part of its tokens."""
-    slowed, load = replace(MODEL, contention=1.0), Load(neighbours=1.0, neighbours_left_ms=300)
-    short, long = (slowed.times(100, load, SEQS, 1.0, output_tokens=n) for n in (1, 1000))
+    slowed, load = (
+        replace(MODEL, contention=1.0),
+        Load(neighbours=1.0, neighbours_left_ms=300),
+    )
+    short, long = (
+        slowed.times(100, load, SEQS, 1.0, output_tokens=n) for n in (1, 1000)
+    )
     assert short.ttft_ms == long.ttft_ms == 2 * 90
     assert short.tpot_ms == 2 * 12
     assert long.tpot_ms == pytest.approx(12 * (1 + 300 / (180 + 1000 * 12)))
@@ -77,14 +108,23 @@ def test_what_a_replica_has_left() -> None:
 
 def test_prompts_that_keep_coming_slow_decoding_up_to_a_bound() -> None:
     """At 0.5 ms a token, one token a millisecond takes half of the time; more than 0.8 of it is not believed."""
-    assert MODEL.times(0, Load(prefill_rate=1.0), SEQS, 1.0).tpot_ms == pytest.approx(12 / 0.5)
-    assert MODEL.times(0, Load(prefill_rate=1e9), SEQS, 1.0).tpot_ms == pytest.approx(12 / (1 - MOST_PREFILL))
+    assert MODEL.times(0, Load(prefill_rate=1.0), SEQS, 1.0).tpot_ms == pytest.approx(
+        12 / 0.5
+    )
+    assert MODEL.times(0, Load(prefill_rate=1e9), SEQS, 1.0).tpot_ms == pytest.approx(
+        12 / (1 - MOST_PREFILL)
+    )
 
 
 @given(
     st.integers(0, 5000),
     st.builds(
-        Load, st.integers(0, 40), st.integers(0, 10_000), st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 10)
+        Load,
+        st.integers(0, 40),
+        st.integers(0, 10_000),
+        st.integers(0, 10_000),
+        st.floats(0, 1),
+        st.floats(0, 10),
     ),
 )
 def test_more_load_never_makes_an_answer_faster(prompt_tokens: int, load: Load) -> None:
@@ -93,7 +133,12 @@ def test_more_load_never_makes_an_answer_faster(prompt_tokens: int, load: Load) 
     before = model.times(prompt_tokens, load, SEQS, 0.7)
     heavier = (
         model.times(prompt_tokens + 100, load, SEQS, 0.7),
-        model.times(prompt_tokens, structs.replace(load, prompt_tokens=load.prompt_tokens + 100), SEQS, 0.7),
+        model.times(
+            prompt_tokens,
+            structs.replace(load, prompt_tokens=load.prompt_tokens + 100),
+            SEQS,
+            0.7,
+        ),
         model.times(prompt_tokens, structs.replace(load, neighbours=1.0), SEQS, 0.7),
     )
     for after in heavier:
@@ -111,7 +156,9 @@ def test_relief_is_the_time_until_the_next_end() -> None:
     """Of n requests spread evenly over their way, the next one has 2 / (n + 1) of the mean rest left."""
     assert MODEL.relief_ms(IDLE, SEQS, 1.0) == 0.0
     load = Load(sequences=3, prompt_tokens=20, output_tokens=300)
-    assert MODEL.relief_ms(load, SEQS, 1.0) == pytest.approx(0.5 * 20 + 100 * 2 / 4 * MODEL.step_ms(3))
+    assert MODEL.relief_ms(load, SEQS, 1.0) == pytest.approx(
+        0.5 * 20 + 100 * 2 / 4 * MODEL.step_ms(3)
+    )
     assert remaining_tokens(load, 0.5) == 50
     assert remaining_tokens(Load(output_tokens=10), 1.0) == 10
 
@@ -119,14 +166,22 @@ def test_relief_is_the_time_until_the_next_end() -> None:
 def test_the_faster_of_two_measurements_counts_for_each_time() -> None:
     """Whatever else a machine does can only slow a measurement down."""
     other = SpeedModel(ttft_base_ms=50, prefill_ms_per_token=0.25, step_base_ms=9)
-    assert MODEL.fastest(other) == replace(MODEL, prefill_ms_per_token=0.25, step_base_ms=9)
+    assert MODEL.fastest(other) == replace(
+        MODEL, prefill_ms_per_token=0.25, step_base_ms=9
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "source", "under_load"),
-    [({}, "idle", False), ({"learned": True}, "live", True), ({"profiled": True, "learned": True}, "profile", True)],
+    [
+        ({}, "idle", False),
+        ({"learned": True}, "live", True),
+        ({"profiled": True, "learned": True}, "profile", True),
+    ],
 )
-def test_a_model_names_its_origin(fields: dict, source: str, *, under_load: bool) -> None:
+def test_a_model_names_its_origin(
+    fields: dict, source: str, *, under_load: bool
+) -> None:
     model = replace(MODEL, **fields)
     assert (model.source, model.under_load) == (source, under_load)
 
@@ -135,7 +190,9 @@ def test_a_trend_moves_by_a_fifth_of_what_was_seen() -> None:
     """Twice the predicted time: the mean moves by a fifth of log 2, and the variance takes the deviation in."""
     trend = Trend(0.0, 0.01, at=0.0).after(100, 200, 0.0, 0.1)
     assert trend.mean == pytest.approx((1 - MEMORY) * math.log(2))
-    assert trend.variance == pytest.approx(MEMORY * (0.01 + (1 - MEMORY) * math.log(2) ** 2))
+    assert trend.variance == pytest.approx(
+        MEMORY * (0.01 + (1 - MEMORY) * math.log(2) ** 2)
+    )
 
 
 def test_equal_answers_end_at_their_deviation() -> None:

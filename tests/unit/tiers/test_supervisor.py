@@ -23,7 +23,9 @@ from tiers.speed import SpeedModel
 pytestmark = pytest.mark.anyio
 
 
-async def test_an_engine_that_runs_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_runs_has_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither the engine's process nor its guard: their environments are read from the system."""
     monkeypatch.setenv("QARR_STATE__REDIS_URL", "redis://:secret@127.0.0.1:1")
     async with own_engines(tmp_path, monkeypatch) as own:
@@ -32,20 +34,26 @@ async def test_an_engine_that_runs_has_no_secret(tmp_path: Path, monkeypatch: py
         guard = engine.parent()
         assert guard is not None
         assert "FAKE_BEHAVIOUR" in engine.environ()
-        assert not [name for process in (engine, guard) for name in process.environ() if name.startswith("QARR_")]
+        assert not [
+            name
+            for process in (engine, guard)
+            for name in process.environ()
+            if name.startswith("QARR_")
+        ]
 
 
-NO_MEMORY = (
-    "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes"
-)
+NO_MEMORY = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes"
 
 
 async def test_an_engine_that_does_not_fit_is_started_with_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a smaller KV cache, then with a shorter context, which its tier promises from then on; and so after a restart."""
-    monkeypatch.setattr(own_engine, "kv_per_token", lambda _: (1 << 30) // 5000)  # so that half a GiB holds one request
-    async with own_engines(tmp_path, monkeypatch, behaviour={"start_errors": [NO_MEMORY] * 2}) as own:
+    # so that half a GiB holds one request
+    monkeypatch.setattr(own_engine, "kv_per_token", lambda _: (1 << 30) // 5000)
+    async with own_engines(
+        tmp_path, monkeypatch, behaviour={"start_errors": [NO_MEMORY] * 2}
+    ) as own:
         replica = own.first
         assert replica.state.detail == (
             "started with less: KV cache 0.5 instead of 1 GiB: it ran out of memory; "
@@ -55,7 +63,10 @@ async def test_an_engine_that_does_not_fit_is_started_with_less(
             own.details(ReplicaStatus.STARTING)[0]
             == "started with less: KV cache 0.5 instead of 1 GiB: it ran out of memory"
         )
-        assert (replica.spec.max_model_len, own.fleet.spec(TierName.FAST).max_model_len) == (1024, 1024)
+        assert (
+            replica.spec.max_model_len,
+            own.fleet.spec(TierName.FAST).max_model_len,
+        ) == (1024, 1024)
         assert replica.state.pid is not None
         before = psutil.Process(replica.state.pid)
         argv = before.cmdline()
@@ -63,15 +74,24 @@ async def test_an_engine_that_does_not_fit_is_started_with_less(
         assert argv[argv.index("--max-model-len") + 1] == "1024"
         assert "VLLM_CPU_KVCACHE_SPACE" not in before.environ()
         before.kill()
-        await until(lambda: replica.state.status is ReplicaStatus.READY and replica.state.pid not in {None, before.pid})
+        await until(
+            lambda: (
+                replica.state.status is ReplicaStatus.READY
+                and replica.state.pid not in {None, before.pid}
+            )
+        )
         assert psutil.Process(replica.state.pid).cmdline() == argv
         assert (replica.state.detail or "").startswith("started with less")
 
 
-async def test_an_engine_that_never_fits_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_never_fits_says_what_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what a person can do; other errors are not taken for it."""
     monkeypatch.setattr(own_engine, "kv_per_token", lambda _: 1)
-    async with own_engines(tmp_path, monkeypatch, ready=False, behaviour={"start_errors": [NO_MEMORY] * 99}) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, ready=False, behaviour={"start_errors": [NO_MEMORY] * 99}
+    ) as own:
         detail = own.first.state.detail or ""
         assert "KV cache 0.25 instead of 0.5 GiB" in detail
         assert "context 512 instead of 1024 tokens" in detail
@@ -82,7 +102,10 @@ async def test_an_engine_that_never_fits_says_what_was_tried(tmp_path: Path, mon
     other = tmp_path / "other"
     other.mkdir()
     async with own_engines(
-        other, monkeypatch, ready=False, behaviour={"start_errors": ["ImportError: no vllm"]}
+        other,
+        monkeypatch,
+        ready=False,
+        behaviour={"start_errors": ["ImportError: no vllm"]},
     ) as own:
         assert (own.first.state.detail or "").startswith("exited with status 1")
         assert not own.details(ReplicaStatus.STARTING)
@@ -97,7 +120,10 @@ async def test_engine_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("behaviour", "said"),
-    [(Behaviour(answer=("!",) * 16), "not readable text"), (Behaviour(max_model_len=1024), "context of 1024 tokens")],
+    [
+        (Behaviour(answer=("!",) * 16), "not readable text"),
+        (Behaviour(max_model_len=1024), "context of 1024 tokens"),
+    ],
     ids=["nonsense", "too short a context"],
 )
 async def test_an_engine_that_does_not_keep_its_tiers_promise_is_refused(
@@ -110,17 +136,28 @@ async def test_an_engine_that_does_not_keep_its_tiers_promise_is_refused(
 async def test_engine_elsewhere_comes_and_goes(tmp_path: Path) -> None:
     """An engine given by URL is unreachable while away and warmed again when it is back."""
     behaviour, seen = Behaviour(alive=False), list[ReplicaStatus]()
-    async with watching(tmp_path, behaviour, on_change=lambda r: seen.append(r.state.status)) as fleet:
+    async with watching(
+        tmp_path, behaviour, on_change=lambda r: seen.append(r.state.status)
+    ) as fleet:
         await until(lambda: ReplicaStatus.UNREACHABLE in seen)
         behaviour.alive = True
         await until(
-            lambda: fleet.replicas[0].state.status is ReplicaStatus.READY and fleet.replicas[0].state.speed is not None
+            lambda: (
+                fleet.replicas[0].state.status is ReplicaStatus.READY
+                and fleet.replicas[0].state.speed is not None
+            )
         )
-    assert seen == [ReplicaStatus.UNREACHABLE, ReplicaStatus.WARMING, ReplicaStatus.READY]
+    assert seen == [
+        ReplicaStatus.UNREACHABLE,
+        ReplicaStatus.WARMING,
+        ReplicaStatus.READY,
+    ]
     assert fleet.template.alone == 6
 
 
-async def test_a_speed_measured_on_a_busy_machine_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_speed_measured_on_a_busy_machine_is_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever else the machine does can only slow a measurement down: the fastest of a few counts."""
     monkeypatch.setattr("tiers.lifecycle.idle_speed.PAUSE_S", 0.2)
     behaviour = Behaviour(delay_s=0.1)
@@ -129,7 +166,12 @@ async def test_a_speed_measured_on_a_busy_machine_is_corrected(tmp_path: Path, m
         await until(lambda: replica.state.speed is not None)
         disturbed = replica.state.speed.step_base_ms
         behaviour.delay_s = 0.0
-        await until(lambda: replica.state.speed is not None and replica.state.speed.step_base_ms < disturbed / 2)
+        await until(
+            lambda: (
+                replica.state.speed is not None
+                and replica.state.speed.step_base_ms < disturbed / 2
+            )
+        )
 
 
 async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) -> None:
@@ -139,19 +181,26 @@ async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) 
         replica = fleet.replicas[0]
         await until(lambda: replica.state.status is ReplicaStatus.READY)
         asked, behaviour.delay_s = behaviour.measurements, 0.1
-        await until(lambda: behaviour.measurements > asked)  # a measurement is under way
+        # a measurement is under way
+        await until(lambda: behaviour.measurements > asked)
         fleet.speeds = {TierName.FAST: SpeedModel(10.0, 0.1, 5.0, profiled=True)}
         replica.update(speed=None)
         await until(lambda: behaviour.measurements > asked + 1)  # its second half
         await until(lambda: replica.state.speed is not None)
-        await until(lambda: replica.state.speed is not None and replica.state.speed.profiled)
+        await until(
+            lambda: replica.state.speed is not None and replica.state.speed.profiled
+        )
 
 
 @asynccontextmanager
 async def watching(
-    tmp_path: Path, *behaviours: Behaviour, on_change: Callable[[Replica], None] = lambda _replica: None
+    tmp_path: Path,
+    *behaviours: Behaviour,
+    on_change: Callable[[Replica], None] = lambda _replica: None,
 ) -> AsyncIterator[Fleet]:
-    async with serving_all(*(FakeEngine(behaviour).app for behaviour in behaviours)) as urls:
+    async with serving_all(
+        *(FakeEngine(behaviour).app for behaviour in behaviours)
+    ) as urls:
         fleet = Fleet((TierSpec(TierName.FAST, 2048, 16, 32, urls=tuple(urls)),))
         supervisor = Supervisor(fleet, SupervisorOptions(tmp_path), on_change)
         supervisor.start([], fleet.specs)
@@ -164,5 +213,13 @@ async def watching(
 async def settled(tmp_path: Path, *behaviours: Behaviour) -> dict[ReplicaStatus, str]:
     """Watch engines until each is ready or failed; return what is told of a replica in either state."""
     async with watching(tmp_path, *behaviours) as fleet:
-        await until(lambda: all(r.state.status in {ReplicaStatus.READY, ReplicaStatus.FAILED} for r in fleet.replicas))
-        return {replica.state.status: replica.state.detail or "" for replica in fleet.replicas}
+        await until(
+            lambda: all(
+                r.state.status in {ReplicaStatus.READY, ReplicaStatus.FAILED}
+                for r in fleet.replicas
+            )
+        )
+        return {
+            replica.state.status: replica.state.detail or ""
+            for replica in fleet.replicas
+        }

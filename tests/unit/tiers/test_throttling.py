@@ -39,7 +39,9 @@ def test_a_cpu_is_slow_by_its_counters() -> None:
     assert "CPU quota of this control group holds it back (0.4 s a second)" in str(
         CpuReading(5, 104).slower_than(before, 10)
     )
-    assert CpuReading(6, 104).slower_than(before, 10) == "the CPU is throttled: it is hot"
+    assert (
+        CpuReading(6, 104).slower_than(before, 10) == "the CPU is throttled: it is hot"
+    )
 
 
 def test_this_machines_counters_only_grow() -> None:
@@ -51,7 +53,12 @@ def test_this_machines_counters_only_grow() -> None:
 def test_what_was_seen_is_told_for_a_while() -> None:
     """It comes and goes with the load; and it stands beside what else is to be said."""
     spec = TierSpec(TierName.FAST, 1, 1, 1)
-    engine = Engine(Replica("fast-0", spec, "u", "", "m"), None, WatchdogOptions(), less="started with less: x")
+    engine = Engine(
+        Replica("fast-0", spec, "u", "", "m"),
+        None,
+        WatchdogOptions(),
+        less="started with less: x",
+    )
     engine.note_throttled("it is hot", 100.0)
     assert engine.remark == "started with less: x; slower: it is hot"
     engine.note_throttled(None, 100.0 + THROTTLED_S)
@@ -61,20 +68,30 @@ def test_what_was_seen_is_told_for_a_while() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_throttled_gpu_is_seen_at_its_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_throttled_gpu_is_seen_at_its_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They stay ready, with the reason; engines on other GPUs are not concerned."""
     monkeypatch.setattr(processors, "POLL_S", 0.02)
-    async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.BALANCED) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, TierName.FAST, TierName.BALANCED
+    ) as own:
         for gpu, engine in enumerate(own.supervisor.engines):
             assert engine.launch is not None
-            object.__setattr__(engine.launch, "placement", Placement(gpus=(gpu,), gpu_memory_fraction=0.5))
+            object.__setattr__(
+                engine.launch,
+                "placement",
+                Placement(gpus=(gpu,), gpu_memory_fraction=0.5),
+            )
         script = tmp_path / "nvidia-smi"
         script.write_text(f"#!/bin/sh\necho '{LISTED}'\n")
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         assert set(read_gpus()) == {1, 2}
         fast, balanced = own.fleet.replicas
-        await until(lambda: balanced.state.detail == "slower: GPU 1 is throttled: it is too hot")
+        await until(
+            lambda: balanced.state.detail == "slower: GPU 1 is throttled: it is too hot"
+        )
         assert (balanced.state.status, fast.state.status, fast.state.detail) == (
             ReplicaStatus.READY,
             ReplicaStatus.READY,
@@ -84,10 +101,14 @@ async def test_a_throttled_gpu_is_seen_at_its_engines(tmp_path: Path, monkeypatc
         assert read_gpus() == {}
 
 
-def test_nvidia_smi_is_asked_for_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_is_asked_for_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "nvidia-smi"
     script.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert read_gpus() == {}
-    assert f"--query-gpu=index,{','.join(GPU_REASONS)}" in (tmp_path / "asked").read_text()
+    assert (
+        f"--query-gpu=index,{','.join(GPU_REASONS)}" in (tmp_path / "asked").read_text()
+    )

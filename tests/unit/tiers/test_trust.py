@@ -38,18 +38,24 @@ def rehashed(tmp_path: Path, authority: Authority) -> Path:
     return folder
 
 
-async def shake_hands(tmp_path: Path, authority: Authority, context: ssl.SSLContext) -> None:
+async def shake_hands(
+    tmp_path: Path, authority: Authority, context: ssl.SSLContext
+) -> None:
     """Connect to a server that shows a certificate of the authority."""
     files = authority.issue("server")
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(files.certificate, files.key)
 
-    async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        _reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=served) as server:
         port = server.sockets[0].getsockname()[1]
-        opened = asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+        opened = asyncio.open_connection(
+            "127.0.0.1", port, ssl=context, server_hostname="localhost"
+        )
         _, writer = await within(opened, "the handshake")
         writer.close()
 
@@ -63,11 +69,18 @@ async def test_a_private_authority_is_trusted_once_it_is_named(
         await shake_hands(tmp_path, authority, client_context())
     fault = tls_fault(raised.value)
     assert fault is not None
-    assert "name the authority that signed its certificate in tls.ca or SSL_CERT_FILE" in fault
+    assert (
+        "name the authority that signed its certificate in tls.ca or SSL_CERT_FILE"
+        in fault
+    )
     if way != "tls.ca":
-        named = authority.ca if way == "SSL_CERT_FILE" else rehashed(tmp_path, authority)
+        named = (
+            authority.ca if way == "SSL_CERT_FILE" else rehashed(tmp_path, authority)
+        )
         monkeypatch.setenv(way, str(named))
-    await shake_hands(tmp_path, authority, client_context(authority.ca if way == "tls.ca" else None))
+    await shake_hands(
+        tmp_path, authority, client_context(authority.ca if way == "tls.ca" else None)
+    )
 
 
 def subjects(context: ssl.SSLContext) -> int:
@@ -102,8 +115,16 @@ def test_an_intermediate_authority_alone_can_be_named(authority: Authority) -> N
 @pytest.mark.parametrize(
     ("name", "content", "wrong"),
     [
-        ("SSL_CERT_FILE", None, "SSL_CERT_FILE: .*nothing cannot be used .*No such file"),
-        ("SSL_CERT_FILE", "no certificate", "SSL_CERT_FILE: .*nothing cannot be used .*no certificate in PEM form"),
+        (
+            "SSL_CERT_FILE",
+            None,
+            "SSL_CERT_FILE: .*nothing cannot be used .*No such file",
+        ),
+        (
+            "SSL_CERT_FILE",
+            "no certificate",
+            "SSL_CERT_FILE: .*nothing cannot be used .*no certificate in PEM form",
+        ),
         ("SSL_CERT_DIR", "no folder", "SSL_CERT_DIR: .*nothing is not a folder"),
         ("tls.ca", None, "tls.ca: .*nothing cannot be used .*No such file"),
         ("tls.ca", "", "tls.ca: .*nothing cannot be used .*no certificate in PEM form"),

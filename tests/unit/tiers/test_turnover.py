@@ -52,7 +52,9 @@ def test_what_does_not_end_is_seen() -> None:
     turnover.note(0.0, 0)
     assert turnover.hold_s(0.0, 4, 0.1) == pytest.approx(0.1)
     assert turnover.hold_s(300.0, 4, 0.1) > 1000
-    assert len({turnover.hold_s(30.0, 4, 0.1) for _ in range(2)}) == 1, "asking changes nothing"
+    assert len({turnover.hold_s(30.0, 4, 0.1) for _ in range(2)}) == 1, (
+        "asking changes nothing"
+    )
     assert 100 < turnover.hold_s(30.0, 4, 0.1) < 200
     turnover.note(30.0, 4)
     now = 30.0
@@ -66,7 +68,9 @@ def test_evidence_fades_without_use() -> None:
     """After some half-lives with nothing held, the prediction counts again."""
     turnover = Turnover()
     now = held(turnover, 0.0, 60.0, times=5)
-    assert turnover.hold_s(now + 12 * HALF_LIFE_S, 0, 0.5) == pytest.approx(0.5, rel=0.3)
+    assert turnover.hold_s(now + 12 * HALF_LIFE_S, 0, 0.5) == pytest.approx(
+        0.5, rel=0.3
+    )
 
 
 def test_many_places_average_over_many_ends() -> None:

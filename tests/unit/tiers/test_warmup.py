@@ -9,23 +9,44 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes.engine import FINGERPRINT, TEMPLATE_TOKENS, Behaviour, FakeEngine, serving
+from tests.fakes.engine import (
+    FINGERPRINT,
+    TEMPLATE_TOKENS,
+    Behaviour,
+    FakeEngine,
+    serving,
+)
 from tiers.errors import ProbeError, WarmupFailedError
-from tiers.lifecycle.warmup import WarmupPlan, check_answer, measure_speed, tokens_digest, warm_up
+from tiers.lifecycle.warmup import (
+    WarmupPlan,
+    check_answer,
+    measure_speed,
+    tokens_digest,
+    warm_up,
+)
 from tiers.probe import EngineProbe, Generation
 from tiers.spec import TemplateTokens
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("text", ["", "   ", "\ufffd\ufffd Paris", "the the the the the the the the", "12345 !!"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "   ", "\ufffd\ufffd Paris", "the the the the the the the the", "12345 !!"],
+)
 def test_nonsense_fails_the_warm_up(text: str) -> None:
     """Empty, broken or repeated text is not an answer."""
-    with pytest.raises(WarmupFailedError, match="which is not readable text: a wrong checkpoint or a broken kernel"):
+    with pytest.raises(
+        WarmupFailedError,
+        match="which is not readable text: a wrong checkpoint or a broken kernel",
+    ):
         check_answer(text, "Why?")
 
 
-@pytest.mark.parametrize("text", ["The capital of France is PARIS.", "Rome, perhaps.", "L'Étoile, la Marseillaise,"])
+@pytest.mark.parametrize(
+    "text",
+    ["The capital of France is PARIS.", "Rome, perhaps.", "L'Étoile, la Marseillaise,"],
+)
 def test_readable_answers_pass_the_warm_up(text: str) -> None:
     """Words hang on rounding: a right engine may say another one where two are nearly as likely."""
     check_answer(text, "What is the capital of France?")
@@ -33,7 +54,10 @@ def test_readable_answers_pass_the_warm_up(text: str) -> None:
 
 @asynccontextmanager
 async def probing(behaviour: Behaviour) -> AsyncIterator[EngineProbe]:
-    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        serving(FakeEngine(behaviour).app) as url,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
         yield EngineProbe(client, url, "")
 
 
@@ -74,12 +98,16 @@ class Template(EngineProbe):
 
     system = True
 
-    async def chat_tokens(self, model: str, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def chat_tokens(
+        self, model: str, messages: Sequence[Mapping[str, str]]
+    ) -> list[int]:
         roles = [message["role"] for message in messages]
         if "system" in roles and not self.system:
             raise ProbeError("System role not supported")
         text = await self.text_tokens(model, messages[0]["content"])
-        return [0] * (len(text) * len(roles) + 5 * len(roles) + 20 * ("system" in roles))
+        return [0] * (
+            len(text) * len(roles) + 5 * len(roles) + 20 * ("system" in roles)
+        )
 
 
 class WithoutSystem(Template):
@@ -88,12 +116,20 @@ class WithoutSystem(Template):
     system = False
 
 
-@pytest.mark.parametrize(("engine", "with_system"), [(Template, 30), (WithoutSystem, 15)])
-async def test_what_a_template_adds_is_measured(engine: type[Template], with_system: int) -> None:
+@pytest.mark.parametrize(
+    ("engine", "with_system"), [(Template, 30), (WithoutSystem, 15)]
+)
+async def test_what_a_template_adds_is_measured(
+    engine: type[Template], with_system: int
+) -> None:
     """A template without a system role counts it as a further turn."""
     async with probing(Behaviour()) as probe:
-        report = await warm_up(engine(probe.client, probe.url, ""), "fake", WarmupPlan())
-        assert report.template == TemplateTokens(alone=5, with_system=with_system, further_pair=10)
+        report = await warm_up(
+            engine(probe.client, probe.url, ""), "fake", WarmupPlan()
+        )
+        assert report.template == TemplateTokens(
+            alone=5, with_system=with_system, further_pair=10
+        )
 
 
 async def test_speed_is_that_of_a_short_and_of_a_long_prompt() -> None:
@@ -111,13 +147,17 @@ async def test_each_long_prompt_starts_differently() -> None:
     prompts: list[str] = []
 
     class Recording(EngineProbe):
-        async def generate(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Generation:
+        async def generate(
+            self, path: str, body: Mapping[str, Any], timeout_s: float
+        ) -> Generation:
             prompts.append(body["prompt"])
             return await super().generate(path, body, timeout_s)
 
     async with probing(Behaviour()) as probe:
         for _ in range(2):
-            await measure_speed(Recording(probe.client, probe.url, ""), "fake", WarmupPlan())
+            await measure_speed(
+                Recording(probe.client, probe.url, ""), "fake", WarmupPlan()
+            )
     assert [len(prompt) > 500 for prompt in prompts] == [False, True] * 2
     assert prompts[1].split()[0] != prompts[3].split()[0]
     assert prompts[1].split()[1:] == prompts[3].split()[1:]

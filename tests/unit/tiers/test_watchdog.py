@@ -15,21 +15,41 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines
 from tests.waiting import until
 from tiers.fleet import Fleet
-from tiers.lifecycle.watchdog import STEADY_S, Restarts, WatchdogOptions, Wear, hangs, off_by
+from tiers.lifecycle.watchdog import (
+    STEADY_S,
+    Restarts,
+    WatchdogOptions,
+    Wear,
+    hangs,
+    off_by,
+)
 from tiers.probe import Counters, EngineProbe
 from tiers.replica import Replica
 from tiers.snapshot import Trends
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel, Trend
 
-READY, STARTING, FAILED = ReplicaStatus.READY, ReplicaStatus.STARTING, ReplicaStatus.FAILED
+READY, STARTING, FAILED = (
+    ReplicaStatus.READY,
+    ReplicaStatus.STARTING,
+    ReplicaStatus.FAILED,
+)
 SPEC = TierSpec(TierName.FAST, 2048, 16, 8)
 
 
 def test_backoff_doubles_up_to_a_minute_and_begins_anew() -> None:
     """One second after the first exit, twice as long after each further one; minutes of being ready forget it."""
     restarts = Restarts(WatchdogOptions(max_restarts=99, restart_window_s=1e9))
-    assert [restarts.exited(float(n), 0) for n in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert [restarts.exited(float(n), 0) for n in range(8)] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        60,
+        60,
+    ]
     assert restarts.exited(9.0, STEADY_S) == 1
 
 
@@ -80,7 +100,9 @@ def test_an_engine_that_is_slow_for_long_is_worn() -> None:
     wear = Wear(WEAR)
     assert wear.note(0, 5.0, Counters(), sequences=9) is None
     assert wear.note(9, 5.0, Counters(), sequences=9) is None
-    assert "5.0 times what is predicted" in (wear.note(10, 5.0, Counters(), sequences=9) or "")
+    assert "5.0 times what is predicted" in (
+        wear.note(10, 5.0, Counters(), sequences=9) or ""
+    )
     assert wear.note(11, 1.0, Counters(), sequences=9) is None
     assert wear.note(12, 5.0, Counters(), sequences=9) is None
     assert wear.note(21, 5.0, Counters(), sequences=9) is None
@@ -107,7 +129,9 @@ def test_an_engines_own_first_tokens_tell_of_wear() -> None:
     counters = _later(counters, 10, 2.0)
     assert wear.note(2, 1.0, counters, sequences=12) is None
     counters = _later(counters, 10, 0.5)
-    assert "its own time to first token is 5.0 times its best" in (wear.note(3, 1.0, counters, sequences=1) or "")
+    assert "its own time to first token is 5.0 times its best" in (
+        wear.note(3, 1.0, counters, sequences=1) or ""
+    )
 
 
 def test_off_by_is_the_worse_of_both_times() -> None:
@@ -115,20 +139,26 @@ def test_off_by_is_the_worse_of_both_times() -> None:
     replica = Replica("fast-0", SPEC, "u", "", "m", status=READY)
     assert off_by(replica, 0.0) == 1
     replica.measured(SpeedModel(10, 1, 10))
-    replica.update(trends=Trends(Trend(0.0, 0.1, 0.0), Trend(1.0986122886681098, 0.1, 0.0)))
+    replica.update(
+        trends=Trends(Trend(0.0, 0.1, 0.0), Trend(1.0986122886681098, 0.1, 0.0))
+    )
     assert off_by(replica, 0.0) == pytest.approx(3)
     assert off_by(replica, 1e6) == pytest.approx(1)
 
 
 @pytest.mark.anyio
-async def test_a_killed_engine_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_engine_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After kill -9 it is starting with the reason, then ready again as another process; its last log is kept."""
     async with own_engines(tmp_path, monkeypatch) as own:
         before = own.first.state.pid
         assert before is not None
         os.kill(before, signal.SIGKILL)
         await until(lambda: own.first.state.status is STARTING)
-        assert (own.first.state.detail or "").startswith("restart 1 after: exited with status 137")
+        assert (own.first.state.detail or "").startswith(
+            "restart 1 after: exited with status 137"
+        )
         await until(lambda: own.first.state.status is READY)
         assert own.first.state.pid not in {None, before}
         assert own.first.state.detail is None
@@ -165,16 +195,22 @@ async def test_a_first_start_that_fails_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: dict[str, Any]
 ) -> None:
     """An engine that never was ready stays down, with its last words, also where it exits in the midst of a request."""
-    async with own_engines(tmp_path, monkeypatch, ready=False, behaviour=behaviour) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, ready=False, behaviour=behaviour
+    ) as own:
         assert "exited with status 7" in (own.first.state.detail or "")
         assert [state for _, state, _ in own.seen].count(STARTING) <= 1
 
 
 @pytest.mark.anyio
-async def test_a_hung_engine_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hung_engine_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests without a token, and not even one token for the watchdog: killed, with the reason."""
     monkeypatch.setattr("tiers.lifecycle.watchdog.HANG_PROOF_S", 0.5)
-    async with own_engines(tmp_path, monkeypatch, watchdog=WatchdogOptions(hang_s=4)) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, watchdog=WatchdogOptions(hang_s=4)
+    ) as own:
         before = own.first.state.pid
         await own.behave(own.first, stall_after=0)
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=5, max_tokens=5)
@@ -183,18 +219,29 @@ async def test_a_hung_engine_is_started_again(tmp_path: Path, monkeypatch: pytes
         lease.release()
         await until(lambda: own.first.state.status is READY)
         assert own.first.state.pid != before
-        assert any("no token has come for 1 s" in detail for detail in own.details(READY))  # seen before
-        assert any("restart 1 after: hung: 1 requests" in detail for detail in own.details(STARTING))
+        # seen before
+        assert any(
+            "no token has come for 1 s" in detail for detail in own.details(READY)
+        )
+        assert any(
+            "restart 1 after: hung: 1 requests" in detail
+            for detail in own.details(STARTING)
+        )
 
 
 @pytest.mark.anyio
-async def test_a_slow_request_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_request_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that answers the watchdog's own request lives on, however long another one takes."""
-    async with own_engines(tmp_path, monkeypatch, watchdog=WatchdogOptions(hang_s=0.3)) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, watchdog=WatchdogOptions(hang_s=0.3)
+    ) as own:
         before = own.first.state.pid
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=5, max_tokens=5)
         assert lease is not None
-        for _ in range(3):  # the watchdog finds it silent, asks, and begins to count anew
+        # the watchdog finds it silent, asks, and begins to count anew
+        for _ in range(3):
             await until(lambda: own.first.silence_s(time.monotonic()) > 0.3)
             await until(lambda: own.first.silence_s(time.monotonic()) < 0.3)
         assert (own.first.state.status, own.first.state.pid) == (READY, before)
@@ -202,9 +249,13 @@ async def test_a_slow_request_is_no_hang(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.anyio
-async def test_an_engine_without_health_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_without_health_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that lives but answers nothing for long enough is killed; before, it is told, and then unreachable."""
-    async with own_engines(tmp_path, monkeypatch, watchdog=WatchdogOptions(unreachable_s=0.5)) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, watchdog=WatchdogOptions(unreachable_s=0.5)
+    ) as own:
         own.supervisor._client.timeout = 0.2
         before = own.first.state.pid or 0
         os.kill(before, signal.SIGSTOP)
@@ -213,21 +264,37 @@ async def test_an_engine_without_health_is_started_again(tmp_path: Path, monkeyp
         await until(lambda: own.first.state.status is READY)
         assert own.first.state.pid != before
         assert ReplicaStatus.UNREACHABLE in {state for _, state, _ in own.seen}
-        assert any(detail.startswith("it does not answer health checks") for detail in own.details(READY))
-        assert any("after: no answer to health checks for 0.5 s" in detail for detail in own.details(STARTING))
+        assert any(
+            detail.startswith("it does not answer health checks")
+            for detail in own.details(READY)
+        )
+        assert any(
+            "after: no answer to health checks for 0.5 s" in detail
+            for detail in own.details(STARTING)
+        )
 
 
 @pytest.mark.anyio
-async def test_a_worn_engine_is_recycled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worn_engine_is_recycled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four times slower than predicted for long enough: a new one takes its place."""
-    async with own_engines(tmp_path, monkeypatch, watchdog=WatchdogOptions(slow_factor=3, slow_s=0.5)) as own:
+    async with own_engines(
+        tmp_path, monkeypatch, watchdog=WatchdogOptions(slow_factor=3, slow_s=0.5)
+    ) as own:
         await until(lambda: own.first.state.speed is not None)
         slow = own.first
         for _ in range(10):
             trends = slow.state.trends
-            slow.update(trends=Trends(trends.ttft, trends.tpot.after(10, 80, time.monotonic(), 0.3)))
+            slow.update(
+                trends=Trends(
+                    trends.ttft, trends.tpot.after(10, 80, time.monotonic(), 0.3)
+                )
+            )
         await until(lambda: own.replica("fast-0") is None)
-        assert [(r.id, r.state.status) for r in own.fleet.replicas] == [("fast-1", READY)]
+        assert [(r.id, r.state.status) for r in own.fleet.replicas] == [
+            ("fast-1", READY)
+        ]
 
 
 @pytest.mark.anyio
@@ -239,7 +306,10 @@ async def test_an_engine_that_answers_the_watchdog_does_not_hang(
     """Its request goes before all others, where the engine takes priorities, and has one token."""
     behaviour = Behaviour(status=status, priorities=takes_priority)
     replica = Replica("fast-0", SPEC, "u", "", "m", takes_priority=takes_priority)
-    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        serving(FakeEngine(behaviour).app) as url,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
         assert await hangs(EngineProbe(client, url, ""), replica) is hung
     (asked,) = behaviour.requests
     assert asked["max_tokens"] == 1

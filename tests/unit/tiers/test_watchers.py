@@ -35,7 +35,10 @@ NO_NUMBER = GAUGES.format("NaN", 0)
 
 @asynccontextmanager
 async def watched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, fleet_type: type[Fleet] = Fleet
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    behaviour: Behaviour,
+    fleet_type: type[Fleet] = Fleet,
 ) -> AsyncIterator[tuple[Replica, Supervisor]]:
     monkeypatch.setattr("tiers.lifecycle.watching.POLL_S", 0.02)
     monkeypatch.setattr("tiers.lifecycle.elsewhere_engine.RETRY_PAUSE_S", 0.02)
@@ -52,11 +55,27 @@ async def watched(
 @pytest.mark.parametrize(
     ("path", "content", "said"),
     [
-        ("/v1/models", '{"object": "list", "data": []}', "/v1/models does not answer as vLLM does: data"),
-        ("/v1/models", '{"error": {"message": "loading"}}', "/v1/models answers with an error: loading"),
+        (
+            "/v1/models",
+            '{"object": "list", "data": []}',
+            "/v1/models does not answer as vLLM does: data",
+        ),
+        (
+            "/v1/models",
+            '{"error": {"message": "loading"}}',
+            "/v1/models answers with an error: loading",
+        ),
         ("/v1/models", '{"data": [{"id": "m"}]}', "max_model_len: Field required"),
-        ("/tokenize", '{"error": "loading"}', "/tokenize answers with an error: loading"),
-        ("/v1/chat/completions", 'data: {"choi\n\n', "/v1/chat/completions does not answer JSON"),
+        (
+            "/tokenize",
+            '{"error": "loading"}',
+            "/tokenize answers with an error: loading",
+        ),
+        (
+            "/v1/chat/completions",
+            'data: {"choi\n\n',
+            "/v1/chat/completions does not answer JSON",
+        ),
         ("/metrics", NO_NUMBER, "vllm:num_requests_running is NaN"),
     ],
 )
@@ -73,16 +92,22 @@ async def test_a_warm_up_with_odd_answers_is_tried_again(
         assert replica.state.detail is None
 
 
-async def test_gauges_that_are_no_numbers_make_it_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gauges_that_are_no_numbers_make_it_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A ready replica of which nothing can be read gets no requests, with the reason, and is still watched."""
     behaviour = Behaviour()
     async with watched(tmp_path, monkeypatch, behaviour) as (replica, supervisor):
         seen: list[tuple[ReplicaStatus, str | None]] = []
-        supervisor.changes.on_change = lambda r: seen.append((r.state.status, r.state.detail))
+        supervisor.changes.on_change = lambda r: seen.append(
+            (r.state.status, r.state.detail)
+        )
         await until(lambda: replica.state.status is READY)
         behaviour.instead["/metrics"] = NO_NUMBER
         await until(lambda: replica.state.status is FAILED)
-        assert any(state is UNREACHABLE and "is NaN" in (why or "") for state, why in seen)
+        assert any(
+            state is UNREACHABLE and "is NaN" in (why or "") for state, why in seen
+        )
         behaviour.alive = False
         await until(lambda: replica.state.status is UNREACHABLE)
         behaviour.instead.clear()
@@ -109,12 +134,18 @@ async def test_what_nobody_expected_is_logged_once_and_tried_again(
     caplog.set_level(logging.INFO, "qarr.tiers")
     async with watched(tmp_path, monkeypatch, Behaviour(), FaultyFleet) as (replica, _):
         await until(lambda: replica.state.status is READY)
-    told = [r for r in caplog.records if "fast-0 is failed: ZeroDivisionError: not foreseen" in r.getMessage()]
+    told = [
+        r
+        for r in caplog.records
+        if "fast-0 is failed: ZeroDivisionError: not foreseen" in r.getMessage()
+    ]
     assert len(told) == 3
     assert len([r for r in caplog.records if r.exc_info]) == 1
 
 
-async def test_an_engine_that_cannot_be_started_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_cannot_be_started_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its log cannot be made: the reason is told and counted as an end; it starts once that is mended."""
     async with own_engines(tmp_path, monkeypatch) as own:
         logs = tmp_path / "logs"
@@ -122,7 +153,12 @@ async def test_an_engine_that_cannot_be_started_for_a_while(tmp_path: Path, monk
         logs.write_text("in the way")
         assert own.first.state.pid is not None
         os.kill(own.first.state.pid, signal.SIGKILL)
-        await until(lambda: "restart 2 after: could not be started" in (own.first.state.detail or ""))
+        await until(
+            lambda: (
+                "restart 2 after: could not be started"
+                in (own.first.state.detail or "")
+            )
+        )
         assert str(logs) in (own.first.state.detail or "")
         assert own.first.state.status is STARTING
         logs.unlink()

@@ -8,7 +8,13 @@ import json
 import pytest
 
 from router.api.problems import describe
-from router.upstream.client import LARGE_BYTES, PASSED_AT_ONCE, RetryBudget, no_answer, status_error
+from router.upstream.client import (
+    LARGE_BYTES,
+    PASSED_AT_ONCE,
+    RetryBudget,
+    no_answer,
+    status_error,
+)
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import BufferedAnswer, EngineStream
 from router.upstream.errors import (
@@ -31,7 +37,9 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 ANSWER = "The capital of France is Paris."
 CHATS, TOKENIZE = "/v1/chat/completions", "/tokenize"
 WHOLE = EngineRequest(
-    document=JsonObject.parse(b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":9}'),
+    document=JsonObject.parse(
+        b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":9}'
+    ),
     request_id="w1",
     streamed=False,
 )
@@ -63,7 +71,11 @@ async def test_what_blames_the_engine_is_tried_elsewhere(status: int) -> None:
         assert isinstance(answer, EngineStream)
         assert await text_of(answer) == ANSWER
         await answer.aclose()
-        assert (stack.replica(FAST).state.failed, stack.asked(), stack.held()) == (1, [1, 1, 0], 0)
+        assert (stack.replica(FAST).state.failed, stack.asked(), stack.held()) == (
+            1,
+            [1, 1, 0],
+            0,
+        )
         assert stack.upstream.retries[BALANCED] == 1
 
 
@@ -75,7 +87,11 @@ async def test_what_blames_the_request_is_not_tried_elsewhere(status: int) -> No
             await stack.upstream.open(stack.decision(FAST), HI)
         assert (refused.value.status, refused.value.detail) == (status, "x" * 300)
         assert json.loads(refused.value.body)["error"]["message"] == "x" * 400
-        assert (stack.replica(FAST).state.failed, stack.asked(), stack.held()) == (0, [1, 0, 0], 0)
+        assert (stack.replica(FAST).state.failed, stack.asked(), stack.held()) == (
+            0,
+            [1, 0, 0],
+            0,
+        )
 
 
 @pytest.mark.parametrize(
@@ -86,23 +102,39 @@ async def test_what_blames_the_request_is_not_tried_elsewhere(status: int) -> No
         (410, b"", "engine"),
         (400, b"[]", "engine"),
         (302, b"", "engine"),
-        (404, b'{"error":{"message":"The model `x` does not exist.","param":"model","code":404}}', "engine"),
+        (
+            404,
+            b'{"error":{"message":"The model `x` does not exist.","param":"model","code":404}}',
+            "engine",
+        ),
         (404, b'{"error":{"message":"no such thing","code":404}}', "request"),
         (400, b'{"object":"error","message":"older vLLM"}', "request"),
         (422, b'{"detail":[{"loc":["body"],"msg":"wrong"}]}', "request"),
     ],
 )
-def test_an_answer_that_is_not_vllms_is_the_engines_fault(status: int, body: bytes, blames: str) -> None:
+def test_an_answer_that_is_not_vllms_is_the_engines_fault(
+    status: int, body: bytes, blames: str
+) -> None:
     """A proxy in front of it, or a model that it no longer has: another may answer."""
     failure = status_error(status, body)
-    assert type(failure) is (EngineFailedError if blames == "engine" else EngineRefusedError)
+    assert type(failure) is (
+        EngineFailedError if blames == "engine" else EngineRefusedError
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "seconds"),
-    [("30", 30.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("soon", None), ("-1", None), ("", None)],
+    [
+        ("30", 30.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        ("soon", None),
+        ("-1", None),
+        ("", None),
+    ],
 )
-async def test_when_an_engine_wants_to_be_asked_again_is_passed_on(given: str, seconds: float | None) -> None:
+async def test_when_an_engine_wants_to_be_asked_again_is_passed_on(
+    given: str, seconds: float | None
+) -> None:
     """The soonest, if all say; the caller gets it as Retry-After."""
     failures = [status_error(429, b"", given), EngineFailedError("x", 40.0)]
     assert getattr(failures[0], "retry_after_s", None) == seconds
@@ -111,7 +143,11 @@ async def test_when_an_engine_wants_to_be_asked_again_is_passed_on(given: str, s
 
 
 async def test_when_all_fail_every_cause_is_told() -> None:
-    broken = {"fast": Behaviour(status=500), "balanced": Behaviour(break_after=0), "precise": Behaviour(status=503)}
+    broken = {
+        "fast": Behaviour(status=500),
+        "balanced": Behaviour(break_after=0),
+        "precise": Behaviour(status=503),
+    }
     async with upstream_stack(**broken) as stack:
         with pytest.raises(NoEngineAnsweredError) as error:
             await stack.upstream.open(stack.decision(FAST), HI)
@@ -131,8 +167,13 @@ async def test_attempts_are_bounded() -> None:
 
 async def test_a_spent_budget_ends_the_attempts() -> None:
     """The second replica's slot, taken for nothing, is given back."""
-    async with upstream_stack({"retry_reserve": 0}, fast=Behaviour(status=500)) as stack:
-        with pytest.raises(NoEngineAnsweredError, match=r"fast-0: HTTP 500; no retry, because too many requests fail"):
+    async with upstream_stack(
+        {"retry_reserve": 0}, fast=Behaviour(status=500)
+    ) as stack:
+        with pytest.raises(
+            NoEngineAnsweredError,
+            match=r"fast-0: HTTP 500; no retry, because too many requests fail",
+        ):
             await stack.upstream.open(stack.decision(FAST), HI)
         assert (stack.asked(), stack.held()) == ([1, 0, 0], 0)
 
@@ -149,10 +190,14 @@ async def test_no_other_tier_is_tried_where_none_may() -> None:
 async def test_a_full_tier_has_no_slot_but_for_what_was_admitted_before() -> None:
     async with upstream_stack() as stack:
         decision = stack.decision(FAST)
-        leases = [stack.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) for _ in range(LIMIT)]
+        leases = [
+            stack.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) for _ in range(LIMIT)
+        ]
         with pytest.raises(NoSlotError, match="every slot on fast is taken"):
             await stack.upstream.open(decision, HI, elsewhere=False)
-        answer = await stack.upstream.open(decision, HI, elsewhere=False, over_limit=True)
+        answer = await stack.upstream.open(
+            decision, HI, elsewhere=False, over_limit=True
+        )
         assert stack.replica(FAST).state.slots == LIMIT + 1
         await answer.aclose()
         for lease in leases:
@@ -163,16 +208,22 @@ async def test_a_full_tier_has_no_slot_but_for_what_was_admitted_before() -> Non
 
 async def test_excluded_replicas_are_not_asked() -> None:
     async with upstream_stack() as stack:
-        answer = await stack.upstream.open(stack.decision(FAST), HI, exclude={"fast-0", "balanced-0"})
+        answer = await stack.upstream.open(
+            stack.decision(FAST), HI, exclude={"fast-0", "balanced-0"}
+        )
         assert (answer.tier, answer.attempt.hop.number) == (PRECISE, 0)
         await answer.aclose()
         with pytest.raises(NoSlotError):
-            await stack.upstream.open(stack.decision(FAST), HI, exclude={r.id for r in stack.fleet.replicas})
+            await stack.upstream.open(
+                stack.decision(FAST), HI, exclude={r.id for r in stack.fleet.replicas}
+            )
 
 
 async def test_a_first_token_that_is_late_is_asked_for_elsewhere() -> None:
     """The engine that is late is told to stop."""
-    async with upstream_stack({"first_token_timeout_s": SOUND_S}, fast=Behaviour(stall_after=0)) as stack:
+    async with upstream_stack(
+        {"first_token_timeout_s": SOUND_S}, fast=Behaviour(stall_after=0)
+    ) as stack:
         answer = await stack.upstream.open(stack.decision(FAST), HI)
         assert answer.tier is BALANCED
         await answer.aclose()
@@ -182,10 +233,16 @@ async def test_a_first_token_that_is_late_is_asked_for_elsewhere() -> None:
 
 async def test_a_whole_answer_that_is_late_is_not_asked_for_elsewhere() -> None:
     """It was computed for long already; another engine would need as long."""
-    async with upstream_stack({"answer_timeout_s": 0.1}, fast=Behaviour(stall_after=2)) as stack:
+    async with upstream_stack(
+        {"answer_timeout_s": 0.1}, fast=Behaviour(stall_after=2)
+    ) as stack:
         with pytest.raises(EngineTooSlowError, match=r"no whole answer within 0\.1 s"):
             await stack.upstream.open(stack.decision(FAST), WHOLE)
-        assert (stack.asked(), stack.held(), stack.replica(FAST).state.failed) == ([1, 0, 0], 0, 1)
+        assert (stack.asked(), stack.held(), stack.replica(FAST).state.failed) == (
+            [1, 0, 0],
+            0,
+            1,
+        )
         await until(lambda: not stack.engines[FAST].running)
 
 
@@ -220,22 +277,31 @@ async def test_every_attempt_has_its_own_id_and_the_replicas_key() -> None:
         ids = {each["x-request-id"] for each in (first, second, other)}
         assert len(ids) == 3
         assert all(one.startswith("r1-") for one in ids)
-        assert (first["authorization"], other.get("authorization")) == ("Bearer s3cret", None)
+        assert (first["authorization"], other.get("authorization")) == (
+            "Bearer s3cret",
+            None,
+        )
 
 
 async def test_a_small_request_is_passed_on() -> None:
     """Status and body come back as they are, a refusal's as well."""
     async with upstream_stack() as stack:
         url = stack.replica(FAST).url
-        status, media_type, body = await stack.upstream.pass_on(url, "", TOKENIZE, b'{"prompt":"a bc"}')
+        status, media_type, body = await stack.upstream.pass_on(
+            url, "", TOKENIZE, b'{"prompt":"a bc"}'
+        )
         assert (status, media_type) == (200, "application/json")
         assert json.loads(body)["tokens"] == [1, 2]
-        status, _, body = await stack.upstream.pass_on(url, "", TOKENIZE, b'{"prompt":5}')
+        status, _, body = await stack.upstream.pass_on(
+            url, "", TOKENIZE, b'{"prompt":5}'
+        )
         assert status == 400
         assert b"error" in body
 
 
-@pytest.mark.parametrize("instead", ["[1]", '"text"', "null", "<html>", "", "[" * (LARGE_BYTES + 1)])
+@pytest.mark.parametrize(
+    "instead", ["[1]", '"text"', "null", "<html>", "", "[" * (LARGE_BYTES + 1)]
+)
 async def test_a_small_answer_that_is_no_object_is_a_failure(instead: str) -> None:
     async with upstream_stack(fast=Behaviour(instead={TOKENIZE: instead})) as stack:
         with pytest.raises(EngineFailedError, match="no JSON object"):
@@ -246,17 +312,23 @@ async def test_a_large_answer_is_looked_at_from_outside_only() -> None:
     """To read it takes milliseconds, in which no other request would be served."""
     large = " {" + "x" * LARGE_BYTES + "}\n"
     async with upstream_stack(fast=Behaviour(instead={TOKENIZE: large})) as stack:
-        _, _, body = await stack.upstream.pass_on(stack.replica(FAST).url, "", TOKENIZE, b"{}")
+        _, _, body = await stack.upstream.pass_on(
+            stack.replica(FAST).url, "", TOKENIZE, b"{}"
+        )
         assert body == large.encode()
 
 
 async def test_a_small_request_to_a_failing_or_lost_engine_is_a_failure() -> None:
     async with upstream_stack(fast=Behaviour(detokenizes=False)) as stack:
         with pytest.raises(EngineFailedError, match="HTTP 500"):
-            await stack.upstream.pass_on(stack.replica(FAST).url, "", "/detokenize", b'{"tokens":[]}')
+            await stack.upstream.pass_on(
+                stack.replica(FAST).url, "", "/detokenize", b'{"tokens":[]}'
+            )
         (port,) = reserved_ports()
         with pytest.raises(EngineUnreachableError):
-            await stack.upstream.pass_on(f"http://127.0.0.1:{port}", "", TOKENIZE, b"{}")
+            await stack.upstream.pass_on(
+                f"http://127.0.0.1:{port}", "", TOKENIZE, b"{}"
+            )
 
 
 async def test_small_requests_of_one_pool_are_bounded() -> None:
@@ -265,12 +337,15 @@ async def test_small_requests_of_one_pool_are_bounded() -> None:
         url, upstream = stack.replica(FAST).url, stack.upstream
         assert upstream.passes_at_once(url, "tokens")
         hung = [
-            asyncio.create_task(upstream.pass_on(url, "", TOKENIZE, b"{}", "tokens")) for _ in range(PASSED_AT_ONCE)
+            asyncio.create_task(upstream.pass_on(url, "", TOKENIZE, b"{}", "tokens"))
+            for _ in range(PASSED_AT_ONCE)
         ]
         await until(lambda: stack.engines[FAST].held == PASSED_AT_ONCE)
         assert not upstream.passes_at_once(url, "tokens")
         assert upstream.passes_at_once(url, "own")
-        waiting = asyncio.create_task(upstream.pass_on(url, "", "/detokenize", b'{"tokens":[]}', "tokens"))
+        waiting = asyncio.create_task(
+            upstream.pass_on(url, "", "/detokenize", b'{"tokens":[]}', "tokens")
+        )
         status, _, _ = await upstream.pass_on(url, "", "/detokenize", b'{"tokens":[]}')
         assert (status, waiting.done()) == (200, False)
         hung[0].cancel()
@@ -284,9 +359,13 @@ async def test_small_requests_of_one_pool_are_bounded() -> None:
 async def test_a_small_request_that_gets_no_slot_in_time_was_not_sent() -> None:
     async with upstream_stack(fast=Behaviour(hung=(TOKENIZE,))) as stack:
         upstream, asked = stack.upstream, (stack.replica(FAST).url, "", TOKENIZE, b"{}")
-        hung = [asyncio.create_task(upstream.pass_on(*asked)) for _ in range(PASSED_AT_ONCE)]
+        hung = [
+            asyncio.create_task(upstream.pass_on(*asked)) for _ in range(PASSED_AT_ONCE)
+        ]
         await until(lambda: not upstream.passes_at_once(asked[0], "own"))
-        upstream.use(stack.settings.upstream.model_copy(update={"first_token_timeout_s": 0.1}))
+        upstream.use(
+            stack.settings.upstream.model_copy(update={"first_token_timeout_s": 0.1})
+        )
         with pytest.raises(NoSlotError):
             await upstream.pass_on(*asked)
         for task in hung:

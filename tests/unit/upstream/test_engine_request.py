@@ -19,19 +19,34 @@ CHAT = {"model": "auto", "messages": [{"role": "user", "content": "hi"}]}
 
 def replica(tier: TierName = TierName.FAST, **values: Any) -> Replica:
     """Return a replica that serves the model under a name of its own."""
-    return Replica("r-0", TierSpec(tier, 2048, 16, 16), "http://127.0.0.1:1", "", "engines-own-name", **values)
+    return Replica(
+        "r-0",
+        TierSpec(tier, 2048, 16, 16),
+        "http://127.0.0.1:1",
+        "",
+        "engines-own-name",
+        **values,
+    )
 
 
 def relay(body: bytes | dict[str, Any], **values: Any) -> EngineRequest:
-    document = JsonObject.parse(body if isinstance(body, bytes) else json.dumps(body).encode())
-    return EngineRequest(document=document, request_id="r", **{"streamed": False, **values})
+    document = JsonObject.parse(
+        body if isinstance(body, bytes) else json.dumps(body).encode()
+    )
+    return EngineRequest(
+        document=document, request_id="r", **{"streamed": False, **values}
+    )
 
 
 @pytest.mark.parametrize("kind", ["enabled", "adaptive", "disabled"])
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
-def test_thinking_is_not_asked_of_a_model_that_does_not_think(kind: str, path: str) -> None:
+def test_thinking_is_not_asked_of_a_model_that_does_not_think(
+    kind: str, path: str
+) -> None:
     """Only what vLLM would refuse is left out, and only where Anthropic's clients ask it of every model."""
-    asked = relay({**CHAT, "thinking": {"type": kind, "budget_tokens": 1024}}, path=path)
+    asked = relay(
+        {**CHAT, "thinking": {"type": kind, "budget_tokens": 1024}}, path=path
+    )
     assert "thinking" in json.loads(asked.body(replica(takes_thinking=True)))
     is_left_out = (kind, path) == ("enabled", "/v1/messages")
     unthinking = replica(takes_thinking=False)
@@ -43,17 +58,30 @@ def test_all_but_the_model_are_the_callers_own_bytes() -> None:
     """Digits of numbers, escapes and unknown members are as they came; the router's own object goes to no engine."""
     body = b'{"temperature": 1.10, "seed":12345678901234567890, "model":"auto", "x":"\\u00e9", "qarr":{"tier":"fast"}}'
     sent = relay(body).body(replica())
-    assert sent == b'{"temperature":1.10,"seed":12345678901234567890,"x":"\\u00e9","model":"engines-own-name"}'
+    assert (
+        sent
+        == b'{"temperature":1.10,"seed":12345678901234567890,"x":"\\u00e9","model":"engines-own-name"}'
+    )
 
 
 @pytest.mark.parametrize(
     ("own", "priority", "takes_priority", "sent"),
-    [(5, None, True, 5), (5, 0, True, 0), (None, -1, True, -1), (5, None, False, None), (5, -1, False, None)],
+    [
+        (5, None, True, 5),
+        (5, 0, True, 0),
+        (None, -1, True, -1),
+        (5, None, False, None),
+        (5, -1, False, None),
+    ],
 )
-def test_priority(own: int | None, priority: int | None, *, takes_priority: bool, sent: int | None) -> None:
+def test_priority(
+    own: int | None, priority: int | None, *, takes_priority: bool, sent: int | None
+) -> None:
     """None leaves the caller's own; an engine without priorities is sent none, for it would refuse the request."""
     body = CHAT if own is None else {**CHAT, "priority": own}
-    found = json.loads(relay(body, priority=priority).body(replica(takes_priority=takes_priority)))
+    found = json.loads(
+        relay(body, priority=priority).body(replica(takes_priority=takes_priority))
+    )
     assert found.get("priority") == sent
 
 
@@ -62,7 +90,11 @@ def test_priority(own: int | None, priority: int | None, *, takes_priority: bool
     [
         (None, False, {"include_usage": True}),
         ({"include_usage": False}, False, {"include_usage": True}),
-        ({"continuous_usage_stats": True}, False, {"include_usage": True, "continuous_usage_stats": False}),
+        (
+            {"continuous_usage_stats": True},
+            False,
+            {"include_usage": True, "continuous_usage_stats": False},
+        ),
         (
             {"include_usage": True, "continuous_usage_stats": True},
             True,
@@ -71,7 +103,9 @@ def test_priority(own: int | None, priority: int | None, *, takes_priority: bool
         ("nonsense", False, "nonsense"),
     ],
 )
-def test_every_stream_is_asked_for_its_token_counts(given: Any, *, wants_usage: bool, sent: Any) -> None:
+def test_every_stream_is_asked_for_its_token_counts(
+    given: Any, *, wants_usage: bool, sent: Any
+) -> None:
     """Options that are none are left to the engine, which says best what is wrong with them."""
     body = {**CHAT, "stream": True, "stream_options": given}
     asked = relay(body, streamed=True, wants_usage=wants_usage)
@@ -87,8 +121,13 @@ def test_token_ids_are_asked_for() -> None:
 
 def test_what_traces_are_told_are_numbers() -> None:
     """Never text, and nothing that a span attribute cannot hold."""
-    asked = relay({**CHAT, "max_tokens": 9, "temperature": "hot", "n": 2, "seed": 1 << 70})
-    assert asked.parameters() == {"gen_ai.request.max_tokens": 9, "gen_ai.request.choice.count": 2}
+    asked = relay(
+        {**CHAT, "max_tokens": 9, "temperature": "hot", "n": 2, "seed": 1 << 70}
+    )
+    assert asked.parameters() == {
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.choice.count": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -98,32 +137,70 @@ def test_what_traces_are_told_are_numbers() -> None:
         {"response_format": {"type": "json_schema"}},
         {"logprobs": True},
         {"stream_options": {"continuous_usage_stats": True}},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "x"}}],
+                }
+            ]
+        },
         {"return_token_ids": True},
     ],
 )
-def test_what_cannot_be_taken_over_halfway_is_not_continued(more: dict[str, Any]) -> None:
+def test_what_cannot_be_taken_over_halfway_is_not_continued(
+    more: dict[str, Any],
+) -> None:
     document = JsonObject.parse(json.dumps({**CHAT, **more}).encode())
     assert continuable_of(document, 0, choices=1, chat=True) is None
 
 
 def test_what_continues_an_answer_is_how_its_tokens_were_chosen() -> None:
-    body = {**CHAT, "max_tokens": 7, "max_completion_tokens": 5, "top_p": 0.5, "stop": ["END"], "user": "me"}
+    body = {
+        **CHAT,
+        "max_tokens": 7,
+        "max_completion_tokens": 5,
+        "top_p": 0.5,
+        "stop": ["END"],
+        "user": "me",
+    }
     document = JsonObject.parse(json.dumps(body).encode())
-    assert continuable_of(document, -1, choices=1, chat=True) == Continuable(5, {"stop": ["END"], "top_p": 0.5}, -1)
+    assert continuable_of(document, -1, choices=1, chat=True) == Continuable(
+        5, {"stop": ["END"], "top_p": 0.5}, -1
+    )
     assert continuable_of(document, -1, choices=2, chat=True) is None
     plain = JsonObject.parse(b'{"prompt": "a", "response_format": {"type": "text"}}')
-    assert continuable_of(plain, 0, choices=1, chat=False) == Continuable(16, {}, 0), "OpenAI's and vLLM's default"
+    assert continuable_of(plain, 0, choices=1, chat=False) == Continuable(16, {}, 0), (
+        "OpenAI's and vLLM's default"
+    )
 
 
 def test_a_prompt_is_always_streamed_from_its_engine() -> None:
     """So a stalled engine is noticed, and the answer can go on elsewhere."""
-    document = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 0.5}
-    asked = EngineRequest(document=document, request_id="r", priority=-1, continuable=Continuable(9, {}, -1))
+    document = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 9,
+        "temperature": 0.5,
+    }
+    asked = EngineRequest(
+        document=document,
+        request_id="r",
+        priority=-1,
+        continuable=Continuable(9, {}, -1),
+    )
     sent = json.loads(asked.body(replica(takes_priority=False)))
-    assert (sent["stream"], sent["return_token_ids"], sent["stream_options"]) == (True, True, {"include_usage": True})
+    assert (sent["stream"], sent["return_token_ids"], sent["stream_options"]) == (
+        True,
+        True,
+        {"include_usage": True},
+    )
     assert "priority" not in sent, "an engine without priorities would refuse it"
     assert json.loads(asked.body(replica()))["priority"] == -1
     fewer = asked.at_most(5)
-    assert (json.loads(fewer.body(replica()))["max_tokens"], fewer.continuable) == (5, Continuable(5, {}, -1))
-    assert relay(CHAT).at_most(5) == relay(CHAT), "a caller's body says itself what it wants"
+    assert (json.loads(fewer.body(replica()))["max_tokens"], fewer.continuable) == (
+        5,
+        Continuable(5, {}, -1),
+    )
+    assert relay(CHAT).at_most(5) == relay(CHAT), (
+        "a caller's body says itself what it wants"
+    )

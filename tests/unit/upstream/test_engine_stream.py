@@ -17,7 +17,12 @@ from pydantic_core import to_json
 from router.telemetry.tracing import Telemetry
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import BufferedAnswer, Drain, EngineStream, Feed
-from router.upstream.errors import EngineBrokeError, EngineRefusedError, EngineStalledError, NoEngineAnsweredError
+from router.upstream.errors import (
+    EngineBrokeError,
+    EngineRefusedError,
+    EngineStalledError,
+    NoEngineAnsweredError,
+)
 from router.upstream.json_object import JsonObject
 from router.upstream.sse import Chunk
 from tests.fakes.engine import FINGERPRINT, PIECE, Behaviour
@@ -31,13 +36,17 @@ PLAIN = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
 
 
 def relay(*, streamed: bool = False) -> EngineRequest:
-    document = JsonObject.parse(to_json({"messages": [], "max_tokens": 9, "stream": streamed}))
+    document = JsonObject.parse(
+        to_json({"messages": [], "max_tokens": 9, "stream": streamed})
+    )
     return EngineRequest(document=document, request_id="w1", streamed=streamed)
 
 
 async def relayed(stack: UpstreamStack) -> EngineStream:
     """Open a streamed answer that no other engine may continue."""
-    answer = await stack.upstream.open(stack.decision(FAST), relay(streamed=True), elsewhere=False)
+    answer = await stack.upstream.open(
+        stack.decision(FAST), relay(streamed=True), elsewhere=False
+    )
     assert isinstance(answer, EngineStream)
     return answer
 
@@ -46,11 +55,24 @@ async def test_an_answer_is_known_once_it_is_complete() -> None:
     async with upstream_stack(fast=Behaviour(prompt_tokens=12)) as stack:
         answer = await stack.stream()
         assert answer.ttft_ms is not None
-        assert (answer.complete, answer.usage, answer.tpot_ms, answer.finish_reason) == (False, {}, None, None)
+        assert (
+            answer.complete,
+            answer.usage,
+            answer.tpot_ms,
+            answer.finish_reason,
+        ) == (False, {}, None, None)
         assert await text_of(answer) == ANSWER
         assert answer.complete
-        assert answer.usage == {"prompt_tokens": 12, "completion_tokens": 7, "total_tokens": 19}
-        assert (answer.output_tokens, answer.finish_reason, answer.failed_over) == (7, "stop", False)
+        assert answer.usage == {
+            "prompt_tokens": 12,
+            "completion_tokens": 7,
+            "total_tokens": 19,
+        }
+        assert (answer.output_tokens, answer.finish_reason, answer.failed_over) == (
+            7,
+            "stop",
+            False,
+        )
         assert answer.tpot_ms is not None
         assert (answer.media_type or "").startswith("text/event-stream")
         await answer.aclose()
@@ -62,7 +84,9 @@ async def test_an_answer_is_closed_once() -> None:
         first, second = await stack.stream(), await stack.stream()
         for _ in range(3):
             await first.aclose()
-        assert stack.replica(FAST).state.in_flight == 1, "the other one's slot is its own"
+        assert stack.replica(FAST).state.in_flight == 1, (
+            "the other one's slot is its own"
+        )
         await second.aclose()
         assert stack.held() == 0
 
@@ -87,12 +111,21 @@ async def test_an_answer_that_is_left_ends_at_the_engine() -> None:
         with pytest.raises(asyncio.CancelledError):
             await reading
         await answer.aclose()
-        assert (stack.held(), stack.replica(FAST).state.failed, stack.replica(FAST).state.served) == (0, 0, 0)
+        assert (
+            stack.held(),
+            stack.replica(FAST).state.failed,
+            stack.replica(FAST).state.served,
+        ) == (0, 0, 0)
         await until(lambda: not stack.engines[FAST].running)
 
 
-@pytest.mark.parametrize("fault", [{"break_after": 3}, {"error_after": 3}, {"error_with": 3}, {"nonsense_with": 3}])
-async def test_what_came_before_a_fault_is_read_before_it(fault: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [{"break_after": 3}, {"error_after": 3}, {"error_with": 3}, {"nonsense_with": 3}],
+)
+async def test_what_came_before_a_fault_is_read_before_it(
+    fault: dict[str, Any],
+) -> None:
     """Without anybody to go on with it, the fault is the caller's to tell."""
     async with upstream_stack(fast=Behaviour(**fault)) as stack:
         answer, found = await stack.stream(), list[str]()
@@ -101,10 +134,17 @@ async def test_what_came_before_a_fault_is_read_before_it(fault: dict[str, Any])
         assert "".join(found) == "The capital of"
         assert not answer.complete
         await answer.aclose(broken.value)
-        assert (stack.replica(FAST).state.failed, stack.replica(FAST).state.served, stack.held()) == (1, 0, 0)
+        assert (
+            stack.replica(FAST).state.failed,
+            stack.replica(FAST).state.served,
+            stack.held(),
+        ) == (1, 0, 0)
 
 
-@pytest.mark.parametrize(("end", "why"), [(b"", "ended early"), (b"data: [DONE]\n\n", "without a finish reason")])
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [(b"", "ended early"), (b"data: [DONE]\n\n", "without a finish reason")],
+)
 async def test_a_stream_without_an_end_is_broken(end: bytes, why: str) -> None:
     async with upstream_stack(fast=Behaviour(nonsense=PLAIN + end)) as stack:
         answer = await relayed(stack)
@@ -114,16 +154,25 @@ async def test_a_stream_without_an_end_is_broken(end: bytes, why: str) -> None:
 
 
 async def test_a_silent_engine_has_stalled() -> None:
-    async with upstream_stack({"token_timeout_s": 0.1}, fast=Behaviour(stall_after=2)) as stack:
+    async with upstream_stack(
+        {"token_timeout_s": 0.1}, fast=Behaviour(stall_after=2)
+    ) as stack:
         answer = await stack.stream()
         with pytest.raises(EngineStalledError, match=r"no token for 0\.1 s"):
             await text_of(answer)
-        assert stack.replica(FAST).silence_s(monotonic()) >= 0.1, "the watchdog counts on"
+        assert stack.replica(FAST).silence_s(monotonic()) >= 0.1, (
+            "the watchdog counts on"
+        )
         await answer.aclose()
 
 
-async def rest(answer: EngineStream, _broken: EngineBrokeError, feed: Feed, _drain: Drain) -> None:
-    for chunk in (Chunk(text=" new", token_ids=[1]), Chunk(text=" end", token_ids=[2], finish_reason="stop")):
+async def rest(
+    answer: EngineStream, _broken: EngineBrokeError, feed: Feed, _drain: Drain
+) -> None:
+    for chunk in (
+        Chunk(text=" new", token_ids=[1]),
+        Chunk(text=" end", token_ids=[2], finish_reason="stop"),
+    ):
         answer.progress.note((chunk,))
         feed([chunk])
 
@@ -133,7 +182,11 @@ async def test_a_broken_answer_goes_on_with_what_others_compute() -> None:
         answer = await stack.stream()
         answer.continuation = rest
         assert await text_of(answer) == "The capital of new end"
-        assert (answer.failed_over, answer.complete, answer.finish_reason) == (True, True, "stop")
+        assert (answer.failed_over, answer.complete, answer.finish_reason) == (
+            True,
+            True,
+            "stop",
+        )
         assert (answer.output_tokens, answer.parts) == (5, [])
         await answer.aclose()
         assert stack.held() == 0
@@ -174,16 +227,24 @@ async def test_a_whole_answer_is_read_before_it_is_passed_on() -> None:
     async with upstream_stack(fast=Behaviour(prompt_tokens=5)) as stack:
         answer = await stack.upstream.open(stack.decision(FAST), relay())
         assert isinstance(answer, BufferedAnswer)
-        assert (answer.complete, answer.finish_reason, answer.output_tokens) == (True, "stop", 7)
+        assert (answer.complete, answer.finish_reason, answer.output_tokens) == (
+            True,
+            "stop",
+            7,
+        )
         assert answer.usage["prompt_tokens"] == 5
-        assert (answer.ttft_ms, answer.tpot_ms) == (None, None), "no token was seen to come"
+        assert (answer.ttft_ms, answer.tpot_ms) == (None, None), (
+            "no token was seen to come"
+        )
         assert answer.media_type == "application/json"
         assert FINGERPRINT.encode() in answer.content
         await answer.aclose()
         assert stack.held() == 0
 
 
-CHOICE = b'{"index":0,"message":{"role":"assistant","content":"x"},"finish_reason":"stop"}'
+CHOICE = (
+    b'{"index":0,"message":{"role":"assistant","content":"x"},"finish_reason":"stop"}'
+)
 USAGE = b'{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2}'
 NO_COMPLETIONS = {
     "no JSON": b"x",
@@ -191,7 +252,9 @@ NO_COMPLETIONS = {
     "no choices": b'{"usage":' + USAGE + b"}",
     "empty choices": b'{"choices":[],"usage":' + USAGE + b"}",
     "a choice without text": b'{"choices":[{"index":0}],"usage":' + USAGE + b"}",
-    "an odd finish reason": b'{"choices":[{"text":"x","finish_reason":5}],"usage":' + USAGE + b"}",
+    "an odd finish reason": b'{"choices":[{"text":"x","finish_reason":5}],"usage":'
+    + USAGE
+    + b"}",
     "no usage": b'{"choices":[' + CHOICE + b"]}",
     "odd usage": b'{"choices":[' + CHOICE + b'],"usage":{"prompt_tokens":-1}}',
 }
@@ -214,17 +277,26 @@ async def test_a_span_tells_how_an_answer_went() -> None:
             answer = await stack.stream()
         await text_of(answer)
         await answer.aclose()
-    (span,) = (each for each in exporter.get_finished_spans() if each.name.startswith("chat"))
+    (span,) = (
+        each for each in exporter.get_finished_spans() if each.name.startswith("chat")
+    )
     found = dict(span.attributes or {})
     assert found["gen_ai.response.finish_reasons"] == ("stop",)
-    assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (10, 7)
+    assert (
+        found["gen_ai.usage.input_tokens"],
+        found["gen_ai.usage.output_tokens"],
+    ) == (10, 7)
     assert found["qarr.ttft_ms"] == answer.ttft_ms
     (first_token,) = span.events
     assert first_token.timestamp is not None
     assert span.start_time is not None
     assert span.end_time is not None
     assert span.start_time <= first_token.timestamp <= span.end_time
-    assert 0 < found["gen_ai.response.time_to_first_chunk"] <= (span.end_time - span.start_time) / 1e9
+    assert (
+        0
+        < found["gen_ai.response.time_to_first_chunk"]
+        <= (span.end_time - span.start_time) / 1e9
+    )
     assert found["qarr.tpot_ms"] == answer.tpot_ms
     assert [event.name for event in span.events] == ["qarr.first_token"]
 
@@ -232,9 +304,18 @@ async def test_a_span_tells_how_an_answer_went() -> None:
 async def test_a_refusals_words_are_not_on_the_span() -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    async with upstream_stack(telemetry=Telemetry(provider), fast=Behaviour(status=400, error="SECRET")) as stack:
-        with provider.get_tracer("test").start_as_current_span("request"), pytest.raises(EngineRefusedError):
-            await stack.upstream.open(stack.decision(FAST), replace(HI, request_id="r2"))
-    (span,) = (each for each in exporter.get_finished_spans() if each.name.startswith("chat"))
+    async with upstream_stack(
+        telemetry=Telemetry(provider), fast=Behaviour(status=400, error="SECRET")
+    ) as stack:
+        with (
+            provider.get_tracer("test").start_as_current_span("request"),
+            pytest.raises(EngineRefusedError),
+        ):
+            await stack.upstream.open(
+                stack.decision(FAST), replace(HI, request_id="r2")
+            )
+    (span,) = (
+        each for each in exporter.get_finished_spans() if each.name.startswith("chat")
+    )
     assert dict(span.attributes or {})["http.response.status_code"] == 400
     assert "SECRET" not in span.to_json()

@@ -10,18 +10,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.upstream.json_object import MOST_NESTED, JsonObject, NotJsonError, as_boolean, as_integer, read_json
+from router.upstream.json_object import (
+    MOST_NESTED,
+    JsonObject,
+    NotJsonError,
+    as_boolean,
+    as_integer,
+    read_json,
+)
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 OBJECTS = st.dictionaries(st.text(), VALUES, max_size=5)
 
 
 @given(OBJECTS, st.sampled_from([None, 1, "\t"]), st.booleans())
-def test_any_object_is_read_as_json_reads_it(value: dict[str, Any], indent: int | str | None, ascii_only: bool) -> None:  # noqa: FBT001
+def test_any_object_is_read_as_json_reads_it(
+    value: dict[str, Any],
+    indent: int | str | None,
+    ascii_only: bool,  # noqa: FBT001
+) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     try:
         body = text.encode()
@@ -34,14 +51,18 @@ def test_any_object_is_read_as_json_reads_it(value: dict[str, Any], indent: int 
 
 @given(OBJECTS, st.text(), VALUES)
 def test_an_edit_changes_one_member(value: dict[str, Any], key: str, new: Any) -> None:
-    edited = JsonObject.parse(json.dumps(value).encode()).edited({key: json.dumps(new).encode()})
+    edited = JsonObject.parse(json.dumps(value).encode()).edited(
+        {key: json.dumps(new).encode()}
+    )
     assert json.loads(edited) == {**value, key: new}
 
 
 def test_an_edit_leaves_the_bytes_of_others_alone() -> None:
     """Digits and escapes, which decoding and encoding again would lose."""
     text = r'{ "a" : 1.000, "b":"\u0041\/", "c": 1e2, "d" :[ 1 , 2 ], "a": 0.10, "drop": {} }'
-    edited = JsonObject.parse(text.encode()).edited({"drop": None, "c": 3, "e": b'{"raw":1.0}'})
+    edited = JsonObject.parse(text.encode()).edited(
+        {"drop": None, "c": 3, "e": b'{"raw":1.0}'}
+    )
     assert edited == rb'{"a":0.10,"b":"\u0041\/","d":[ 1 , 2 ],"c":3,"e":{"raw":1.0}}'
 
 
@@ -108,7 +129,11 @@ def test_many_brackets_side_by_side_are_not_deep() -> None:
         ("many", None, False),
     ],
 )
-def test_values_are_read_as_vllm_would(value: Any, integer: int | None, boolean: bool) -> None:  # noqa: FBT001
+def test_values_are_read_as_vllm_would(
+    value: Any,
+    integer: int | None,
+    boolean: bool,  # noqa: FBT001
+) -> None:
     """Its models are lax: numbers may be strings, and booleans numbers."""
     assert as_integer(value) == integer
     assert as_boolean(value) is boolean
@@ -125,9 +150,18 @@ def test_json_that_is_none_is_an_error() -> None:
     [
         ('{"n":1.0 , "model" :\t"a"}\n', '{"n":1.0,"model":"b"}'),
         ('{"n": {"model": "x"}}', '{"n":{"model": "x"},"model":"b"}'),
-        (r'{"n": {"model": "x"}, "mod\u0065l": "a"}', '{"n":{"model": "x"},"model":"b"}'),
-        (r'{"n": "a \"model\" b", "model": null}', r'{"n":"a \"model\" b","model":"b"}'),
-        (r'{"n": "\ud800", "\ud800": 1.00}', r'{"n":"\ud800","\ud800":1.0,"model":"b"}'),
+        (
+            r'{"n": {"model": "x"}, "mod\u0065l": "a"}',
+            '{"n":{"model": "x"},"model":"b"}',
+        ),
+        (
+            r'{"n": "a \"model\" b", "model": null}',
+            r'{"n":"a \"model\" b","model":"b"}',
+        ),
+        (
+            r'{"n": "\ud800", "\ud800": 1.00}',
+            r'{"n":"\ud800","\ud800":1.0,"model":"b"}',
+        ),
         ("{}", '{"model":"b"}'),
     ],
 )

@@ -19,7 +19,11 @@ def spoken(progress: Progress, *chunks: tuple[str, tuple[int, ...]]) -> Progress
 
 def test_each_token_that_comes_alone_ends_a_character() -> None:
     progress = spoken(Progress(), ("The", (1,)), (" capital", (2,)))
-    assert (progress.point, progress.text, progress.settled) == (Point(2, 11), "The capital", True)
+    assert (progress.point, progress.text, progress.settled) == (
+        Point(2, 11),
+        "The capital",
+        True,
+    )
 
 
 def test_tokens_that_come_together_have_no_point_between_them() -> None:
@@ -50,7 +54,11 @@ def test_reasoning_cannot_be_continued_but_is_counted() -> None:
     progress = Progress(prompt_ids=array("I", [7, 8]))
     progress.note((Chunk(token_ids=(1,), other=True),))
     assert not progress.continuable
-    assert progress.usage == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    assert progress.usage == {
+        "prompt_tokens": 2,
+        "completion_tokens": 1,
+        "total_tokens": 3,
+    }
 
 
 def test_tokens_without_text_are_remembered() -> None:
@@ -62,7 +70,11 @@ def test_tokens_without_text_are_remembered() -> None:
 def test_going_back_forgets_what_came_after() -> None:
     progress = spoken(Progress(), ("a", (1,)), ("b", (2,)), ("c", (3,)))
     progress.rest_at(2, "ab")
-    assert (list(progress.output_ids), progress.text, progress.begun) == ([1, 2], "ab", Point(2, 2))
+    assert (list(progress.output_ids), progress.text, progress.begun) == (
+        [1, 2],
+        "ab",
+        Point(2, 2),
+    )
     assert spoken(progress, ("d", (9,))).point == Point(3, 3)
 
 
@@ -72,8 +84,13 @@ def test_a_stop_string_ends_with_the_token_that_completes_it() -> None:
     assert (list(progress.output_ids), progress.finish_reason) == ([1, 2], "stop")
 
 
-@given(st.lists(st.tuples(st.text(max_size=4), st.integers(0, 9)), max_size=30), st.integers(0, 6))
-def test_a_point_never_promises_text_that_has_not_come(tokens: list[tuple[str, int]], held_back: int) -> None:
+@given(
+    st.lists(st.tuples(st.text(max_size=4), st.integers(0, 9)), max_size=30),
+    st.integers(0, 6),
+)
+def test_a_point_never_promises_text_that_has_not_come(
+    tokens: list[tuple[str, int]], held_back: int
+) -> None:
     progress = Progress(held_back)
     for text, number in tokens:
         progress.note((Chunk(text=text, token_ids=(number,)),))
@@ -85,6 +102,11 @@ def test_what_an_engine_keeps_back_follows_from_the_stop_strings() -> None:
     """The longest stop string but one character; nothing where the string belongs to the answer."""
     assert Continuable(None, {"stop": ["END", "", 7, "\n"]}, 0).held_back == 2
     assert Continuable(None, {"stop": "END"}, 0).stops == ("END",)
-    assert Continuable(None, {"stop": ["END"], "include_stop_str_in_output": True}, 0).held_back == 0
+    assert (
+        Continuable(
+            None, {"stop": ["END"], "include_stop_str_in_output": True}, 0
+        ).held_back
+        == 0
+    )
     assert Continuable(None, {}, 0).held_back == 0
     assert Continuable(None, {"min_tokens": "5"}, 0).min_tokens == 5

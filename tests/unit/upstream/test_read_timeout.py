@@ -40,7 +40,8 @@ async def test_time_between_waits_does_not_count() -> None:
     connection = answering(SHORT_S)
     asyncio.get_running_loop().call_soon(connection.data_received, b"a")
     await read(connection)
-    await asyncio.sleep(3 * SHORT_S)  # the timer fires in it, and is set anew by the next wait
+    # the timer fires in it, and is set anew by the next wait
+    await asyncio.sleep(3 * SHORT_S)
     asyncio.get_running_loop().call_soon(connection.data_received, b"a")
     assert await read(connection) == b"a"
     with pytest.raises(httpx.ReadTimeout):

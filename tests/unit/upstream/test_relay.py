@@ -12,7 +12,12 @@ import pytest
 from router.telemetry.record import Hop
 from router.upstream import transport
 from router.upstream.engine_request import EngineRequest
-from router.upstream.engine_stream import Attempt, EngineStream, OverflowHold, OverflowServer
+from router.upstream.engine_stream import (
+    Attempt,
+    EngineStream,
+    OverflowHold,
+    OverflowServer,
+)
 from router.upstream.errors import EngineBrokeError, EngineStalledError
 from router.upstream.progress import Continuable, Progress
 from router.upstream.sse import Chunk, parse_event
@@ -22,7 +27,11 @@ from tests.waiting import until
 from tiers.spec import TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-ASKED = EngineRequest(document={"messages": [], "max_tokens": 9}, request_id="r1", continuable=Continuable(9, {}, 0))
+ASKED = EngineRequest(
+    document={"messages": [], "max_tokens": 9},
+    request_id="r1",
+    continuable=Continuable(9, {}, 0),
+)
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 OPENED = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,'
@@ -54,7 +63,11 @@ ANSWER = [
 def on_wire(events: list[bytes], *, end: bytes = b"data: [DONE]\n\n") -> bytes:
     """Return a stream as an engine sends it, a chunk of HTTP an event."""
     parts = [event + b"\n\n" for event in events] + ([end] if end else [])
-    return HEAD + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + (b"0\r\n\r\n" if end else b"")
+    return (
+        HEAD
+        + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+        + (b"0\r\n\r\n" if end else b"")
+    )
 
 
 class Reader:
@@ -64,10 +77,17 @@ class Reader:
         self.connection, _ = connection_with_request()
         self.raw = b""
         self._takes = takes
-        spec = TierSpec(TierName.FAST, 4096, 16, 1, urls=("http://engine",), precision="awq")
+        spec = TierSpec(
+            TierName.FAST, 4096, 16, 1, urls=("http://engine",), precision="awq"
+        )
         hold = OverflowHold(OverflowServer("e", spec), 1, lambda: None)
         hop = Hop("chat", "m", "http://engine", 0.0, overflow="e")
-        self.answer = EngineStream(Attempt(TierName.FAST, hold, answer_on(self.connection), hop, 100, 600, 0.0), ASKED)
+        self.answer = EngineStream(
+            Attempt(
+                TierName.FAST, hold, answer_on(self.connection), hop, 100, 600, 0.0
+            ),
+            ASKED,
+        )
 
     @property
     def progress(self) -> Progress:
@@ -111,9 +131,17 @@ async def test_an_answer_is_the_same_wherever_it_is_split() -> None:
         await reading
         assert reader.raw == b"".join(event + b"\n\n" for event in ANSWER)
         found = reader.progress
-        assert (found.text, found.output_ids, found.prompt_ids) == (noted.text, noted.output_ids, noted.prompt_ids)
+        assert (found.text, found.output_ids, found.prompt_ids) == (
+            noted.text,
+            noted.output_ids,
+            noted.prompt_ids,
+        )
         assert (found.point, found.settled) == (noted.point, noted.settled)
-        assert (found.finish_reason, found.continuable, reader.answer.complete) == ("stop", noted.continuable, True)
+        assert (found.finish_reason, found.continuable, reader.answer.complete) == (
+            "stop",
+            noted.continuable,
+            True,
+        )
 
 
 async def test_a_break_at_every_byte_is_told_after_what_came() -> None:
@@ -129,7 +157,10 @@ async def test_a_break_at_every_byte_is_told_after_what_came() -> None:
         whole = b"".join(event + b"\n\n" for event in ANSWER)
         assert whole.startswith(reader.raw)
         assert reader.raw == b"" or reader.raw.endswith(b"\n\n")
-        assert isinstance(reading.exception(), EngineBrokeError) is not reader.answer.complete
+        assert (
+            isinstance(reading.exception(), EngineBrokeError)
+            is not reader.answer.complete
+        )
         assert not reader.answer.complete or reader.raw == whole
 
 
@@ -177,7 +208,9 @@ async def test_a_taker_that_has_enough_gets_no_more_until_it_asks_again() -> Non
     assert reader.raw == b"".join(event + b"\n\n" for event in events)
 
 
-async def test_silence_between_plain_events_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_between_plain_events_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
     monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: now))
     reader = Reader()

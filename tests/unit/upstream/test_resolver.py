@@ -51,7 +51,9 @@ def address_info(address: str, port: int) -> AddressInfo:
 async def engine_at(*addresses: str) -> AsyncIterator[int]:
     """Serve at these addresses, on one port."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(ANSWER)
         await writer.drain()
@@ -72,7 +74,11 @@ async def asking(names: NameServer) -> AsyncIterator[Any]:
     transport = EngineTransport(resolver=Resolver(names.lookup))
 
     async def ask(port: int) -> int:
-        request = httpx.Request("GET", f"http://engine.test:{port}/", extensions={"timeout": {"connect": 30.0}})
+        request = httpx.Request(
+            "GET",
+            f"http://engine.test:{port}/",
+            extensions={"timeout": {"connect": 30.0}},
+        )
         response = await transport.handle_async_request(request)
         assert isinstance(response.stream, httpx.AsyncByteStream)
         async for _ in response.stream:
@@ -109,19 +115,28 @@ async def test_the_last_addresses_stay_while_a_name_does_not_resolve(
     ]
 
 
-async def test_a_name_server_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_server_that_hangs_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Once a name is known: the look goes on in the background, one for all who connect."""
     monkeypatch.setattr(module, "LOOKUP_S", 0.05)
     names = NameServer("127.0.0.1")
     async with engine_at("127.0.0.1") as port, asking(names) as ask:
         assert await ask(port) == 200
         names.answers.clear()
-        assert await within(asyncio.gather(*(ask(port) for _ in range(5))), "answers meanwhile") == [200] * 5
+        assert (
+            await within(
+                asyncio.gather(*(ask(port) for _ in range(5))), "answers meanwhile"
+            )
+            == [200] * 5
+        )
         assert names.asked == 2
         names.answers.set()
 
 
-async def test_a_lookup_that_ended_is_not_taken_for_one_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_lookup_that_ended_is_not_taken_for_one_that_hangs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Another connection may begin the next lookup before the one that waited goes on."""
     connections: list[asyncio.Task[Any]] = []
     lookups = 0
@@ -174,21 +189,32 @@ async def test_a_changed_address_counts_at_once() -> None:
         assert await ask(port) == 200
 
 
-async def test_an_address_that_does_not_answer_keeps_no_connection_from_the_next() -> None:
+async def test_an_address_that_does_not_answer_keeps_no_connection_from_the_next() -> (
+    None
+):
     """Nothing comes back from the first one, as behind a firewall; the second is tried meanwhile (RFC 8305)."""
-    async with engine_at("127.0.0.1") as port, asking(NameServer("127.0.0.3", "127.0.0.1")) as ask:
+    async with (
+        engine_at("127.0.0.1") as port,
+        asking(NameServer("127.0.0.3", "127.0.0.1")) as ask,
+    ):
         with ExitStack() as full, socket.socket() as silent:
             silent.bind(("127.0.0.3", port))
             silent.listen(0)
-            for _ in range(4):  # its queue is full then, and the kernel drops what comes
+            # its queue is full then, and the kernel drops what comes
+            for _ in range(4):
                 waiting = full.enter_context(socket.socket())
                 waiting.setblocking(False)
                 waiting.connect_ex(("127.0.0.3", port))
             assert await within(ask(port), "an answer of the second address") == 200
 
 
-@pytest.mark.parametrize("addresses", [("::1", "127.0.0.1"), ("127.0.0.1", "::1"), ("127.0.0.4", "::1", "127.0.0.1")])
-async def test_an_engine_in_one_family_is_reached_by_a_name_with_both(addresses: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "addresses",
+    [("::1", "127.0.0.1"), ("127.0.0.1", "::1"), ("127.0.0.4", "::1", "127.0.0.1")],
+)
+async def test_an_engine_in_one_family_is_reached_by_a_name_with_both(
+    addresses: tuple[str, ...],
+) -> None:
     """vLLM listens on IPv4 alone by default, whatever addresses its machine has."""
     async with engine_at("127.0.0.1") as port, asking(NameServer(*addresses)) as ask:
         for _ in range(3):
@@ -197,6 +223,9 @@ async def test_an_engine_in_one_family_is_reached_by_a_name_with_both(addresses:
 
 async def test_when_no_address_answers_the_error_says_so() -> None:
     """As for a single address."""
-    async with engine_at("127.0.0.1") as port, asking(NameServer("127.0.0.5", "127.0.0.6")) as ask:
+    async with (
+        engine_at("127.0.0.1") as port,
+        asking(NameServer("127.0.0.5", "127.0.0.6")) as ask,
+    ):
         with pytest.raises(httpx.ConnectError, match="refused"):
             await ask(port)

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from pydantic_core import to_json
 
-from router.upstream.engine_request import EngineRequest, may_ask_token_ids, may_be_silent
+from router.upstream.engine_request import (
+    EngineRequest,
+    may_ask_token_ids,
+    may_be_silent,
+)
 from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineStalledError, NoEngineAnsweredError
 from router.upstream.json_object import JsonObject
@@ -21,15 +25,25 @@ from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
 pytestmark = pytest.mark.anyio
 FAST = STANDARD_TIERS[0]
-TOOLS = [{"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}]
-SHORT_S = 0.2  # the longest silence, and less than half of what the engines below are silent for
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "write", "parameters": {"type": "object"}},
+    }
+]
+# the longest silence, and less than half of what the engines below are silent for
+SHORT_S = 0.2
 HELD = {"delay_s": 0.1}
 FORMATS = {"/v1/messages": MESSAGE_FORMAT, "/v1/responses": RESPONSE_FORMAT}
 TIMES = {"token_timeout_s": SHORT_S, "first_token_timeout_s": SHORT_S}
 
 
 def asked(path: str, *, ids: bool = False, **body: Any) -> EngineRequest:
-    document = JsonObject.parse(to_json({"messages": [], "input": "x", "max_tokens": 100, "stream": True, **body}))
+    document = JsonObject.parse(
+        to_json(
+            {"messages": [], "input": "x", "max_tokens": 100, "stream": True, **body}
+        )
+    )
     answers = {"answers": FORMATS[path]} if path in FORMATS else {}
     return EngineRequest(
         document=document,
@@ -55,8 +69,12 @@ async def answered(stack: UpstreamStack, request: EngineRequest) -> str:
 @pytest.mark.parametrize("held_from", [0, 2])
 async def test_token_ids_show_that_a_silent_engine_computes(held_from: int) -> None:
     """Before the first text and after it; the speed is learned from the tokens, not from when text came."""
-    async with upstream_stack(TIMES, fast=Behaviour(held_from=held_from, **HELD)) as stack:
-        assert await answered(stack, asked("/v1/chat/completions", ids=True, tools=TOOLS)) == "".join(ANSWER)
+    async with upstream_stack(
+        TIMES, fast=Behaviour(held_from=held_from, **HELD)
+    ) as stack:
+        assert await answered(
+            stack, asked("/v1/chat/completions", ids=True, tools=TOOLS)
+        ) == "".join(ANSWER)
         assert stack.held() == 0
 
 
@@ -70,7 +88,9 @@ async def test_an_engine_that_tells_tokens_and_stops_has_stalled() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", *FORMATS])
 @pytest.mark.parametrize("held_from", [0, 2])
-async def test_a_rising_count_of_tokens_shows_it_as_well(path: str, held_from: int) -> None:
+async def test_a_rising_count_of_tokens_shows_it_as_well(
+    path: str, held_from: int
+) -> None:
     """Where no ids are told: other endpoints, older engines, reasoning that is hidden."""
     behaviour = Behaviour(held_from=held_from, tells_ids=False, **HELD)
     async with upstream_stack(TIMES, fast=behaviour) as stack:
@@ -80,32 +100,49 @@ async def test_a_rising_count_of_tokens_shows_it_as_well(path: str, held_from: i
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", *FORMATS])
 @pytest.mark.parametrize("stall_after", [0, 2])
-async def test_a_count_that_stands_still_shows_a_hang(path: str, stall_after: int) -> None:
+async def test_a_count_that_stands_still_shows_a_hang(
+    path: str, stall_after: int
+) -> None:
     """Whatever was asked for."""
-    async with upstream_stack(TIMES, fast=Behaviour(stall_after=stall_after, tells_ids=False)) as stack:
+    async with upstream_stack(
+        TIMES, fast=Behaviour(stall_after=stall_after, tells_ids=False)
+    ) as stack:
         stack.replica(FAST).work.generated_at = monotonic()
         with pytest.raises((EngineStalledError, NoEngineAnsweredError)):
             await answered(stack, asked(path, tools=TOOLS))
 
 
-@pytest.mark.parametrize(("body", "running"), [({"tools": TOOLS}, 0), ({"include_reasoning": False}, 0), ({}, 1)])
-async def test_an_engine_that_counts_nothing_is_waited_for(body: dict[str, Any], running: int) -> None:
+@pytest.mark.parametrize(
+    ("body", "running"),
+    [({"tools": TOOLS}, 0), ({"include_reasoning": False}, 0), ({}, 1)],
+)
+async def test_an_engine_that_counts_nothing_is_waited_for(
+    body: dict[str, Any], running: int
+) -> None:
     """If the answer may be held back, or the engine says that it computes something."""
-    async with upstream_stack(TIMES, fast=Behaviour(held_from=2, tells_ids=False, **HELD)) as stack:
+    async with upstream_stack(
+        TIMES, fast=Behaviour(held_from=2, tells_ids=False, **HELD)
+    ) as stack:
         replica = stack.replica(FAST)
         replica.note_gauges(Gauges(running=running, waiting=0, kv_cache_usage=0.0))
-        assert await answered(stack, asked("/v1/chat/completions", **body)) == "".join(ANSWER)
+        assert await answered(stack, asked("/v1/chat/completions", **body)) == "".join(
+            ANSWER
+        )
 
 
 async def test_a_plain_answer_of_an_engine_that_counts_nothing_is_not() -> None:
-    async with upstream_stack(TIMES, fast=Behaviour(stall_after=2, tells_ids=False)) as stack:
+    async with upstream_stack(
+        TIMES, fast=Behaviour(stall_after=2, tells_ids=False)
+    ) as stack:
         with pytest.raises(EngineStalledError):
             await answered(stack, asked("/v1/chat/completions"))
 
 
 async def test_no_silence_is_longer_than_a_whole_answer_may_take() -> None:
     times = {**TIMES, "answer_timeout_s": 2 * SHORT_S}
-    async with upstream_stack(times, fast=Behaviour(stall_after=2, tells_ids=False)) as stack:
+    async with upstream_stack(
+        times, fast=Behaviour(stall_after=2, tells_ids=False)
+    ) as stack:
         stack.replica(FAST).work.generated_at = monotonic() + 3600
         with pytest.raises(EngineStalledError):
             await answered(stack, asked("/v1/messages", tools=TOOLS))
@@ -113,8 +150,12 @@ async def test_no_silence_is_longer_than_a_whole_answer_may_take() -> None:
 
 async def test_an_engine_that_is_taken_out_is_not_waited_for() -> None:
     """The watchdog has found that it hangs, say."""
-    async with upstream_stack(TIMES, fast=Behaviour(stall_after=2, tells_ids=False)) as stack:
-        answer = await stack.upstream.open(stack.decision(FAST), asked("/v1/messages", tools=TOOLS), elsewhere=False)
+    async with upstream_stack(
+        TIMES, fast=Behaviour(stall_after=2, tells_ids=False)
+    ) as stack:
+        answer = await stack.upstream.open(
+            stack.decision(FAST), asked("/v1/messages", tools=TOOLS), elsewhere=False
+        )
         assert isinstance(answer, EngineStream)
         stack.replica(FAST).mark(ReplicaStatus.QUARANTINED, "hung")
         with pytest.raises(EngineStalledError):
@@ -123,7 +164,9 @@ async def test_an_engine_that_is_taken_out_is_not_waited_for() -> None:
 
 
 async def test_a_wait_that_was_cancelled_leaves_nothing() -> None:
-    async with upstream_stack(TIMES, fast=Behaviour(stall_after=2, tells_ids=False)) as stack:
+    async with upstream_stack(
+        TIMES, fast=Behaviour(stall_after=2, tells_ids=False)
+    ) as stack:
         task = asyncio.create_task(answered(stack, asked("/v1/messages", tools=TOOLS)))
         await asyncio.sleep(2 * SHORT_S)
         task.cancel()

@@ -48,9 +48,15 @@ def test_every_writing_of_events_is_read(writing: str) -> None:
     for cut in range(1, len(stream)):
         parser = EventParser()
         found = [
-            each for part in (stream[:cut], stream[cut : cut + 1], stream[cut + 1 :]) for each in parser.parse(part)
+            each
+            for part in (stream[:cut], stream[cut : cut + 1], stream[cut + 1 :])
+            for each in parser.parse(part)
         ]
-        read = [json.loads(each.raw[5:]) for each in found if each.raw.startswith(b"data: {")]
+        read = [
+            json.loads(each.raw[5:])
+            for each in found
+            if each.raw.startswith(b"data: {")
+        ]
         assert read == [{"choices": [], "n": number} for number in (1, 2)], cut
         assert parser.over
         assert all(b"\n" not in each.raw for each in found)
@@ -76,7 +82,11 @@ def test_nothing_after_the_end_is_read() -> None:
 def test_what_came_before_a_fault_is_returned_before_it(bad: bytes, fault: str) -> None:
     """A fault is raised once, and nothing after it is read."""
     parser = EventParser()
-    assert [*parser.parse(event(1) + bad[:9]), *parser.parse(bad[9:]), *parser.parse(event(2))] == [chunk(1)]
+    assert [
+        *parser.parse(event(1) + bad[:9]),
+        *parser.parse(bad[9:]),
+        *parser.parse(event(2)),
+    ] == [chunk(1)]
     assert (parser.ended, parser.over) == (True, False)
     with pytest.raises(EngineBrokeError, match=fault):
         parser.check()
@@ -85,7 +95,9 @@ def test_what_came_before_a_fault_is_returned_before_it(bad: bytes, fault: str) 
 
 def test_an_event_that_comes_in_many_parts_is_whole() -> None:
     parser, whole = EventParser(), event(1) + event(2) + DONE + b"\n\n"
-    assert [each for at in range(len(whole)) for each in parser.parse(whole[at : at + 1])] == [chunk(1), chunk(2)]
+    assert [
+        each for at in range(len(whole)) for each in parser.parse(whole[at : at + 1])
+    ] == [chunk(1), chunk(2)]
     assert parser.over
 
 
@@ -96,15 +108,25 @@ def test_an_event_that_comes_in_many_parts_is_whole() -> None:
         b'data:{"new":true,"usage":null,"choices":[{"delta":{"content":"a"},"token_ids":[7]}]}',
     ],
 )
-def test_members_in_any_order_and_unknown_ones_make_the_same_chunk(order: bytes) -> None:
+def test_members_in_any_order_and_unknown_ones_make_the_same_chunk(
+    order: bytes,
+) -> None:
     read = parse_event(order)
-    assert (read.text, read.token_ids, read.finish_reason, read.other, read.choice) == ("a", [7], None, False, True)
+    assert (read.text, read.token_ids, read.finish_reason, read.other, read.choice) == (
+        "a",
+        [7],
+        None,
+        False,
+        True,
+    )
 
 
 def test_a_fault_does_not_quote_the_engine() -> None:
     """Errors end up in spans and logs, and what an engine sends may hold a prompt."""
     with pytest.raises(EngineBrokeError) as caught:
-        parse_event(b'data: {"choices": [{"delta": {"content": 7}}], "secret": "prompt"}')
+        parse_event(
+            b'data: {"choices": [{"delta": {"content": 7}}], "secret": "prompt"}'
+        )
     assert caught.value.__cause__ is None
     assert "prompt" not in str(caught.value.__context__)
 
@@ -112,7 +134,9 @@ def test_a_fault_does_not_quote_the_engine() -> None:
 @pytest.mark.parametrize("given", [b'""', b"null"])
 def test_an_empty_finish_reason_is_none(given: bytes) -> None:
     """Some engines send an empty string until the answer ends: taken for an end, half an answer would look complete."""
-    read = parse_event(b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": %s}]}' % given)
+    read = parse_event(
+        b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": %s}]}' % given
+    )
     assert (read.finish_reason, read.text) == (None, "a")
 
 

@@ -29,7 +29,9 @@ CHUNKED = (
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     b"3;name=value\r\nhel\r\n2\r\nlo\r\n0\r\ntrailer: says nothing\r\n\r\n"
 )
-CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + PLAIN
+CONTINUED = (
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + PLAIN
+)
 UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\n\r\nhello"
 NO_BODY = b"HTTP/1.1 204 No Content\r\nx-a: b\r\n\r\n"
 
@@ -59,8 +61,13 @@ class Wire(asyncio.Transport):
         self.reading = True
 
 
-def connection_with_request(release: Any = lambda _: None, *, head_only: bool = False) -> tuple[Connection, Wire]:
-    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None, release)
+def connection_with_request(
+    release: Any = lambda _: None, *, head_only: bool = False
+) -> tuple[Connection, Wire]:
+    wire, connection = (
+        Wire(),
+        Connection(("http", "engine", 80), lambda _: None, release),
+    )
     connection.connection_made(wire)
     connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=head_only)
     return connection, wire
@@ -92,13 +99,20 @@ async def test_an_answer_is_the_same_wherever_it_is_split(answer: bytes) -> None
             assert came.status == (204 if answer is NO_BODY else 200)
             assert connection.rest() is (answer is not UNTIL_CLOSED)
             if answer is CONTINUED:
-                assert came.headers == [(b"Content-Length", b"5"), (b"x-a", b"b")], "informational ones are left out"
+                assert came.headers == [(b"Content-Length", b"5"), (b"x-a", b"b")], (
+                    "informational ones are left out"
+                )
 
 
 @pytest.mark.parametrize("answer", [PLAIN, CHUNKED, CONTINUED])
-async def test_an_answer_that_ends_early_is_an_error_after_what_came_of_it(answer: bytes) -> None:
+async def test_an_answer_that_ends_early_is_an_error_after_what_came_of_it(
+    answer: bytes,
+) -> None:
     for length in range(len(answer)):
-        for error, wanted in ((None, httpx.RemoteProtocolError), (ConnectionResetError(), httpx.ReadError)):
+        for error, wanted in (
+            (None, httpx.RemoteProtocolError),
+            (ConnectionResetError(), httpx.ReadError),
+        ):
             connection, _ = connection_with_request()
             if length:
                 connection.data_received(answer[:length])
@@ -143,9 +157,15 @@ async def test_a_head_without_end_is_an_error() -> None:
         await answer_on(connection).head()
 
 
-async def test_a_head_that_is_too_long_is_an_error_also_where_it_comes_at_once() -> None:
+async def test_a_head_that_is_too_long_is_an_error_also_where_it_comes_at_once() -> (
+    None
+):
     connection, _ = connection_with_request()
-    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nx-a: " + b"b" * MAX_HEAD_BYTES + b"\r\n\r\n")
+    connection.data_received(
+        b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nx-a: "
+        + b"b" * MAX_HEAD_BYTES
+        + b"\r\n\r\n"
+    )
     with pytest.raises(httpx.RemoteProtocolError, match="head"):
         await answer_on(connection).head()
 
@@ -160,7 +180,9 @@ async def test_informational_answers_without_end_are_an_error() -> None:
 
 @pytest.mark.parametrize("more", [PLAIN, b"garbage\r\n", CHUNKED])
 @pytest.mark.parametrize("together", [True, False])
-async def test_what_follows_an_answer_is_never_the_next_requests(more: bytes, *, together: bool) -> None:
+async def test_what_follows_an_answer_is_never_the_next_requests(
+    more: bytes, *, together: bool
+) -> None:
     connection, wire = connection_with_request()
     if together:
         connection.data_received(PLAIN + more)
@@ -176,7 +198,9 @@ async def test_what_follows_an_answer_is_never_the_next_requests(more: bytes, *,
 
 
 @pytest.mark.parametrize("idle", [True, False])
-async def test_a_connection_that_the_engine_closes_carries_nothing_more(*, idle: bool) -> None:
+async def test_a_connection_that_the_engine_closes_carries_nothing_more(
+    *, idle: bool
+) -> None:
     """From the moment that it says so; that the socket is closed is told later."""
     connection, _ = connection_with_request()
     connection.data_received(PLAIN)
@@ -191,7 +215,9 @@ async def test_a_connection_that_the_engine_closes_carries_nothing_more(*, idle:
 
 
 @pytest.mark.parametrize("more", [b"HTT", PLAIN[:-3], b"x"])
-async def test_the_beginning_of_a_second_answer_spoils_the_connection(more: bytes) -> None:
+async def test_the_beginning_of_a_second_answer_spoils_the_connection(
+    more: bytes,
+) -> None:
     connection, wire = connection_with_request()
     connection.data_received(PLAIN + more)
     assert await body_of(connection) == b"hello"
@@ -201,7 +227,9 @@ async def test_the_beginning_of_a_second_answer_spoils_the_connection(more: byte
 
 async def test_an_answer_in_another_protocol_ends_the_wait() -> None:
     connection, _ = connection_with_request()
-    connection.data_received(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nmore")
+    connection.data_received(
+        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nmore"
+    )
     await answer_on(connection).head()
     assert answer_on(connection).status == 101
     assert not connection.rest()
@@ -209,14 +237,19 @@ async def test_an_answer_in_another_protocol_ends_the_wait() -> None:
 
 async def test_a_connection_that_was_closed_before_its_request_is_an_error() -> None:
     """uvloop may read the end before whoever made the connection goes on."""
-    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None, lambda _, **_known: None)
+    wire, connection = (
+        Wire(),
+        Connection(("http", "engine", 80), lambda _: None, lambda _, **_known: None),
+    )
     connection.connection_made(wire)
     connection.connection_lost(None)
     with pytest.raises(httpx.ReadError):
         connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=False)
 
 
-async def test_an_answer_that_was_read_late_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_was_read_late_leaves_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The engine's time runs from the end of its answer."""
     now = [1000.0]
     monkeypatch.setattr("router.upstream.transport.time.monotonic", lambda: now[0])
@@ -256,10 +289,14 @@ async def test_an_engine_is_not_read_while_nobody_takes_its_answer() -> None:
     assert wire.reading
 
 
-async def test_a_connection_that_was_paused_at_the_end_hears_when_it_is_closed() -> None:
+async def test_a_connection_that_was_paused_at_the_end_hears_when_it_is_closed() -> (
+    None
+):
     connection, wire = connection_with_request()
     size = READ_BUFFER_BYTES + 1
-    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + b"a" * size)
+    connection.data_received(
+        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + b"a" * size
+    )
     assert not wire.reading
     await body_of(connection)
     assert connection.rest()
@@ -281,7 +318,12 @@ class Engine:
         heads: Of the requests that were read.
     """
 
-    def __init__(self, answer: Callable[[Engine, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        answer: Callable[
+            [Engine, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
+        ],
+    ) -> None:
         self.url, self.connections, self.ended = "", 0, asyncio.Event()
         self.heads: list[bytes] = []
         self._answer = answer
@@ -289,10 +331,16 @@ class Engine:
     async def request(self, reader: asyncio.StreamReader) -> bytes:
         head = await reader.readuntil(b"\r\n\r\n")
         self.heads.append(head)
-        found = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        found = [
+            line
+            for line in head.lower().split(b"\r\n")
+            if line.startswith(b"content-length:")
+        ]
         return await reader.readexactly(int(found[0].split(b":")[1])) if found else b""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self.connections += 1
         try:
             await self._answer(self, reader, writer)
@@ -316,7 +364,9 @@ async def engine_with(answer: Any) -> AsyncIterator[Engine]:
 
 
 def answers(*pieces: bytes, times: int = 100) -> Any:
-    async def answer(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         for _ in range(times):
             await engine.request(reader)
             for piece in pieces:
@@ -328,7 +378,9 @@ def answers(*pieces: bytes, times: int = 100) -> Any:
 
 
 def post(url: str, content: bytes = b"{}", **timeout: float) -> httpx.Request:
-    return httpx.Request("POST", f"{url}/v1/x?y=z", content=content, extensions={"timeout": timeout})
+    return httpx.Request(
+        "POST", f"{url}/v1/x?y=z", content=content, extensions={"timeout": timeout}
+    )
 
 
 async def text_of(response: httpx.Response) -> bytes:
@@ -341,7 +393,10 @@ async def transport(max_requests: int = 0) -> AsyncIterator[EngineTransport]:
     made = EngineTransport(max_requests)
     try:
         yield made
-        assert all(connection.state is not ConnectionState.ACTIVE for connection in made._connections)
+        assert all(
+            connection.state is not ConnectionState.ACTIVE
+            for connection in made._connections
+        )
     finally:
         await made.aclose()
 
@@ -361,7 +416,10 @@ async def test_a_request_is_sent_as_it_is() -> None:
 async def test_a_connection_is_used_again() -> None:
     async with engine_with(answers(CHUNKED)) as engine, transport() as made:
         for _ in range(5):
-            assert await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
+            assert (
+                await text_of(await made.handle_async_request(post(engine.url)))
+                == b"hello"
+            )
     assert engine.connections == 1
 
 
@@ -377,23 +435,33 @@ async def test_a_connection_is_used_again() -> None:
 async def test_a_connection_that_ends_is_not_used_again(answer: bytes) -> None:
     async with engine_with(answers(answer)) as engine, transport() as made:
         for _ in range(3):
-            assert await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
+            assert (
+                await text_of(await made.handle_async_request(post(engine.url)))
+                == b"hello"
+            )
     assert engine.connections == 3
 
 
 async def test_a_connection_that_the_engine_closed_is_not_used_again() -> None:
     async with engine_with(answers(PLAIN, times=1)) as engine, transport() as made:
         for number in range(3):
-            assert await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
+            assert (
+                await text_of(await made.handle_async_request(post(engine.url)))
+                == b"hello"
+            )
             await until(lambda: not made._idle, poll_s=0)  # until it hears
             assert engine.connections == number + 1
 
 
 @pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 2"])
-async def test_a_request_that_meets_the_close_of_its_connection_is_sent_again(begun: bytes) -> None:
+async def test_a_request_that_meets_the_close_of_its_connection_is_sent_again(
+    begun: bytes,
+) -> None:
     """Once, on a new connection, if nothing of an answer has come; what fails on a new connection is not."""
 
-    async def once(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def once(
+        engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await engine.request(reader)
         if engine.connections < 3:
             writer.write(PLAIN)
@@ -407,12 +475,17 @@ async def test_a_request_that_meets_the_close_of_its_connection_is_sent_again(be
                 with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
                     await made.handle_async_request(post(engine.url))
                 break
-            assert await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
+            assert (
+                await text_of(await made.handle_async_request(post(engine.url)))
+                == b"hello"
+            )
         assert engine.connections == (1 if begun else 3)
         assert len(engine.heads) == (2 if begun else 5)
 
 
-async def test_connections_that_were_idle_for_long_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_that_were_idle_for_long_are_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An engine may close one at any time by then, and nobody could tell whether it read the request."""
     now = [1000.0]
     monkeypatch.setattr("router.upstream.transport.time.monotonic", lambda: now[0])
@@ -422,19 +495,31 @@ async def test_connections_that_were_idle_for_long_are_not_used_again(monkeypatc
             assert await text_of(response) == b"hello"
         assert engine.connections == 3
         now[0] += KEEP_ALIVE_S + 0.1
-        assert await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
+        assert (
+            await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
+        )
         assert engine.connections == 4
         assert sum(map(len, made._idle.values())) == 1
 
 
-async def test_connections_to_engines_that_have_vanished_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_to_engines_that_have_vanished_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nobody asks there any more, and a host that is gone closes nothing; later answers of others see to it."""
     now = [1000.0]
     monkeypatch.setattr("router.upstream.transport.time.monotonic", lambda: now[0])
-    async with engine_with(answers(PLAIN)) as gone, engine_with(answers(PLAIN)) as engine, transport() as made:
-        assert await text_of(await made.handle_async_request(post(gone.url))) == b"hello"
+    async with (
+        engine_with(answers(PLAIN)) as gone,
+        engine_with(answers(PLAIN)) as engine,
+        transport() as made,
+    ):
+        assert (
+            await text_of(await made.handle_async_request(post(gone.url))) == b"hello"
+        )
         now[0] += KEEP_ALIVE_S + 0.1
-        assert await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
+        assert (
+            await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
+        )
         assert [len(idle) for idle in made._idle.values()] == [1]
         await within(gone.ended.wait(), "the engine's connection to end")
 
@@ -450,7 +535,9 @@ async def test_a_cancelled_request_ends_at_the_engine() -> None:
     """While its head is waited for, and while its body is."""
     asked = asyncio.Event()
 
-    async def never(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def never(
+        engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await engine.request(reader)
         asked.set()
 
@@ -485,7 +572,9 @@ async def test_more_requests_may_be_allowed_and_never_fewer() -> None:
             await response.aclose()
         unbounded = type(made)()
         unbounded.allow(1)
-        several = [await unbounded.handle_async_request(post(engine.url)) for _ in range(3)]
+        several = [
+            await unbounded.handle_async_request(post(engine.url)) for _ in range(3)
+        ]
         for response in several:
             await response.aclose()
         await unbounded.aclose()
@@ -496,7 +585,9 @@ async def test_slots_are_waited_for_in_order_and_not_for_ever() -> None:
         first = await made.handle_async_request(post(engine.url))
         with pytest.raises(httpx.PoolTimeout):
             await made.handle_async_request(post(engine.url, pool=0.001))
-        waiting = asyncio.create_task(made.handle_async_request(post(engine.url, pool=60)))
+        waiting = asyncio.create_task(
+            made.handle_async_request(post(engine.url, pool=60))
+        )
         await asyncio.sleep(0)
         assert not waiting.done()
         assert await text_of(first) == b"hello"
@@ -508,7 +599,9 @@ async def test_no_connection_is_a_connect_error_that_names_the_cause() -> None:
     async with engine_with(answers(PLAIN)) as engine:
         pass
 
-    async def deaf(_engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def deaf(
+        _engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await reader.read(5)
         writer.close()
 
@@ -524,19 +617,25 @@ async def test_no_connection_is_a_connect_error_that_names_the_cause() -> None:
 
 
 async def test_a_connection_that_is_not_made_in_time_is_a_connect_timeout() -> None:
-    async def silent(_engine: Engine, reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+    async def silent(
+        _engine: Engine, reader: asyncio.StreamReader, _writer: asyncio.StreamWriter
+    ) -> None:
         await reader.read()
 
     async with engine_with(silent) as engine, transport() as made:
         with pytest.raises(httpx.ConnectTimeout):
-            await made.handle_async_request(post(engine.url.replace("http:", "https:"), connect=0.05))
+            await made.handle_async_request(
+                post(engine.url.replace("http:", "https:"), connect=0.05)
+            )
 
 
 @pytest.mark.parametrize("value", ["a\r\nx-b: c", "a\nb", "a\rb", "a\0b"])
 async def test_a_header_cannot_hold_another(value: str) -> None:
     async with engine_with(answers(PLAIN)) as engine, transport() as made:
         with pytest.raises(httpx.LocalProtocolError):
-            await made.handle_async_request(httpx.Request("GET", engine.url, headers={"x-a": value}))
+            await made.handle_async_request(
+                httpx.Request("GET", engine.url, headers={"x-a": value})
+            )
     assert not engine.heads
 
 
@@ -545,7 +644,9 @@ async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:
     size = 1 << 26
     sent = 0
 
-    async def much(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def much(
+        engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         nonlocal sent
         await engine.request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
@@ -564,7 +665,9 @@ async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:
                     await asyncio.sleep(0)
         assert sent < size
         (connection,) = made._connections
-        assert answer_on(connection).buffered <= READ_BUFFER_BYTES + (1 << 18), "one read of the socket more, at most"
+        assert answer_on(connection).buffered <= READ_BUFFER_BYTES + (1 << 18), (
+            "one read of the socket more, at most"
+        )
         assert len(await text_of(response)) == size
 
 
@@ -599,11 +702,17 @@ async def test_a_connection_whose_answer_was_read_is_kept_once_its_end_has_come(
     parts: list[bytes], *, kept: bool
 ) -> None:
     kept_then = list[bool]()
-    connection, wire = connection_with_request(lambda it, **_known: kept_then.append(it.rest()))
+    connection, wire = connection_with_request(
+        lambda it, **_known: kept_then.append(it.rest())
+    )
     connection.data_received(CHUNKED[:END])
     answer_on(connection).over = True
     await answer_on(connection).aclose()
-    assert (kept_then, wire.closed, connection.state) == ([False], False, ConnectionState.ENDING)
+    assert (kept_then, wire.closed, connection.state) == (
+        [False],
+        False,
+        ConnectionState.ENDING,
+    )
     for part in parts:
         connection.data_received(part)
     assert (kept_then[-1] and not wire.closed) is kept
@@ -617,10 +726,14 @@ async def read_stream(made: EngineTransport, url: str) -> None:
     await response.aclose()
 
 
-async def test_a_connection_whose_end_does_not_come_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_whose_end_does_not_come_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "LAST_CHUNK_S", 0.01)
 
-    async def silent(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def silent(
+        engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         await engine.request(reader)
         writer.write(CHUNKED[:END])
 
@@ -632,7 +745,10 @@ async def test_a_connection_whose_end_does_not_come_is_closed(monkeypatch: pytes
 
 
 async def test_streams_one_after_another_have_one_connection() -> None:
-    async with engine_with(answers(CHUNKED[:END], CHUNKED[END:])) as engine, transport() as made:
+    async with (
+        engine_with(answers(CHUNKED[:END], CHUNKED[END:])) as engine,
+        transport() as made,
+    ):
         for _ in range(5):
             await read_stream(made, engine.url)
             await until(lambda: made._idle, poll_s=0)

@@ -46,14 +46,20 @@ def test_published_models(name: str) -> None:
     model = architecture(read(name))
     assert (model.parameters, model.kv_bytes_per_token()) == PUBLISHED[name]
     assert kv_bytes_per_token(read(name)) == model.kv_bytes_per_token()
-    assert model.kv_bytes_per_token(bytes_per_value=1) == model.kv_bytes_per_token() // 2
+    assert (
+        model.kv_bytes_per_token(bytes_per_value=1) == model.kv_bytes_per_token() // 2
+    )
 
 
 def test_weights_of_published_checkpoints() -> None:
     """BF16 takes two bytes a parameter; DeepSeek-V3's own FP8 checkpoint is 685 GB with its 14 billion for prediction."""
     assert architecture(read("llama-3.1-8b")).weight_bytes(2) == 2 * 8_030_261_248
-    assert architecture(read("deepseek-v3")).weight_bytes(1) == pytest.approx(671e9, rel=0.01)
-    assert architecture(read("llama-3.1-8b")).weight_bytes(0.52) == pytest.approx(5.7e9, rel=0.01)
+    assert architecture(read("deepseek-v3")).weight_bytes(1) == pytest.approx(
+        671e9, rel=0.01
+    )
+    assert architecture(read("llama-3.1-8b")).weight_bytes(0.52) == pytest.approx(
+        5.7e9, rel=0.01
+    )
 
 
 def test_sliding_windows_keep_their_last_tokens() -> None:
@@ -69,7 +75,12 @@ def test_a_latent_vector_is_copied_to_every_gpu() -> None:
     """Heads are divided between GPUs, and copied where there are fewer; MLA's one vector is on each."""
     assert architecture(read("deepseek-v3")).kv_bytes_per_token(gpus=8) == 70_272
     llama = architecture(read("llama-3.1-8b"))
-    assert [llama.kv_bytes_per_token(gpus=n) for n in (1, 2, 8, 16)] == [131_072, 65_536, 16_384, 16_384]
+    assert [llama.kv_bytes_per_token(gpus=n) for n in (1, 2, 8, 16)] == [
+        131_072,
+        65_536,
+        16_384,
+        16_384,
+    ]
 
 
 def test_a_hybrid_keeps_a_state_beside_its_kv_cache() -> None:
@@ -87,8 +98,14 @@ def test_experts_are_read_as_tokens_ask_for_them() -> None:
     """One token reads its own, many read all; a token computes eight of 128."""
     model = architecture(read("qwen3-30b-a3b"))
     assert model.read(1) == pytest.approx(model.active)
-    assert model.active < model.read(16) < model.read(1000) == pytest.approx(model.quantizable, rel=1e-6)
-    assert model.active + 2 * model.head == pytest.approx(3.3e9, rel=0.02)  # "A3B": 3.3 billion with both embeddings
+    assert (
+        model.active
+        < model.read(16)
+        < model.read(1000)
+        == pytest.approx(model.quantizable, rel=1e-6)
+    )
+    # "A3B": 3.3 billion with both embeddings
+    assert model.active + 2 * model.head == pytest.approx(3.3e9, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -115,15 +132,32 @@ def test_kinds_of_attention(changed: dict[str, Any], kept: int) -> None:
     ("changed", "windows"),
     [
         ({"sliding_window": 16}, [16] * 4),  # Mistral's first
-        ({"sliding_window": 16, "use_sliding_window": False, "max_window_layers": 2}, [None] * 4),
-        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, [None, None, 16, 16]),
+        (
+            {"sliding_window": 16, "use_sliding_window": False, "max_window_layers": 2},
+            [None] * 4,
+        ),
+        (
+            {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2},
+            [None, None, 16, 16],
+        ),
         ({"sliding_window": 16, "sliding_window_pattern": 2}, [16, None, 16, None]),
-        ({"sliding_window": 16, "layer_types": ["sliding_attention", *["full_attention"] * 3]}, [16, None, None, None]),
-        ({"attention_chunk_size": 8, "layer_types": ["chunked_attention"] * 4}, [8] * 4),
+        (
+            {
+                "sliding_window": 16,
+                "layer_types": ["sliding_attention", *["full_attention"] * 3],
+            },
+            [16, None, None, None],
+        ),
+        (
+            {"attention_chunk_size": 8, "layer_types": ["chunked_attention"] * 4},
+            [8] * 4,
+        ),
     ],
 )
 def test_which_layers_slide(changed: dict[str, Any], windows: list[int | None]) -> None:
-    assert [layer.window for layer in architecture({**LLAMA, **changed}).layers] == windows
+    assert [
+        layer.window for layer in architecture({**LLAMA, **changed}).layers
+    ] == windows
 
 
 @pytest.mark.parametrize(
@@ -132,8 +166,14 @@ def test_which_layers_slide(changed: dict[str, Any], windows: list[int | None]) 
         ({"num_hidden_layers": None}, "has no num_hidden_layers"),
         ({"vocab_size": 0}, "has no vocab_size"),
         ({"hidden_size": -1}, "hidden_size is -1"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 4"),
-        ({"layer_types": ["retention"] * 4}, "layers of the kind 'retention'; known are"),
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types has 1 entries, num_hidden_layers is 4",
+        ),
+        (
+            {"layer_types": ["retention"] * 4},
+            "layers of the kind 'retention'; known are",
+        ),
         ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern has X"),
         ({"kv_lora_rank": 8}, "has no qk_rope_head_dim"),
         ({"layer_types": ["mamba"] * 4}, "has no mamba_d_conv or conv_kernel"),

@@ -33,21 +33,29 @@ class Steady:
         return self.prefill_ms_per_token * tokens
 
 
-def engines(name: str, gpus: str, demand: Demand = DEMAND, **options: object) -> dict[TierName, list[EnginePlan]]:
+def engines(
+    name: str, gpus: str, demand: Demand = DEMAND, **options: object
+) -> dict[TierName, list[EnginePlan]]:
     """Return the engines of each tier, from the fewest GPUs."""
     kind, count = parse_gpus(gpus)
     found, _ = engines_on_gpus(architecture(read(name)), kind, count, demand, **options)  # type: ignore[arg-type]
-    return {tier: [each for each in found if each.tier is tier] for tier in STANDARD_TIERS}
+    return {
+        tier: [each for each in found if each.tier is tier] for tier in STANDARD_TIERS
+    }
 
 
-def engine(name: str, gpus: str, tier: TierName, demand: Demand = DEMAND, **options: object) -> EnginePlan:
+def engine(
+    name: str, gpus: str, tier: TierName, demand: Demand = DEMAND, **options: object
+) -> EnginePlan:
     return engines(name, gpus, demand, **options)[tier][0]
 
 
 def test_by_hand() -> None:
     """50 sequences at once: 250 x 20 ms + 50 x 80 ms of prompts are 9 s, so 5.56 requests a second on one engine."""
     paces = dict.fromkeys(STANDARD_TIERS, Steady())
-    found = engine("llama-3.1-8b", "H100", PRECISE, replace(DEMAND, max_num_seqs=50), paces=paces)
+    found = engine(
+        "llama-3.1-8b", "H100", PRECISE, replace(DEMAND, max_num_seqs=50), paces=paces
+    )
     assert (found.batch, found.gpus_per_replica) == (50, 1)
     assert found.ttft_ms == pytest.approx(80 + 20)
     assert found.tpot_ms == pytest.approx(9000 / 250)
@@ -57,16 +65,24 @@ def test_by_hand() -> None:
 
 def test_the_kv_cache_bounds_the_batch() -> None:
     """80e9 bytes less 6 %, 2 GiB and 16.1 GB of weights hold 414 sequences of 1,050 tokens at 128 KiB."""
-    found = engine("llama-3.1-8b", "H100", PRECISE, replace(DEMAND, max_num_seqs=10_000))
+    found = engine(
+        "llama-3.1-8b", "H100", PRECISE, replace(DEMAND, max_num_seqs=10_000)
+    )
     free = int(80e9 * 0.94) - 2 * GIB - 2 * 8_030_261_248
     assert found.max_sequences == free // (1050 * 131_072)
     assert found.batch == found.max_sequences
-    assert engine("llama-3.1-8b", "H100", PRECISE, kv_bytes=1).max_sequences == 2 * found.max_sequences
+    assert (
+        engine("llama-3.1-8b", "H100", PRECISE, kv_bytes=1).max_sequences
+        == 2 * found.max_sequences
+    )
 
 
 def test_bounds_on_times_make_batches_smaller() -> None:
     """One that no engine keeps leaves none, and the reason says so."""
-    loose, tight = engines("llama-3.1-8b", "1xH100"), engines("llama-3.1-8b", "1xH100", replace(DEMAND, tpot_ms=20.0))
+    loose, tight = (
+        engines("llama-3.1-8b", "1xH100"),
+        engines("llama-3.1-8b", "1xH100", replace(DEMAND, tpot_ms=20.0)),
+    )
     for tier in STANDARD_TIERS:
         assert tight[tier][0].batch < loose[tier][0].batch
         assert (tight[tier][0].tpot_ms or 0) <= 20
@@ -85,8 +101,12 @@ def test_sizes_fall_with_the_precision(name: str) -> None:
     weights = [each[0].weights_bytes for each in found]
     assert weights == sorted(weights)
     for each in found:
-        assert [one.gpus_per_replica for one in each] == sorted({one.gpus_per_replica for one in each})
-        assert [one.max_sequences for one in each] == sorted(one.max_sequences for one in each)
+        assert [one.gpus_per_replica for one in each] == sorted(
+            {one.gpus_per_replica for one in each}
+        )
+        assert [one.max_sequences for one in each] == sorted(
+            one.max_sequences for one in each
+        )
 
 
 def test_large_models_take_several_gpus() -> None:
@@ -94,7 +114,10 @@ def test_large_models_take_several_gpus() -> None:
     assert engine("llama-3.3-70b", "H100", PRECISE).gpus_per_replica == 2
     kind, _ = parse_gpus("H100")
     _, lacks = engines_on_gpus(architecture(read("deepseek-v3")), kind, None, DEMAND)
-    assert "precise does not fit on 16 x H100: its weights take 1249.9 GiB" in lacks[PRECISE]
+    assert (
+        "precise does not fit on 16 x H100: its weights take 1249.9 GiB"
+        in lacks[PRECISE]
+    )
 
 
 def test_on_a_processor_speeds_are_measured_or_unknown() -> None:
@@ -102,10 +125,18 @@ def test_on_a_processor_speeds_are_measured_or_unknown() -> None:
     speed = SpeedModel(20.0, 1.0, 30.0, 2.0, profiled=True)
     demand = Demand(100, 50, 150, max_num_seqs=16)
     found = engines_on_cpu(
-        SMALL, demand, kv_cache=dict.fromkeys(STANDARD_TIERS, GIB), weights={FAST: 123}, paces={PRECISE: speed}
+        SMALL,
+        demand,
+        kv_cache=dict.fromkeys(STANDARD_TIERS, GIB),
+        weights={FAST: 123},
+        paces={PRECISE: speed},
     )
     assert [each.max_sequences for each in found] == [GIB // (150 * 131_072)] * 3
-    assert (found[0].weights_bytes, found[0].tpot_ms, found[0].gpus_per_replica) == (123, None, 0)
+    assert (found[0].weights_bytes, found[0].tpot_ms, found[0].gpus_per_replica) == (
+        123,
+        None,
+        0,
+    )
     assert found[2].tpot_ms == pytest.approx(30 + 2 * 16 + 16 * 100 / 50)
 
 
@@ -119,11 +150,19 @@ def test_the_roofline_is_near_published_results(gpu: str, published: float) -> N
 def test_the_roofline_follows_the_hardware() -> None:
     """Small batches are bound by memory, large ones by computing; without FP8 units, FP8 computes as BF16 does."""
     h100, a100 = parse_gpus("H100")[0], parse_gpus("A100")[0]
-    int4, fp8, bf16 = (Roofline(SMALL, h100, precision, context=10) for precision in Precision)
-    assert bf16.step_ms(1) > int4.step_ms(1) > fp8.step_ms(1)  # as measured: benchmarks/results/gpu_speed.jsonl
+    int4, fp8, bf16 = (
+        Roofline(SMALL, h100, precision, context=10) for precision in Precision
+    )
+    # as measured: benchmarks/results/gpu_speed.jsonl
+    assert bf16.step_ms(1) > int4.step_ms(1) > fp8.step_ms(1)
     assert bf16.prefill_ms_per_token > fp8.prefill_ms_per_token
-    int4, unpacked, plain = (Roofline(SMALL, a100, precision, context=10) for precision in Precision)
+    int4, unpacked, plain = (
+        Roofline(SMALL, a100, precision, context=10) for precision in Precision
+    )
     assert unpacked.prefill_ms_per_token >= plain.prefill_ms_per_token
-    assert (int4.step_ms(1) < plain.step_ms(1), int4.step_ms(2000) > plain.step_ms(2000)) == (True, True)
+    assert (
+        int4.step_ms(1) < plain.step_ms(1),
+        int4.step_ms(2000) > plain.step_ms(2000),
+    ) == (True, True)
     two = Roofline(SMALL, h100, Precision.BF16, gpus=2, context=10)
     assert bf16.step_ms(64) / 2 < two.step_ms(64) < bf16.step_ms(64)

@@ -38,9 +38,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
-        allowed = self.path.startswith("/open/") or self.headers.get("authorization") == "Bearer right"
+        allowed = (
+            self.path.startswith("/open/")
+            or self.headers.get("authorization") == "Bearer right"
+        )
         status = 404 if self.path.startswith("/none/") else 200 if allowed else 401
-        body = b"[1]" if "list" in self.path else b"{" if "broken" in self.path else b'{"model_type": "llama"}'
+        body = (
+            b"[1]"
+            if "list" in self.path
+            else b"{"
+            if "broken" in self.path
+            else b'{"model_type": "llama"}'
+        )
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -56,7 +65,14 @@ def asked_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-        for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        for name in (
+            "HF_TOKEN",
+            "HF_HUB_OFFLINE",
+            "HTTP_PROXY",
+            "http_proxy",
+            "ALL_PROXY",
+            "all_proxy",
+        ):
             monkeypatch.delenv(name, raising=False)
         yield server
         server.shutdown()
@@ -64,11 +80,17 @@ def asked_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def test_a_file_or_a_folder(tmp_path: Path, asked_hub: Hub) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 7}))
-    assert find_config(str(tmp_path)) == find_config(str(tmp_path / "config.json")) == {"hidden_size": 7}
+    assert (
+        find_config(str(tmp_path))
+        == find_config(str(tmp_path / "config.json"))
+        == {"hidden_size": 7}
+    )
     assert asked_hub.asked == []
 
 
-def test_the_hubs_cache_comes_before_the_hub(tmp_path: Path, asked_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_cache_comes_before_the_hub(
+    tmp_path: Path, asked_hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the cache has is not asked for; offline, nothing is."""
     folder = tmp_path / "hub" / "models--open--cached" / "snapshots" / "1"
     folder.mkdir(parents=True)
@@ -113,8 +135,12 @@ def test_faults_are_told(model: str, said: str, asked_hub: Hub) -> None:
     assert all(".." not in path for path in asked_hub.asked)
 
 
-def test_a_hub_that_cannot_be_reached(asked_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached(
+    asked_hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(PlanError, match=r"cannot be reached .*; give the model's config\.json"):
+    with pytest.raises(
+        PlanError, match=r"cannot be reached .*; give the model's config\.json"
+    ):
         find_config("open/model")
     assert asked_hub.asked == []

@@ -13,18 +13,30 @@ from tiers.sizing.fleet import EngineType, Load, alone, cheapest
 from tiers.spec import STANDARD_TIERS, TierName
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-LOSS = {FAST: {"easy": 0.0, "hard": 0.1}, BALANCED: {"easy": 0.0, "hard": 0.01}, PRECISE: {"easy": 0.0, "hard": 0.0}}
+LOSS = {
+    FAST: {"easy": 0.0, "hard": 0.1},
+    BALANCED: {"easy": 0.0, "hard": 0.01},
+    PRECISE: {"easy": 0.0, "hard": 0.0},
+}
 
 
-def engine(tier: TierName, rate: float, price: float, gpu: str = "H100", gpus: int = 1) -> EngineType:
+def engine(
+    tier: TierName, rate: float, price: float, gpu: str = "H100", gpus: int = 1
+) -> EngineType:
     """Return an engine that serves ``rate`` requests a second, as busy as planned."""
-    return EngineType(gpu, EnginePlan(tier, "p", 1, 1, 1, gpus, 1, 1, 1.0, 1.0, rate / MOST_BUSY, 1.0), price)
+    return EngineType(
+        gpu,
+        EnginePlan(tier, "p", 1, 1, 1, gpus, 1, 1, 1.0, 1.0, rate / MOST_BUSY, 1.0),
+        price,
+    )
 
 
 THREE = [engine(FAST, 20, 1), engine(BALANCED, 12, 1), engine(PRECISE, 10, 1)]
 
 
-def load(easy: float, hard: float, budget: float = 1.0, course: tuple[float, ...] = (1.0,)) -> Load:
+def load(
+    easy: float, hard: float, budget: float = 1.0, course: tuple[float, ...] = (1.0,)
+) -> Load:
     return Load({"easy": easy, "hard": hard}, LOSS, course, budget)
 
 
@@ -32,10 +44,16 @@ def test_easy_prompts_go_to_the_fast_engine_and_hard_ones_to_the_precise() -> No
     """20 easy and 10 hard a second fill one engine each; alone, precise takes three."""
     found = cheapest(THREE, load(20, 10, budget=0.0), {"H100": None})
     assert found is not None
-    assert ([found.replicas(tier) for tier in STANDARD_TIERS], found.price, found.lost) == ([1, 0, 1], 2, 0)
+    assert (
+        [found.replicas(tier) for tier in STANDARD_TIERS],
+        found.price,
+        found.lost,
+    ) == ([1, 0, 1], 2, 0)
     assert found.shares == pytest.approx({FAST: 2 / 3, BALANCED: 0, PRECISE: 1 / 3})
     singles = alone(THREE, load(20, 10), {"H100": None})
-    assert {tier: fleet.price if fleet else None for tier, fleet in singles.items()} == {
+    assert {
+        tier: fleet.price if fleet else None for tier, fleet in singles.items()
+    } == {
         FAST: 2,
         BALANCED: 3,
         PRECISE: 3,
@@ -73,12 +91,17 @@ def test_kinds_of_gpus_are_bounded_each() -> None:
     found = cheapest([*THREE, small], load(30, 10, budget=0.0), {"H100": None, "L4": 2})
     assert found is not None
     assert found.gpus == {"H100": 2, "L4": 1}
-    assert cheapest([*THREE, small], load(30, 10, budget=0.0), {"H100": 1, "L4": 9}).gpus == {"H100": 1, "L4": 3}  # type: ignore[union-attr]
+    assert cheapest(
+        [*THREE, small], load(30, 10, budget=0.0), {"H100": 1, "L4": 9}
+    ).gpus == {"H100": 1, "L4": 3}  # type: ignore[union-attr]
 
 
 def test_engines_on_a_processor_share_it() -> None:
     """Half of the time each: 10 easy a second by fast, 5 hard by precise, on one machine."""
-    shared = [engine(tier, rate, 1, gpu="", gpus=0) for tier, rate in ((FAST, 20), (PRECISE, 10))]
+    shared = [
+        engine(tier, rate, 1, gpu="", gpus=0)
+        for tier, rate in ((FAST, 20), (PRECISE, 10))
+    ]
     found = cheapest(shared, load(10, 5, budget=0.0), {})
     assert found is not None
     assert found.price == 1
@@ -92,14 +115,21 @@ def test_engines_on_a_processor_share_it() -> None:
     st.integers(1, 40),
     st.sampled_from([0.0, 0.004, 0.02, 0.1]),
 )
-def test_no_other_fleet_is_cheaper(rates: list[tuple[int, int]], easy: int, hard: int, budget: float) -> None:
+def test_no_other_fleet_is_cheaper(
+    rates: list[tuple[int, int]], easy: int, hard: int, budget: float
+) -> None:
     """Against all fleets of up to five engines a tier, whose best flows are found by hand: least loss first."""
-    engines = [engine(tier, *each) for tier, each in zip(STANDARD_TIERS, rates, strict=True)]
+    engines = [
+        engine(tier, *each) for tier, each in zip(STANDARD_TIERS, rates, strict=True)
+    ]
     found = cheapest(engines, load(easy, hard, budget), {"H100": None})
     prices = [
         sum(n * each.price for n, each in zip(counts, engines, strict=True))
         for counts in product(range(6), repeat=3)
-        if least_loss([n * each.rate for n, each in zip(counts, engines, strict=True)], easy, hard) <= budget + 1e-9
+        if least_loss(
+            [n * each.rate for n, each in zip(counts, engines, strict=True)], easy, hard
+        )
+        <= budget + 1e-9
     ]
     assert found is not None
     if prices:

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MINE = GpuKind(name="Mine", memory_gb=96, bandwidth_gb_s=1792, bf16_tflops=500)
-FULL = MINE.model_copy(update={"fp8_tflops": 1000.0, "int8_tops": 1000.0, "int4_tops": 2000.0, "price_per_hour": 1.9})
+FULL = MINE.model_copy(
+    update={
+        "fp8_tflops": 1000.0,
+        "int8_tops": 1000.0,
+        "int4_tops": 2000.0,
+        "price_per_hour": 1.9,
+    }
+)
 
 
 @pytest.mark.parametrize(
@@ -32,15 +39,22 @@ FULL = MINE.model_copy(update={"fp8_tflops": 1000.0, "int8_tops": 1000.0, "int4_
         ("2xMine:96GB,1792GB/s,500TF", {MINE: 2}),
         ("2 x Mine: 96 GB, 1.792 TB/s, 0.5 PFLOPS", {MINE: 2}),
         ("Mine:bf16=500,memory=96,bandwidth=1792gbps", {MINE: None}),
-        ("Mine:500tflops,96gb,1792gb/s,fp8=1000TF,int8=1000TOPS,int4=2000TOPS,price=1.9/h", {FULL: None}),
+        (
+            "Mine:500tflops,96gb,1792gb/s,fp8=1000TF,int8=1000TOPS,int4=2000TOPS,price=1.9/h",
+            {FULL: None},
+        ),
     ],
 )
-def test_figures_have_units_and_any_order(text: str, gpus: dict[GpuKind, int | None]) -> None:
+def test_figures_have_units_and_any_order(
+    text: str, gpus: dict[GpuKind, int | None]
+) -> None:
     assert parse_all_gpus(text) == gpus
 
 
 def test_gibibytes_are_larger() -> None:
-    assert parse_gpus("Mine:96GiB,1792GB/s,500TF")[0].memory_gb == pytest.approx(103.08, abs=0.01)
+    assert parse_gpus("Mine:96GiB,1792GB/s,500TF")[0].memory_gb == pytest.approx(
+        103.08, abs=0.01
+    )
 
 
 def test_figures_of_one_gpu_and_other_gpus_are_told_apart() -> None:
@@ -53,10 +67,19 @@ def test_figures_of_one_gpu_and_other_gpus_are_told_apart() -> None:
 def test_a_known_gpu_keeps_what_is_not_given() -> None:
     """A price alone leaves its figures as built in; it takes the place of the list's."""
     kind, count = parse_gpus("2xl40s:price=0.9")
-    assert (kind.name, count, kind.bandwidth_gb_s, is_as_built_in(kind)) == ("L40S", 2, 864, True)
+    assert (kind.name, count, kind.bandwidth_gb_s, is_as_built_in(kind)) == (
+        "L40S",
+        2,
+        864,
+        True,
+    )
     assert read_prices().of(kind) == 0.9
     larger, _ = parse_gpus("H100:94GB")
-    assert (larger.memory_gb, larger.fp8_tflops, is_as_built_in(larger)) == (94, 1979, False)
+    assert (larger.memory_gb, larger.fp8_tflops, is_as_built_in(larger)) == (
+        94,
+        1979,
+        False,
+    )
     assert given_figures(larger).startswith(
         "H100 with other figures than those built in: 94 GB, 3,350 GB/s, 989 TFLOP/s"
     )
@@ -72,13 +95,28 @@ def test_a_known_gpu_keeps_what_is_not_given() -> None:
         ("H100:2", "2 has no unit; allowed are .* Write 2xH100 for two GPUs"),
         ("Mine:96MB,1792GB/s,500TF", "96MB cannot be read; allowed are 96GB, 1792GB/s"),
         ("Mine:96GB,1792GB/s,500TF,1000TF", r"bf16 is given twice; .*fp8=1000TF"),
-        ("Mine:96GB,1792GB/s,0.5TF", "bf16 is 0.5TF; 1 to 100,000 TF is allowed: is the unit right"),
+        (
+            "Mine:96GB,1792GB/s,0.5TF",
+            "bf16 is 0.5TF; 1 to 100,000 TF is allowed: is the unit right",
+        ),
         ("Mine:96000GB,1792GB/s,500TF", "memory is 96000GB; 1 to 10,000 GB is allowed"),
-        ("Mine:96GB,1792GB/s,500TF,fp8=fast", "fp8 is fast; a value like 1000TF is allowed"),
-        ("Mine:96GB,1792GB/s,500TF,fp8=100GB", "fp8 is 100GB; a value like 1000TF is allowed"),
-        ("Mine:96GB,1792GB/s,500TF,fp8=400TF", "fp8 is 400TF, less than bf16's 500TF; as much or more is allowed"),
+        (
+            "Mine:96GB,1792GB/s,500TF,fp8=fast",
+            "fp8 is fast; a value like 1000TF is allowed",
+        ),
+        (
+            "Mine:96GB,1792GB/s,500TF,fp8=100GB",
+            "fp8 is 100GB; a value like 1000TF is allowed",
+        ),
+        (
+            "Mine:96GB,1792GB/s,500TF,fp8=400TF",
+            "fp8 is 400TF, less than bf16's 500TF; as much or more is allowed",
+        ),
         ("Mine:96GB,1792GB/s,500TF,power=400", "there is no figure power; allowed are"),
-        ("Mine:96GB,1792GB/s,500TF,price=-1", "price is -1; a value like 1.9 is allowed"),
+        (
+            "Mine:96GB,1792GB/s,500TF,price=-1",
+            "price is -1; a value like 1.9 is allowed",
+        ),
         ("0xMine:96GB,1792GB/s,500TF", "the number of GPUs must be from 1"),
         ("M\ny:96GB,1792GB/s,500TF", "a GPU's name of up to 64 letters"),
         ("Mine:96GB,1792GB/s,500TF,mine:96GB,1792GB/s,500TF", "mine is named twice"),
@@ -92,13 +130,29 @@ def test_faults_name_the_figure_and_what_is_allowed(text: str, said: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "first"), [("RTX6000", "A6000"), ("H100-SXM5", "H100"), ("l4os", "L40S"), ("rtx 4090 ti", "RTX-4090")]
+    ("name", "first"),
+    [
+        ("RTX6000", "A6000"),
+        ("H100-SXM5", "H100"),
+        ("l4os", "L40S"),
+        ("rtx 4090 ti", "RTX-4090"),
+    ],
 )
-def test_an_unknown_gpu_is_told_the_similar_ones_and_where_to_look(name: str, first: str) -> None:
+def test_an_unknown_gpu_is_told_the_similar_ones_and_where_to_look(
+    name: str, first: str
+) -> None:
     text = unknown_gpu(name)
     assert f"Known are, most similar first: {first}, " in text
     assert all(kind.name in text for kind in known_gpus())
-    assert all(line in text for line in ('"GPU memory"', '"Memory bandwidth"', '"BF16 Tensor Core"', "with sparsity"))
+    assert all(
+        line in text
+        for line in (
+            '"GPU memory"',
+            '"Memory bandwidth"',
+            '"BF16 Tensor Core"',
+            "with sparsity",
+        )
+    )
     example = text.split("--gpus '")[1].split("'")[0]
     assert parse_gpus(example)[1] == 2  # what it says to write is understood
 
@@ -118,11 +172,17 @@ def test_a_file_has_the_same_fields(tmp_path: Path) -> None:
         ("", r"it names no GPU; it has the form \[NAME\]"),
         ("[Mine", "not TOML"),
         ("Mine = 3", "Mine: a table for each kind of GPU is needed"),
-        ("[Mine]\nmemory_gb = 96", r"\[Mine\]: there is no field memory_gb; allowed are count, memory, bandwidth"),
+        (
+            "[Mine]\nmemory_gb = 96",
+            r"\[Mine\]: there is no field memory_gb; allowed are count, memory, bandwidth",
+        ),
         ("[Mine]\nmemory = true", r'\[Mine\]: memory is True; "96GB" is allowed'),
         ('[L4]\ncount = "2"', r"\[L4\]: count is '2'; a whole number is allowed"),
         ("[L4]\ncount = 0", r"\[L4\]: the number of GPUs must be from 1"),
-        ('[Mine]\nmemory = "96GB"', r"\[Mine\]: Mine is not known here, and lacks bandwidth"),
+        (
+            '[Mine]\nmemory = "96GB"',
+            r"\[Mine\]: Mine is not known here, and lacks bandwidth",
+        ),
         ("[L5]", r"\[L5\]: L5 is no GPU that is known here"),
         ("[L4]\n[l4]", "l4 is named|L4 is named twice"),
     ],
@@ -135,12 +195,17 @@ def test_faults_of_a_file(content: str, said: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(PlanError, match=r"--gpus /none/gpus\.toml: the file cannot be read: No such file"):
+    with pytest.raises(
+        PlanError,
+        match=r"--gpus /none/gpus\.toml: the file cannot be read: No such file",
+    ):
         parse_all_gpus("/none/gpus.toml")
 
 
 def test_examples_are_allowed() -> None:
     """What errors give as an example of each field can be written."""
     for name, field in FIELDS.items():
-        kind, _ = parse_gpus(f"H100:{name}={field.example}" + (",bf16=400TF" if name == "fp8" else ""))
+        kind, _ = parse_gpus(
+            f"H100:{name}={field.example}" + (",bf16=400TF" if name == "fp8" else "")
+        )
         assert getattr(kind, field.attribute) is not None

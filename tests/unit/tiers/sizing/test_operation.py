@@ -14,7 +14,13 @@ from tests.unit.policy.test_decide import losing, query
 from tests.unit.tiers.sizing.test_capacity import Steady
 from tiers.sizing.capacity import Demand, EnginePlan
 from tiers.sizing.fleet import EngineType, Fleet, Load
-from tiers.sizing.operation import Policy, _Chain, _station, cheapest_in_operation, in_operation
+from tiers.sizing.operation import (
+    Policy,
+    _Chain,
+    _station,
+    cheapest_in_operation,
+    in_operation,
+)
 from tiers.spec import STANDARD_TIERS, TierName
 from tiers.speed import Load as Busy
 from tiers.speed import SpeedModel
@@ -22,13 +28,22 @@ from tiers.speed import SpeedModel
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 DEMAND = Demand(20, 100, 120)
 LOSS = {kind: 0.004 * n for n, kind in enumerate(PromptClass)}
-LOSSES = {tier: {kind: share * part for kind, share in LOSS.items()} for tier, part in zip(STANDARD_TIERS, (1, 0.3, 0))}  # noqa: B905
+LOSSES = {
+    tier: {kind: share * part for kind, share in LOSS.items()}
+    for tier, part in zip(STANDARD_TIERS, (1, 0.3, 0))  # noqa: B905
+}
 
 
-def engine(tier: TierName, step_ms: float, batch: int = 16, price: float = 1.0) -> EngineType:
+def engine(
+    tier: TierName, step_ms: float, batch: int = 16, price: float = 1.0
+) -> EngineType:
     pace = SpeedModel(1.0, 0.1, step_ms, 0.5, profiled=True)
     rate = 1000 * batch / (100 * (pace.step_ms(batch) + batch * 0.02))
-    return EngineType("H100", EnginePlan(tier, "p", 1, 1, 1, 1, batch, batch, 1, 1, rate, rate * 100, pace), price)
+    return EngineType(
+        "H100",
+        EnginePlan(tier, "p", 1, 1, 1, 1, batch, batch, 1, 1, rate, rate * 100, pace),
+        price,
+    )
 
 
 def allowed(budget: float, taken: float) -> float:
@@ -36,7 +51,8 @@ def allowed(budget: float, taken: float) -> float:
 
 
 POLICY = Policy(allowed, latest_unnoticed_ms)
-WORK = [kind for kind in PromptClass if kind is not PromptClass.SMALL_TALK]  # the plan's mixes have no small talk
+# the plan's mixes have no small talk
+WORK = [kind for kind in PromptClass if kind is not PromptClass.SMALL_TALK]
 
 
 def test_one_engine_by_hand() -> None:
@@ -48,13 +64,24 @@ def test_one_engine_by_hand() -> None:
     assert found.ttft_ms == pytest.approx(30 + 2 / (1 - 0.02), rel=0.1)
 
 
-@given(st.tuples(*[st.integers(0, 16)] * 3), st.sampled_from(WORK), st.sampled_from([0.0, 0.01, 0.05]))
-def test_the_plan_chooses_as_the_router_does(busy: tuple[int, ...], kind: PromptClass, budget: float) -> None:
-    engines = [engine(tier, step) for tier, step in zip(STANDARD_TIERS, (10, 14, 20), strict=True)]
+@given(
+    st.tuples(*[st.integers(0, 16)] * 3),
+    st.sampled_from(WORK),
+    st.sampled_from([0.0, 0.01, 0.05]),
+)
+def test_the_plan_chooses_as_the_router_does(
+    busy: tuple[int, ...], kind: PromptClass, budget: float
+) -> None:
+    engines = [
+        engine(tier, step)
+        for tier, step in zip(STANDARD_TIERS, (10, 14, 20), strict=True)
+    ]
     stations = [_station(each, 1, DEMAND) for each in engines]
     for station, now in zip(stations, busy, strict=True):
         station.now = now
-    chain = _Chain(Fleet((), 3, 0.0, {}, budget), Load({kind: 1.0}, LOSSES), stations, POLICY)
+    chain = _Chain(
+        Fleet((), 3, 0.0, {}, budget), Load({kind: 1.0}, LOSSES), stations, POLICY
+    )
     chain.arrive(kind)
     now = snapshot(
         None,
@@ -63,9 +90,13 @@ def test_the_plan_chooses_as_the_router_does(busy: tuple[int, ...], kind: Prompt
         limit=16,
     )
     table = PolicyParameters(
-        losing(*(dict(LOSSES[tier]) for tier in (FAST, BALANCED))), objective="best", loss_budget=budget
+        losing(*(dict(LOSSES[tier]) for tier in (FAST, BALANCED))),
+        objective="best",
+        loss_budget=budget,
     )
-    went = next((s.engine.tier for s, n in zip(stations, busy, strict=True) if s.now > n), None)
+    went = next(
+        (s.engine.tier for s, n in zip(stations, busy, strict=True) if s.now > n), None
+    )
     assert went is decide(query(kind), now, table).tier
 
 
@@ -77,7 +108,13 @@ def test_a_budget_that_the_policy_would_exceed_buys_a_dearer_fleet() -> None:
     )
     found = {}
     for budget in (0.0, 0.002, 1.0):
-        best = cheapest_in_operation(engines, Load(load.by_kind, LOSSES, budget=budget), {"H100": None}, DEMAND, POLICY)
+        best = cheapest_in_operation(
+            engines,
+            Load(load.by_kind, LOSSES, budget=budget),
+            {"H100": None},
+            DEMAND,
+            POLICY,
+        )
         assert best is not None
         assert best.lost <= budget
         found[budget] = best.price
