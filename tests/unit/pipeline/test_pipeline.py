@@ -41,6 +41,7 @@ from router.upstream.overflow import OverflowClient
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour
 from tests.unit.classifier.cases import ASKS, CONTAINS, NEITHER
+from tests.unit.router_stack import router_stack
 from tests.unit.upstream_stack import HI, UpstreamStack, text_of, until, upstream_stack
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -208,6 +209,16 @@ async def test_a_second_look_is_taken_only_where_the_tier_hangs_on_it() -> None:
     assert "second look" in hanging.query.features.signals
     assert not hanging.query.features.doubtful
     assert alone.query.features.doubtful
+
+
+async def test_the_second_look_is_on_by_default_and_a_setting_turns_it_off(
+    tmp_path: Path,
+) -> None:
+    """Without it no transformer is loaded, and the first look decides alone."""
+    async with router_stack(tmp_path, {"policy": {"second_look": False}}) as without:
+        assert without.pipeline.second_look is None
+    async with router_stack(tmp_path) as by_default:
+        assert by_default.pipeline.second_look is not None
 
 
 async def test_what_the_policy_refuses_costs_no_quota() -> None:
