@@ -187,7 +187,7 @@ class Problem:
 
     def response(self, context: RequestContext, form: ErrorForm) -> Response:
         """Return the whole answer to a request, in the form that its caller expects."""
-        headers = {**context.headers, **self.headers}
+        headers = {**context.response_headers, **self.headers}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
         if self.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
@@ -349,7 +349,10 @@ def _engine_refusal(
             error.status, "engine-refused", title="", detail=error.detail
         ).response(context, form)
     return Response(
-        error.body, error.status, headers=context.headers, media_type="application/json"
+        error.body,
+        error.status,
+        headers=context.response_headers,
+        media_type="application/json",
     )
 
 

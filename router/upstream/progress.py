@@ -27,7 +27,7 @@ _no_ids = partial(array, "I")  # an empty array, of 4 bytes a token
 
 
 @dataclass(slots=True)
-class Progress:
+class AnswerProgress:
     """How far an answer has come: what another engine needs to go on from there.
 
     As vLLM's ``v1/engine/detokenizer.py`` works, an engine keeps a fixed number of characters back while they may begin a

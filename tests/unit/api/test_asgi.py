@@ -35,7 +35,7 @@ def scope_with(**headers: str) -> Scope:
         "path": "/generate",
         "headers": raw,
     }
-    scope[CONTEXT] = RequestContext("request", "trace", sent=dict(raw))
+    scope[CONTEXT] = RequestContext("request", "trace", request_headers=dict(raw))
     return scope
 
 
