@@ -561,7 +561,7 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     BudgetUnknownError: _plain(503, "budget-unknown", "The budget's use is not known now", retry_after_s=BUSY_RETRY_S),
     BeyondKeyError: _at_field(
         403, "beyond-key", "The key does not allow this",
-        field_problem=lambda error: FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed),
+        field_problem=lambda error: FieldProblem(error.field, f"{error.requested} is beyond this key", error.allowed),
     ),
     OverQuotaError: _over_quota,
     OverBudgetError: _over_budget,

@@ -59,17 +59,21 @@ _LIMITS: dict[Resource, ResourceLimit] = {
 class OverQuotaError(Exception):
     """A key's quota has too little left; ``retry_after_s`` None: the request is larger than the quota itself.
 
-    ``asked``: tokens that the request may need.
+    ``requested_tokens``: tokens that the request may need.
     """
 
     def __init__(
-        self, resource: Resource, limit: int, asked: int, retry_after_s: float | None
+        self,
+        resource: Resource,
+        limit: int,
+        requested_tokens: int,
+        retry_after_s: float | None,
     ) -> None:
         text = f"this key allows {limit} {_LIMITS[resource].unit}"
         if retry_after_s is None:
-            text += f"; this request alone needs {asked}"
+            text += f"; this request alone needs {requested_tokens}"
         elif resource == "tokens":
-            text += f"; this request may need {asked}, which is more than is left now"
+            text += f"; this request may need {requested_tokens}, which is more than is left now"
         super().__init__(text)
         self.resource = resource
         self.limit = limit
@@ -169,7 +173,9 @@ class Quotas:
             return None
         limit = quota.tokens_per_minute
         if limit is not None and tokens > limit:
-            raise OverQuotaError("tokens", limit, asked=tokens, retry_after_s=None)
+            raise OverQuotaError(
+                "tokens", limit, requested_tokens=tokens, retry_after_s=None
+            )
         slot = secrets.token_hex(8)
         demand = Refund(
             caller.key_id, second=None, requests=1, tokens=tokens, slot=slot
@@ -187,7 +193,10 @@ class Quotas:
         if state.denied is not None:
             denied_limit = getattr(quota, _LIMITS[state.denied].field)
             raise OverQuotaError(
-                state.denied, denied_limit, asked=tokens, retry_after_s=state.wait_s
+                state.denied,
+                denied_limit,
+                requested_tokens=tokens,
+                retry_after_s=state.wait_s,
             )
         if in_redis:
             self._open[slot] = caller.key_id

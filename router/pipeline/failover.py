@@ -226,7 +226,7 @@ class Continuation:
         progress = self.progress
         failing = answer
         failed_replica_ids = set[str]()
-        sent_characters = progress.told
+        sent_characters = progress.received_characters
         for number in count(1):
             log.warning(
                 "request %s: %s on %s",

@@ -209,22 +209,22 @@ def session_of(context: RequestContext, *named: Any) -> str:
     return (name or context.caller.key_id)[:LONGEST_SESSION]
 
 
-def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:
+def priority_within(caller: Caller, value: int, field: str, requested: str) -> int:
     """Return a priority in vLLM's numbers (lower is sooner), limited to the highest class of the caller's key.
 
     ``BeyondKeyError``: it is beyond that class, and the key refuses such requests.
     """
     highest = PRIORITIES[caller.max_priority]
     if value < highest and caller.over == "refuse":
-        raise BeyondKeyError(field, asked, f"{caller.max_priority} or lower")
+        raise BeyondKeyError(field, requested, f"{caller.max_priority} or lower")
     return max(value, highest)
 
 
-def class_priority(caller: Caller, asked: Priority | None, field: str) -> int:
+def class_priority(caller: Caller, priority: Priority | None, field: str) -> int:
     """Return the number of a priority class; None asks for standard, or the key's highest class if that is lower."""
-    if asked is None:
+    if priority is None:
         return max(PRIORITIES["standard"], PRIORITIES[caller.max_priority])
-    return priority_within(caller, PRIORITIES[asked], field, asked)
+    return priority_within(caller, PRIORITIES[priority], field, priority)
 
 
 def class_of(priority: int) -> Priority:

@@ -219,11 +219,11 @@ def _taken_share(highest: TierSnapshot | None) -> float:
     return taken_slots / max(slots, 1)
 
 
-def scarcity_at(objective: Objective, taken: float) -> float:
+def scarcity_at(objective: Objective, taken_share: float) -> float:
     """Return how scarce engine time is, 0..1: the share of the loss budget that is allowed."""
     if objective == "cheapest":
         return 1.0
-    return min(max((taken - PLENTY) / (1 - PLENTY), 0.0), 1.0)
+    return min(max((taken_share - PLENTY) / (1 - PLENTY), 0.0), 1.0)
 
 
 def _estimate(

@@ -377,11 +377,11 @@ def lease_for(
     )
 
 
-def no_answer(errors: Iterable[UpstreamError], *told: str) -> NoEngineAnsweredError:
-    """Return the error for attempts that all failed: it says what is ``told``, and when to ask again."""
+def no_answer(errors: Iterable[UpstreamError], *texts: str) -> NoEngineAnsweredError:
+    """Return the error for attempts that all failed: it says the ``texts``, and when to ask again."""
     waits_s = [getattr(error, "retry_after_s", None) or 0.0 for error in errors]
     shortest_wait_s = min(waits_s, default=0.0)
-    return NoEngineAnsweredError("; ".join(told), shortest_wait_s or None)
+    return NoEngineAnsweredError("; ".join(texts), shortest_wait_s or None)
 
 
 def _reports(errors: Mapping[str, UpstreamError]) -> list[str]:

@@ -136,7 +136,7 @@ def test_any_text_is_explained(text: str) -> None:
 def test_the_pairs_that_ask_for_code_weigh_most() -> None:
     """What is told of two words is what they say alone, beyond an empty text."""
     told, model = (
-        explain("please write quicksort in rust for my aunt", most=3)["asks"],
+        explain("please write quicksort in rust for my aunt", max_pairs=3)["asks"],
         shipped_model(),
     )
     assert {"write quicksort", "in rust"} & {pair for pair, _ in told}

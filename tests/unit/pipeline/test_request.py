@@ -169,7 +169,7 @@ def test_a_strict_key_refuses_what_is_beyond_it() -> None:
     strict = Caller("k", "one", over="refuse", max_priority="standard")
     with pytest.raises(BeyondKeyError) as refused:
         class_priority(strict, "interactive", "qarr.priority")
-    assert (refused.value.field, refused.value.asked) == (
+    assert (refused.value.field, refused.value.requested) == (
         "qarr.priority",
         "interactive",
     )
