@@ -96,7 +96,9 @@ def test_hostile_texts_are_read_in_part(unit: str) -> None:
 
 @pytest.mark.parametrize("odds", [1e3, -1e3])
 def test_probabilities_of_extreme_odds(odds: float) -> None:
-    found = replace(shipped_model(), least=(odds,) * len(OUTPUTS)).predict("\u2603")
+    found = replace(shipped_model(), unnamed_log_odds=(odds,) * len(OUTPUTS)).predict(
+        "\u2603"
+    )
     assert 0 < found.has_code < 1
     assert sum(found.classes) == pytest.approx(1)
 
