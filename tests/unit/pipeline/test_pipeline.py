@@ -53,7 +53,7 @@ LIMITED = Caller(
 )
 READ = 4  # tokens of the prompt, by the estimate
 WHOLE = EngineRequest(
-    document=JsonObject.parse(b'{"messages":[]}'), request_id="w", streamed=False
+    document=JsonObject.parse(b'{"messages":[]}'), request_id="w", is_streamed=False
 )
 
 
@@ -62,7 +62,7 @@ def asked(caller: Caller = LIMITED, **fields: Any) -> Call:
     values = {
         "options": RoutingOptions(FAST, "tier"),
         "prompt": PromptText("hi", READ),
-        "asked": HI,
+        "engine_request": HI,
         "max_tokens": 100,
     }
     return Call(
@@ -227,7 +227,7 @@ async def test_what_the_policy_refuses_costs_no_quota() -> None:
         with pytest.raises(RequestRefusedError):
             await at.served(request)
         assert at.outcome == (Outcome.REFUSED, Refusal.TOO_LONG.value)
-        assert (request.context.limits, await at.tokens_left(), at.held()) == (
+        assert (request.context.quota_headers, await at.tokens_left(), at.held()) == (
             {},
             TOKENS,
             0,
@@ -252,7 +252,7 @@ async def test_an_answer_that_took_too_long_costs_its_prompt() -> None:
         options={"answer_timeout_s": 0.1}, fast=Behaviour(stall_after=1)
     ) as at:
         with pytest.raises(EngineTooSlowError):
-            await at.served(asked(asked=WHOLE))
+            await at.served(asked(engine_request=WHOLE))
         assert (await at.tokens_left(), at.held()) == (TOKENS - READ, 0)
 
 
