@@ -131,7 +131,8 @@ async def test_a_key_comes_in_any_header_to_every_endpoint(tmp_path: Path) -> No
                 {"authorization": "Basic eA=="},
             ):
                 answer = await ask(method, stack.url + path, json=body, headers=headers)
-                assert (answer.status_code, key in answer.text) == (401, False)
+                assert answer.status_code == 401
+                assert (key in answer.text) is False
         listed = (
             await stack.client.get(f"{stack.url}/v1/models", headers={"x-api-key": key})
         ).json()["data"]
@@ -141,10 +142,8 @@ async def test_a_key_comes_in_any_header_to_every_endpoint(tmp_path: Path) -> No
         lost = await stack.client.get(
             f"{stack.url}/v1/models/precise", headers={"x-api-key": key}
         )
-        assert (
-            lost.status_code,
-            "precise" in lost.json()["error"]["message"].partition(":")[2],
-        ) == (404, False)
+        assert lost.status_code == 404
+        assert ("precise" in lost.json()["error"]["message"].partition(":")[2]) is False
 
 
 @pytest.mark.parametrize("keys", [False, True])
@@ -163,10 +162,8 @@ async def test_pages_of_allowed_origins_may_ask(tmp_path: Path, *, keys: bool) -
             asked = await stack.client.options(
                 stack.url + path, headers={"origin": PAGE, **wish}
             )
-            assert (
-                asked.status_code,
-                asked.headers["access-control-allow-origin"],
-            ) == (200, PAGE)
+            assert asked.status_code == 200
+            assert asked.headers["access-control-allow-origin"] == PAGE
             assert (
                 asked.headers["access-control-allow-headers"]
                 == wish["access-control-request-headers"]
@@ -174,22 +171,15 @@ async def test_pages_of_allowed_origins_may_ask(tmp_path: Path, *, keys: bool) -
             asked = await stack.client.options(
                 stack.url + path, headers={"origin": "https://else.where", **wish}
             )
-            assert (
-                asked.status_code,
-                "access-control-allow-origin" in asked.headers,
-            ) == (400, False)
+            assert asked.status_code == 400
+            assert ("access-control-allow-origin" in asked.headers) is False
         for body in (BODIES[CHAT], BODIES[CHAT] | {"stream": True}, {"model": "none"}):
             headers = {"origin": PAGE, "sec-fetch-site": "cross-site", "x-api-key": key}
             answer = await stack.client.post(
                 stack.url + CHAT, json=body, headers=headers
             )
-            assert (
-                answer.status_code,
-                answer.headers["access-control-allow-origin"],
-            ) == (
-                404 if "model" in body else 200,
-                PAGE,
-            )
+            assert answer.status_code == (404 if "model" in body else 200)
+            assert answer.headers["access-control-allow-origin"] == PAGE
             assert answer.headers["access-control-expose-headers"] == "*"
         headers = {"origin": "https://else.where", "sec-fetch-site": "cross-site"}
         answer = await stack.client.post(

@@ -293,7 +293,9 @@ def test_prompt_classes() -> None:
 def test_counts() -> None:
     """Characters, words and tokens are those of the whole prompt."""
     features = read("one two  three\nfour")
-    assert (features.chars, features.words, features.tokens_exact) == (19, 4, False)
+    assert features.chars == 19
+    assert features.words == 4
+    assert features.tokens_exact is False
     assert features.tokens == COUNTER.count("one two  three\nfour")
 
 

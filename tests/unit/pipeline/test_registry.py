@@ -41,7 +41,8 @@ def registry_of(kept: int = 8, state: ServerState | None = None) -> RequestRegis
 
 def context(**fields: object) -> RequestContext:
     return structs.replace(
-        RequestContext("r1", "t1", Caller("k1", "one"), "/generate"), **fields
+        RequestContext("r1", "t1", caller=Caller("k1", "one"), route="/generate"),
+        **fields,
     )  # type: ignore[arg-type]
 
 
@@ -76,7 +77,7 @@ def ended(
     registry: RequestRegistry, decision: Decision, error: BaseException
 ) -> RequestRecord:
     """Let a request end by an error before it was admitted, and return its record."""
-    with pytest.raises(type(error)), entry(registry, context(), decision, 0):
+    with pytest.raises(type(error)), entry(registry, context(), decision, priority=0):
         raise error
     return registry.recent[-1]
 
@@ -84,7 +85,7 @@ def ended(
 async def test_a_record_tells_what_was_decided_and_who_served() -> None:
     async with upstream_stack(balanced=Behaviour(prompt_tokens=33)) as stack:
         registry, decision = registry_of(), stack.decision(BALANCED)
-        with entry(registry, context(arrived_at=0.0), decision, 0) as request:
+        with entry(registry, context(arrived_at=0.0), decision, priority=0) as request:
             assert registry.open == [request]
             answer = await stack.stream(BALANCED)
             request.grant, request.sent = (
@@ -96,23 +97,17 @@ async def test_a_record_tells_what_was_decided_and_who_served() -> None:
             await answer.aclose()
         (record,) = registry.recent
         assert registry.open == []
-        assert (record.request_id, record.trace_id, record.route, record.key_id) == (
-            "r1",
-            "t1",
-            "/generate",
-            "k1",
-        )
-        assert (record.outcome, record.error, record.decision) == (
-            Outcome.OK,
-            None,
-            decision,
-        )
+        assert record.request_id == "r1"
+        assert record.trace_id == "t1"
+        assert record.route == "/generate"
+        assert record.key_id == "k1"
+        assert record.outcome == Outcome.OK
+        assert record.error is None
+        assert record.decision == decision
         assert record.served == Served(BALANCED, "balanced-0", "fp8")
-        assert (record.tokens.prompt, record.tokens.output, record.times.queue_ms) == (
-            33,
-            7,
-            5.0,
-        )
+        assert record.tokens.prompt == 33
+        assert record.tokens.output == 7
+        assert record.times.queue_ms == 5.0
         assert record.times.overhead_ms == pytest.approx(request.sent * 1000 - 5)
         assert record.times.tpot_ms == answer.tpot_ms
 
@@ -124,7 +119,7 @@ async def test_a_record_has_the_precision_of_the_replica_that_served() -> None:
         )
         registry, decision = registry_of(), stack.decision(FAST)
         assert decision.precision == "awq-int4, unknown"
-        with entry(registry, context(), decision, 0) as request:
+        with entry(registry, context(), decision, priority=0) as request:
             request.answer = await stack.stream(FAST)
             await request.answer.aclose()
         assert registry.recent[-1].served.precision == "awq-int4"
@@ -136,7 +131,7 @@ async def test_a_time_to_the_first_token_is_counted_from_the_arrival() -> None:
         registry = registry_of()
         for own, found in ((30.0, 2030.0), (None, None)):
             with entry(
-                registry, context(arrived_at=10.0), stack.decision(), 0
+                registry, context(arrived_at=10.0), stack.decision(), priority=0
             ) as request:
                 request.answer = answer = await stack.stream()
                 answer.ttft_ms, answer.sent_at = own, 12.0
@@ -151,47 +146,49 @@ async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> Non
             stack.decision(FAST),
             stack.decision(BALANCED),
         )
-        with entry(registry, context(), first, 0) as request:
-            assert (request.state, request.now_on, request.grant) == (
-                "waiting",
-                None,
-                None,
-            )
+        with entry(registry, context(), first, priority=0) as request:
+            assert request.state == "waiting"
+            assert request.now_on is None
+            assert request.grant is None
             answer = await stack.stream(BALANCED)
             request.grant, request.decision = Grant(later, answer.attempt.lease), later
-            assert (request.state, request.decision) == ("prefill", later)
+            assert request.state == "prefill"
+            assert request.decision == later
             request.answer = answer
-            assert (request.state, request.now_on) == ("decode", answer)
+            assert request.state == "decode"
+            assert request.now_on == answer
             part = await stack.stream(PRECISE)
             answer.parts.append(part)
             assert request.now_on is part
             await answer.aclose()
         record = registry.recent[-1]
-        assert (record.served.tier, record.served.continued_on) == (
-            BALANCED,
-            (PRECISE,),
-        )
-        assert (registry.totals["continuations"], registry.totals["requests"]) == (1, 1)
+        assert record.served.tier == BALANCED
+        assert record.served.continued_on == (PRECISE,)
+        assert registry.totals["continuations"] == 1
+        assert registry.totals["requests"] == 1
 
 
 async def test_refusals_are_told_by_their_code() -> None:
     async with upstream_stack() as stack:
         registry, decision, refused = registry_of(), stack.decision(), too_long(stack)
         record = ended(registry, decision, RequestRefusedError(refused))
-        assert (record.outcome, record.error, record.decision) == (
-            Outcome.REFUSED, Refusal.TOO_LONG.value, refused,
-        )  # fmt: skip
-        assert (record.served, record.times.overhead_ms, record.times.ttft_ms) == (
-            Served(),
-            None,
-            None,
-        )
+        assert record.outcome == Outcome.REFUSED
+        assert record.error == Refusal.TOO_LONG.value
+        assert record.decision == refused  # fmt: skip
+        assert record.served == Served()
+        assert record.times.overhead_ms is None
+        assert record.times.ttft_ms is None
         assert record.tokens == Tokens(refused.query.tokens_to_read)
-        record = ended(registry, decision, OverQuotaError("tokens", 5, 9, None))
-        assert (record.outcome, record.error) == (Outcome.REFUSED, OVER_QUOTA)
-        assert "why: " + str(OverQuotaError("tokens", 5, 9, None)) in request_line(
-            render_summary(record)
+        record = ended(
+            registry,
+            decision,
+            OverQuotaError("tokens", 5, requested_tokens=9, retry_after_s=None),
         )
+        assert record.outcome == Outcome.REFUSED
+        assert record.error == OVER_QUOTA
+        assert "why: " + str(
+            OverQuotaError("tokens", 5, requested_tokens=9, retry_after_s=None)
+        ) in request_line(render_summary(record))
         assert registry.totals["refused"] == registry.totals["requests"] == 2
 
 
@@ -204,7 +201,8 @@ async def test_a_client_that_goes_away_is_no_error(error: BaseException) -> None
         state = ServerState()
         registry = registry_of(state=state)
         record = ended(registry, stack.decision(), error)
-        assert (record.outcome, record.error) == (Outcome.CLIENT_GONE, None)
+        assert record.outcome == Outcome.CLIENT_GONE
+        assert record.error is None
         state.end_all()
         record = ended(registry, stack.decision(), error)
         name = (
@@ -212,27 +210,24 @@ async def test_a_client_that_goes_away_is_no_error(error: BaseException) -> None
             if isinstance(error, asyncio.CancelledError)
             else type(error).__name__
         )
-        assert (record.outcome, record.error) == (Outcome.ERROR, name)
+        assert record.outcome == Outcome.ERROR
+        assert record.error == name
 
 
 async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> None:
     """Its endpoint has told the caller in the stream, and ended well itself."""
     async with upstream_stack() as stack:
         registry = registry_of()
-        with entry(registry, context(), stack.decision(), 0) as request:
+        with entry(registry, context(), stack.decision(), priority=0) as request:
             request.answer = await stack.stream()
             request.answer.error = EngineBrokeError("gone")
             await request.answer.aclose()
-        assert (registry.recent[-1].outcome, registry.recent[-1].error) == (
-            Outcome.ERROR,
-            "EngineBroke",
-        )
+        assert registry.recent[-1].outcome == Outcome.ERROR
+        assert registry.recent[-1].error == "EngineBroke"
         assert request_line(render_summary(registry.recent[-1])).endswith(" why: gone")
         record = ended(registry, stack.decision(), ValueError("the prompt"))
-        assert (record.error, record.why_not) == (
-            "ValueError",
-            "it ended with ValueError",
-        )
+        assert record.error == "ValueError"
+        assert record.why_not == "it ended with ValueError"
         assert registry.totals["error"] == 2
 
 
@@ -253,10 +248,8 @@ async def test_an_engines_words_are_told_without_the_prompt(
         record = ended(
             registry_of(), stack.decision(), EngineRefusedError(words, 400, b"")
         )
-    assert (record.outcome, render_summary(record)["reason"]) == (
-        Outcome.REFUSED,
-        shown,
-    )
+    assert record.outcome == Outcome.REFUSED
+    assert render_summary(record)["reason"] == shown
     assert request_line(render_summary(record)).endswith(f" why: {shown}")
 
 
@@ -272,7 +265,9 @@ async def test_an_engines_words_are_told_without_the_prompt(
 )
 async def test_any_number_of_vllms_has_a_class(priority: int, name: str) -> None:
     async with upstream_stack() as stack:
-        with entry(registry_of(), context(), stack.decision(), priority) as request:
+        with entry(
+            registry_of(), context(), stack.decision(), priority=priority
+        ) as request:
             assert request.priority == name
 
 
@@ -288,7 +283,7 @@ async def test_nothing_was_promised_to_a_callers_mistake() -> None:
         )
         mistakes = [
             EngineRefusedError("temperature"),
-            OverQuotaError("tokens", 5, 9, None),
+            OverQuotaError("tokens", 5, requested_tokens=9, retry_after_s=None),
         ]
         for error in (
             *mistakes,
@@ -332,7 +327,7 @@ async def test_bounds_on_times_are_met_or_not_or_nobody_knows(
         )
         with (
             suppress(EngineBrokeError, asyncio.CancelledError),
-            entry(registry, context(arrived_at=0.0), decision, 0) as request,
+            entry(registry, context(arrived_at=0.0), decision, priority=0) as request,
         ):
             request.answer = await stack.stream()
             await text_of(request.answer)
@@ -352,7 +347,7 @@ async def test_an_observer_that_fails_keeps_nothing_from_the_others(
             raise RuntimeError("full disk")
 
         registry.observers += [fail, seen.append]
-        with entry(registry, context(), stack.decision(), 0):
+        with entry(registry, context(), stack.decision(), priority=0):
             pass
         assert seen == [registry.recent[-1]]
         assert "full disk" in caplog.text
@@ -364,10 +359,14 @@ async def test_only_the_last_records_are_kept() -> None:
             registry = registry_of(kept)
             for number in range(3):
                 with entry(
-                    registry, context(request_id=str(number)), stack.decision(), 0
+                    registry,
+                    context(request_id=str(number)),
+                    stack.decision(),
+                    priority=0,
                 ):
                     pass
             assert [record.request_id for record in registry.recent] == ["1", "2"][
                 :kept
             ]
-            assert (registry.totals["requests"], registry.totals["ok"]) == (3, 3)
+            assert registry.totals["requests"] == 3
+            assert registry.totals["ok"] == 3

@@ -94,13 +94,13 @@ def test_a_query_has_the_options_and_the_callers_tiers() -> None:
         sequences=3,
     )
     query = asked.query(asked.prompt.classify(COUNTER), TEMPLATE)
-    assert (query.hint, query.require, query.sla.ttft_ms) == (TierName.FAST, True, 300)
+    assert query.hint == TierName.FAST
+    assert query.require is True
+    assert query.sla.ttft_ms == 300
     assert query.allowed == caller.tiers
-    assert (query.prompt_tokens, query.tokens_to_read, query.tokens_in_all) == (
-        7,
-        21,
-        21 + 3 * 40,
-    )
+    assert query.prompt_tokens == 7
+    assert query.tokens_to_read == 21
+    assert query.tokens_in_all == 21 + 3 * 40
 
 
 def test_a_query_has_its_prefix_where_affinity_is_on() -> None:
@@ -169,13 +169,11 @@ def test_a_strict_key_refuses_what_is_beyond_it() -> None:
     strict = Caller("k", "one", over="refuse", max_priority="standard")
     with pytest.raises(BeyondKeyError) as refused:
         class_priority(strict, "interactive", "qarr.priority")
-    assert (refused.value.field, refused.value.requested) == (
-        "qarr.priority",
-        "interactive",
-    )
+    assert refused.value.field == "qarr.priority"
+    assert refused.value.requested == "interactive"
     assert "standard" in refused.value.allowed
     with pytest.raises(BeyondKeyError):
-        priority_within(strict, -1000, "priority", "-1000")
+        priority_within(strict, -1000, "priority", requested="-1000")
     assert class_priority(strict, None, "") == STANDARD, (
         "who asks for nothing asks for nothing that is refused"
     )
@@ -183,8 +181,10 @@ def test_a_strict_key_refuses_what_is_beyond_it() -> None:
 
 def test_numbers_are_kept_within_the_highest_class() -> None:
     """OpenAI's endpoints take any of vLLM's numbers; none is higher than the class that the key may have."""
-    assert priority_within(ANONYMOUS, -1000, "priority", "-1000") == INTERACTIVE
-    assert priority_within(ANONYMOUS, 77, "priority", "77") == 77
+    assert (
+        priority_within(ANONYMOUS, -1000, "priority", requested="-1000") == INTERACTIVE
+    )
+    assert priority_within(ANONYMOUS, 77, "priority", requested="77") == 77
 
 
 def test_a_contexts_headers_carry_its_ids_and_limits() -> None:

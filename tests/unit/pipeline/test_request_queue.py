@@ -18,7 +18,15 @@ def entry(
     due: float = 9.0,
     slots: int = 1,
 ) -> Waiter:
-    return Waiter(key, rank, since, since + due, frozenset(tiers), slots, long=False)
+    return Waiter(
+        key,
+        rank,
+        since=since,
+        deadline=since + due,
+        tiers=frozenset(tiers),
+        slots=slots,
+        long=False,
+    )
 
 
 def test_order_is_class_then_places_held_then_deadline() -> None:
@@ -69,11 +77,9 @@ def test_the_oldest_of_a_tier() -> None:
     )
     for each in (fast, both, precise):
         queue.add(each)
-    assert (queue.oldest(FAST), queue.oldest(PRECISE), queue.oldest(BALANCED)) == (
-        both,
-        precise,
-        None,
-    )
+    assert queue.oldest(FAST) == both
+    assert queue.oldest(PRECISE) == precise
+    assert queue.oldest(BALANCED) is None
     assert [queue.waiting_for(tier) for tier in STANDARD_TIERS] == [2, 0, 2]
 
 
@@ -103,4 +109,6 @@ def test_who_leaves_leaves_nothing() -> None:
         queue.add(each)
     for each in waiting + waiting:
         queue.remove(each)
-    assert (queue.count, queue.first(()), queue.waiting_for(FAST)) == (0, None, 0)
+    assert queue.count == 0
+    assert queue.first(()) is None
+    assert queue.waiting_for(FAST) == 0

@@ -36,7 +36,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_fleet(replicas: int = 2, limit: int = LIMIT) -> Fleet:
-    spec = TierSpec(FAST, 2048, 16, limit)
+    spec = TierSpec(FAST, 2048, max_num_seqs=16, max_in_flight=limit)
     fleet = Fleet((spec,))
     for number in range(replicas):
         fleet.add(
@@ -93,7 +93,12 @@ async def test_what_one_router_has_the_others_count(redis_server: RedisServer) -
             for _ in range(3)
         ]
         assert leases.pop() is None  # two routers have two places each
-        await until(lambda: other.replicas[0].others.counted == PeerLoad(2, 20, 10, 30))
+        await until(
+            lambda: (
+                other.replicas[0].others.counted
+                == PeerLoad(2, 20, output_tokens=10, kv_tokens=30)
+            )
+        )
         assert other.replicas[0].state.load.sequences == 2
         assert other.replicas[0].state.limit == 2
         for lease in leases:
@@ -341,10 +346,12 @@ def test_what_others_told_expires_where_it_is_read() -> None:
     replica, now = make_fleet(1).replicas[0], time.monotonic()
     replica.note_peers(PeerLoad(3), now + 100)
     replica.note_share(SlotShare(2, now + 100))
-    assert (replica.others.counted.slots, replica.state.limit) == (3, 2)
+    assert replica.others.counted.slots == 3
+    assert replica.state.limit == 2
     replica.note_peers(PeerLoad(3), now)
     replica.note_share(SlotShare(2, now))
-    assert (replica.others.counted, replica.state.limit) == (NO_PEERS, 1)
+    assert replica.others.counted == NO_PEERS
+    assert replica.state.limit == 1
 
 
 async def test_what_redis_ran_too_late_changes_nothing(

@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-ENDED = OutcomeRecord("r1", BALANCED, 20, 7, 12.5, None, "EngineFailed")
+ENDED = OutcomeRecord(
+    "r1",
+    BALANCED,
+    prompt_tokens=20,
+    output_tokens=7,
+    ttft_ms=12.5,
+    tpot_ms=None,
+    error="EngineFailed",
+)
 
 
 def written(path: Path) -> list[Record]:
@@ -65,17 +73,13 @@ def test_a_decision_can_be_made_again_from_its_record(tmp_path: Path) -> None:
     assert isinstance(second, DecisionRecord)
     for record in (first, second):
         again = decide(record.query, record.fleet, PROFILED)
-        assert (again.tier, again.refusal, again.reason) == (
-            record.tier,
-            record.refusal,
-            record.reason,
-        )
+        assert again.tier == record.tier
+        assert again.refusal == record.refusal
+        assert again.reason == record.reason
     assert first.predicted_ttft_ms is not None
-    assert (second.tier, second.refusal, second.predicted_ttft_ms) == (
-        None,
-        Refusal.NOT_READY,
-        None,
-    )
+    assert second.tier is None
+    assert second.refusal == Refusal.NOT_READY
+    assert second.predicted_ttft_ms is None
 
 
 def test_what_replicas_hold_is_logged_and_the_prompt_is_not(tmp_path: Path) -> None:
@@ -91,7 +95,8 @@ def test_what_replicas_hold_is_logged_and_the_prompt_is_not(tmp_path: Path) -> N
     _, record = read_log(tmp_path / "log")
     assert isinstance(record, DecisionRecord)
     again = decide(record.query, record.fleet, PROFILED)
-    assert (again.tier, again.reason) == (PRECISE, record.reason)
+    assert again.tier == PRECISE
+    assert again.reason == record.reason
     assert prefix is not None
     text = (tmp_path / "log").read_text()
     assert not any(

@@ -148,7 +148,12 @@ class World:
     def __init__(self, seed: int, clock: SimpleNamespace) -> None:
         self.random, self.clock = random.Random(seed), clock
         self.specs = [
-            TierSpec(name, self.pick(512, 8192), self.pick(4, 16), self.pick(3, 8))
+            TierSpec(
+                name,
+                self.pick(512, 8192),
+                max_num_seqs=self.pick(4, 16),
+                max_in_flight=self.pick(3, 8),
+            )
             for name in STANDARD_TIERS
         ]
         options = FleetOptions(
@@ -175,17 +180,28 @@ class World:
         return SpeedModel(
             self.pick(5, 100),
             0.5,
-            self.pick(3, 30),
-            0.5,
-            1.0,
-            self.pick(0, 0.5),
+            step_base_ms=self.pick(3, 30),
+            step_ms_per_sequence=0.5,
+            ttft_steps=1.0,
+            contention=self.pick(0, 0.5),
             profiled=self.pick(True, False),
         )
 
     def query(self) -> RoutingQuery:
         kind, confidence = self.pick(*PromptClass), self.pick(0.5, 0.9)
         return RoutingQuery(
-            PromptFeatures(2, 1, 1, True, False, False, None, kind, confidence, ()),
+            PromptFeatures(
+                2,
+                1,
+                tokens=1,
+                tokens_exact=True,
+                contains_code=False,
+                asks_for_code=False,
+                language=None,
+                prompt_class=kind,
+                confidence=confidence,
+                signals=(),
+            ),
             self.pick(10, 300),
             self.pick(1, 400),
             hint=self.pick(None, None, *STANDARD_TIERS),
@@ -193,8 +209,8 @@ class World:
             sla=Sla(
                 self.pick(None, 300.0),
                 self.pick(None, 20.0),
-                self.pick(None, 0.04),
-                self.pick(None, 0.99),
+                max_quality_loss=self.pick(None, 0.04),
+                confidence=self.pick(None, 0.99),
             ),
             sequences=self.pick(1, 1, 3, 20),
             prefix=self.prefix(),
@@ -258,14 +274,16 @@ class World:
                 Gauges(
                     self.pick(0, 9),
                     1,
-                    self.pick(0.1, 0.85, 0.95),
-                    self.pick(None, 3000),
+                    kv_cache_usage=self.pick(0.1, 0.85, 0.95),
+                    kv_cache_tokens=self.pick(None, 3000),
                 )
             ),
             lambda: replica.note_share(
                 self.pick(None, SlotShare(self.pick(0, 2, 9), until))
             ),
-            lambda: replica.note_peers(PeerLoad(self.pick(0, 2), 300, 400, 500), until),
+            lambda: replica.note_peers(
+                PeerLoad(self.pick(0, 2), 300, output_tokens=400, kv_tokens=500), until
+            ),
             lambda: replica.mark(
                 self.pick(ReplicaStatus.READY, ReplicaStatus.READY, *ReplicaStatus),
                 "why",
@@ -377,8 +395,8 @@ def test_a_decision_from_the_log_is_the_one_that_was_made(
         assert shown(decide(query, logged, TABLE)) == shown(
             decide(query, snapshot, TABLE)
         )
-        assert successors(TierName.FAST, query, logged, TABLE) == successors(
-            TierName.FAST, query, snapshot, TABLE
+        assert successors(TierName.FAST, query, logged, table=TABLE) == successors(
+            TierName.FAST, query, snapshot, table=TABLE
         )
         assert [tier.status for tier in logged.tiers] == [
             tier.status for tier in snapshot.tiers

@@ -33,10 +33,10 @@ def job(folder: Path) -> Job:
         WantedReplica(
             name,
             name.split("-")[1],
-            "/models/m",
-            ("--model", "/models/m"),
-            {"A": "1"},
-            {"CPU": 2.0},
+            checkpoint="/models/m",
+            args=("--model", "/models/m"),
+            env={"A": "1"},
+            resources={"CPU": 2.0},
         )
         for name in IDS
     )
@@ -103,7 +103,7 @@ class Running:
         program.chmod(0o755)
         monkeypatch.setenv("FAKE_PLACEMENT", str(self.orders))
         self.order([])
-        self.options = RayOptions(program, folder / "own", self.job, "key")
+        self.options = RayOptions(program, folder / "own", job=self.job, api_key="key")
         self.lines: list[str] = []
         self.engines = RayEngines(self.options, self.lines.append)
         self.task = asyncio.create_task(self.engines.run())

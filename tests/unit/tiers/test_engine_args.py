@@ -87,7 +87,7 @@ def test_what_was_accepted_is_not_asked_again(tmp_path: Path, python: Path) -> N
     assert started(tmp_path) == 0
     asked: list[None] = []
     for _ in range(3):
-        check_engine_args(python, given, known, lambda: asked.append(None))
+        check_engine_args(python, given, known, asking=lambda: asked.append(None))
     assert started(tmp_path) == len(asked) == 1
     check_engine_args(python, {**given, PRECISE: ("--dtype", "float")}, known)
     assert started(tmp_path) == 2

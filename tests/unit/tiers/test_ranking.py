@@ -14,7 +14,14 @@ INT8, NVFP4 = TierName("int8"), TierName("nvfp4")
 
 
 def spec(name: TierName, precision: str = UNKNOWN, replicas: int = 1) -> TierSpec:
-    return TierSpec(name, 100, 1, 1, precision=precision, replicas=replicas)
+    return TierSpec(
+        name,
+        100,
+        max_num_seqs=1,
+        max_in_flight=1,
+        precision=precision,
+        replicas=replicas,
+    )
 
 
 @pytest.mark.parametrize(

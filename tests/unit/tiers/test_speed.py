@@ -186,7 +186,8 @@ def test_a_model_names_its_origin(
     fields: dict, source: str, *, under_load: bool
 ) -> None:
     model = replace(MODEL, **fields)
-    assert (model.source, model.under_load) == (source, under_load)
+    assert model.source == source
+    assert model.under_load == under_load
 
 
 def test_a_trend_moves_by_a_fifth_of_what_was_seen() -> None:

@@ -34,7 +34,7 @@ READY, STARTING, FAILED = (
     ReplicaStatus.STARTING,
     ReplicaStatus.FAILED,
 )
-SPEC = TierSpec(TierName.FAST, 2048, 16, 8)
+SPEC = TierSpec(TierName.FAST, 2048, max_num_seqs=16, max_in_flight=8)
 
 
 def test_backoff_doubles_up_to_a_minute_and_begins_anew() -> None:
@@ -244,7 +244,8 @@ async def test_a_slow_request_is_no_hang(
         for _ in range(3):
             await until(lambda: own.first.silence_s(time.monotonic()) > 0.3)
             await until(lambda: own.first.silence_s(time.monotonic()) < 0.3)
-        assert (own.first.state.status, own.first.state.pid) == (READY, before)
+        assert own.first.state.status == READY
+        assert own.first.state.pid == before
         lease.release()
 
 

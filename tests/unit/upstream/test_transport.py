@@ -708,11 +708,9 @@ async def test_a_connection_whose_answer_was_read_is_kept_once_its_end_has_come(
     connection.data_received(CHUNKED[:END])
     answer_on(connection).over = True
     await answer_on(connection).aclose()
-    assert (kept_then, wire.closed, connection.state) == (
-        [False],
-        False,
-        ConnectionState.ENDING,
-    )
+    assert kept_then == [False]
+    assert wire.closed is False
+    assert connection.state == ConnectionState.ENDING
     for part in parts:
         connection.data_received(part)
     assert (kept_then[-1] and not wire.closed) is kept
