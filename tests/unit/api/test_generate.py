@@ -146,8 +146,10 @@ async def test_retries_elsewhere_before_the_first_byte(
     options = {"upstream": {"first_token_timeout_s": SOUND_S}}
     async with router_stack(tmp_path, options) as stack:
         broken = stack.engines[TierName.FAST]
-        broken.status, broken.break_after = fault.status, fault.break_after
-        broken.error_after, broken.stall_after = fault.error_after, fault.stall_after
+        broken.status = fault.status
+        broken.break_after = fault.break_after
+        broken.error_after = fault.error_after
+        broken.stall_after = fault.stall_after
         answer = await stack.generate()
         assert answer.status_code == 200
         assert answer.headers["x-qarr-tier"] == "balanced"
@@ -206,7 +208,8 @@ async def test_disconnect_aborts_the_engines_request(
     """When the client goes away its request ends in the engine, and every lease comes back."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
-        engine.delay_s, engine.answer = 0.05, ("x",) * 400
+        engine.delay_s = 0.05
+        engine.answer = ("x",) * 400
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", int(stack.url.rsplit(":", 1)[1])
         )
@@ -225,7 +228,8 @@ async def test_disconnect_aborts_the_engines_request(
 
 async def test_full_tier_sends_elsewhere_and_full_fleet_refuses(tmp_path: Path) -> None:
     """Places are bounded: a full tier's requests go to another one; a full fleet, with no queue, answers 503."""
-    one, none = {"max_in_flight": 1}, {"max_waiting": 0}
+    one = {"max_in_flight": 1}
+    none = {"max_waiting": 0}
     async with router_stack(
         tmp_path, {"tiers": dict.fromkeys(STANDARD_TIERS, one), "admission": none}
     ) as stack:
@@ -319,7 +323,8 @@ async def test_engine_refusal_is_a_422_and_not_retried(tmp_path: Path) -> None:
     """A request that the engine calls wrong is the caller's to mend: no other tier is tried."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
-        engine.status, engine.error = 400, "maximum context length is 2048 tokens"
+        engine.status = 400
+        engine.error = "maximum context length is 2048 tokens"
         answer = await stack.generate(tier="fast")
         assert answer.status_code == 422
         assert "2048" in answer.json()["detail"]

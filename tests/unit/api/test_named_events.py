@@ -21,11 +21,9 @@ from tiers.spec import ReplicaStatus, TierName
 pytestmark = pytest.mark.anyio
 FULL = "".join(ANSWER)
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-MESSAGES, RESPONSES, COUNT = (
-    "/v1/messages",
-    "/v1/responses",
-    "/v1/messages/count_tokens",
-)
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
+COUNT = "/v1/messages/count_tokens"
 BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": HI, "max_tokens": 64},
     RESPONSES: {"input": HI, "max_output_tokens": 64},
@@ -259,10 +257,8 @@ async def test_a_broken_stream_ends_with_an_error_and_without_an_end(
     async with router_stack(
         tmp_path, {"upstream": {"token_timeout_s": SOUND_S}}
     ) as stack:
-        engine, whole = (
-            stack.engines[TierName.FAST],
-            events((await ask(stack, path, model="fast", stream=True)).text),
-        )
+        engine = stack.engines[TierName.FAST]
+        whole = events((await ask(stack, path, model="fast", stream=True)).text)
         if fault in {"before the end", "at the end"}:
             engine.break_at = len(whole) - (2 if fault == "before the end" else 1)
         else:
@@ -326,7 +322,8 @@ async def test_a_client_that_leaves_frees_the_engine(
     """When the client goes away its request ends in the engine, streamed or not."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
-        engine.delay_s, engine.answer = 0.05, ("x",) * 64
+        engine.delay_s = 0.05
+        engine.answer = ("x",) * 64
         request = asyncio.create_task(ask(stack, path, model="fast", stream=stream))
         await until(lambda: engine.running != 0, poll_s=0.01)
         request.cancel()
@@ -481,10 +478,8 @@ async def test_quotas_count_the_tokens_that_were_used(
     stream: bool,  # noqa: FBT001
 ) -> None:
     """What is taken in advance comes back but for prompt and output; what the quota cannot hold is refused."""
-    key, limit = (
-        add_key(tmp_path / "keys.json", "ci", tokens_per_minute=QUOTA)[0],
-        list(BODIES[path])[1],
-    )
+    key = add_key(tmp_path / "keys.json", "ci", tokens_per_minute=QUOTA)[0]
+    limit = list(BODIES[path])[1]
     headers = {"authorization": f"Bearer {key}"}
     options = {"auth": {"keys_file": str(tmp_path / "keys.json")}}
     async with router_stack(
@@ -494,7 +489,8 @@ async def test_quotas_count_the_tokens_that_were_used(
             await ask(stack, path, headers, stream=stream, **{limit: 50})
         ).status_code == 200
         following = await ask(stack, path, headers, **{limit: 16})
-        used, taken = 20 + len(ANSWER), 7 + 16
+        used = 20 + len(ANSWER)
+        taken = 7 + 16
         assert following.status_code == 200
         # The quota fills up by a token a second.
         assert (

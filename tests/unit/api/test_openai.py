@@ -223,7 +223,8 @@ async def test_the_engines_refusal_is_the_callers_answer(tmp_path: Path) -> None
     """What the engine says of a wrong request is passed on as it is, and nobody else is asked."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
-        engine.status, engine.error = 400, "max_tokens must be at least 1, got 0."
+        engine.status = 400
+        engine.error = "max_tokens must be at least 1, got 0."
         answer = await chat(stack, max_tokens=0)
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == engine.error
@@ -255,8 +256,10 @@ async def test_retries_elsewhere_before_the_first_byte(
         tmp_path, {"upstream": {"first_token_timeout_s": SOUND_S}}
     ) as stack:
         broken = stack.engines[TierName.FAST]
-        broken.status, broken.break_after = fault.status, fault.break_after
-        broken.error_after, broken.stall_after = fault.error_after, fault.stall_after
+        broken.status = fault.status
+        broken.break_after = fault.break_after
+        broken.error_after = fault.error_after
+        broken.stall_after = fault.stall_after
         answer = await chat(stack, stream=stream)
         assert answer.status_code == 200
         assert answer.headers["x-qarr-tier"] == "balanced"
@@ -311,7 +314,8 @@ async def test_a_client_that_leaves_frees_the_engine(
     """When the client goes away its request ends in the engine, streamed or not."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
-        engine.delay_s, engine.answer = 0.05, ("x",) * 400
+        engine.delay_s = 0.05
+        engine.answer = ("x",) * 400
         _, writer = await asyncio.open_connection(
             "127.0.0.1", int(stack.url.rsplit(":", 1)[1])
         )

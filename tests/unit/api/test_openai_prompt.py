@@ -100,7 +100,8 @@ def test_parts_that_are_not_text_are_named_and_weighed() -> None:
 def test_tools_and_calls_count() -> None:
     """The model reads them; they are not what is classified."""
     tools = [{"type": "function", "function": {"name": "weather"}}]
-    plain, with_tools = chat(user("hi")), chat(user("hi"), tools=tools)
+    plain = chat(user("hi"))
+    with_tools = chat(user("hi"), tools=tools)
     assert with_tools.text == plain.text
     assert with_tools.prompt_tokens > plain.prompt_tokens
 
@@ -158,7 +159,8 @@ def prefix(read: PromptText) -> Prefix | None:
 
 
 def shared(one: PromptText, other: PromptText) -> int:
-    first, second = prefix(one), prefix(other)
+    first = prefix(one)
+    second = prefix(other)
     assert first is not None
     assert second is not None
     memory = PrefixMemory()

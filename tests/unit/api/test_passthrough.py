@@ -47,11 +47,9 @@ async def test_engines_get_trace_baggage_and_id_with_every_request(
     tmp_path: Path, *, exported: bool
 ) -> None:
     """Also with those that take no slot, and whether the router makes spans of its own or not."""
-    engine, hi, trace = (
-        Behaviour(),
-        [{"role": "user", "content": "hi"}],
-        f"00-{'1' * 32}-{'2' * 16}-01",
-    )
+    engine = Behaviour()
+    hi = [{"role": "user", "content": "hi"}]
+    trace = f"00-{'1' * 32}-{'2' * 16}-01"
     given = {
         "traceparent": trace,
         "tracestate": "a=b",
@@ -71,10 +69,8 @@ async def test_engines_get_trace_baggage_and_id_with_every_request(
         "/detokenize": {"tokens": [1]},
     }
     async with serving(FakeEngine(engine).app) as url:
-        settings, tracing = (
-            {"openai": {"embeddings_urls": [url]}},
-            TracerProvider() if exported else None,
-        )
+        settings = {"openai": {"embeddings_urls": [url]}}
+        tracing = TracerProvider() if exported else None
         async with router_stack(tmp_path, settings, tracing) as stack:
             for path, body in bodies.items():
                 asked = await stack.client.post(
@@ -250,10 +246,8 @@ async def test_what_is_no_answer_is_passed_over(tmp_path: Path, nonsense: str) -
 
 def deep_bodies(depth: int) -> tuple[tuple[str, str], ...]:
     """Return bodies with something nested so deep, and the paths that get them."""
-    lists, objects = (
-        "[" * depth + "1" + "]" * depth,
-        '{"a":' * depth + "1" + "}" * depth,
-    )
+    lists = "[" * depth + "1" + "]" * depth
+    objects = '{"a":' * depth + "1" + "}" * depth
     return (
         (EMBEDDINGS, f'{{"model":"e","input":{lists}}}'),
         (EMBEDDINGS, f'{{"model":"e","input":"x","other":{objects}}}'),

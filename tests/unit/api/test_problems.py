@@ -164,7 +164,8 @@ async def test_outcomes_are_as_documented() -> None:
     ]
     async with upstream_stack() as stack:
         for error in [*errors, *refusals(stack), RuntimeError("why")]:
-            problem, registry = describe(error), registry_of()
+            problem = describe(error)
+            registry = registry_of()
             record = ended(registry, stack.decision(), error)
             assert documented()[problem.status, problem.kind] == record.outcome.value, (
                 error

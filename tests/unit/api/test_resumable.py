@@ -73,7 +73,8 @@ async def test_a_lost_stream_goes_on_where_it_was(tmp_path: Path) -> None:
     """Everything after the last event comes, once, from the one generation that was under way, and nothing stays."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.PRECISE]
-        engine.answer, engine.delay_s = WORDS, 0.01
+        engine.answer = WORDS
+        engine.delay_s = 0.01
         first = await some(stack, 5)
         rest = await resume(stack, ids(first)[-1])
         assert text_of(first) + text_of(rest.text) == "".join(WORDS)
@@ -90,7 +91,8 @@ async def test_a_resumed_stream_may_be_lost_again(tmp_path: Path) -> None:
     """Any number of connections, each going on from what the caller has, add up to the answer."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.PRECISE]
-        engine.answer, engine.delay_s = WORDS, 0.01
+        engine.answer = WORDS
+        engine.delay_s = 0.01
         seen = await some(stack, 3)
         for _ in range(4):
             headers = {"last-event-id": ids(seen)[-1]}
@@ -180,7 +182,8 @@ async def test_a_stream_that_nobody_resumes_is_aborted(tmp_path: Path) -> None:
     """After its time the generation ends in the engine, the lease comes back, and its id is known to be gone."""
     async with router_stack(tmp_path, {"server": {"resume_s": 0.4}}) as stack:
         engine = stack.engines[TierName.PRECISE]
-        engine.answer, engine.delay_s = ("w ",) * 4000, 0.01
+        engine.answer = ("w ",) * 4000
+        engine.delay_s = 0.01
         first = await some(stack, 2)
         assert stack.leases() > 0
         await until(lambda: engine.running == 0 and stack.leases() == 0)
@@ -193,7 +196,8 @@ async def test_generation_goes_on_while_nobody_reads(tmp_path: Path) -> None:
     """The whole answer is made and kept; the engine is free before the caller comes back."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.PRECISE]
-        engine.answer, engine.delay_s = WORDS, 0.005
+        engine.answer = WORDS
+        engine.delay_s = 0.005
         first = await some(stack, 2)
         await until(lambda: engine.running == 0 and stack.leases() == 0)
         rest = await resume(stack, ids(first)[-1])
@@ -222,7 +226,8 @@ async def test_what_is_kept_is_bounded_and_nothing_is_skipped(tmp_path: Path) ->
     async with router_stack(tmp_path, {"server": {"resume_bytes": 20_000}}) as stack:
         engine = stack.engines[TierName.PRECISE]
         words = tuple(f"{n} " + "x" * 2000 + " " for n in range(3000))
-        engine.answer, engine.delay_s = words, 0.05
+        engine.answer = words
+        engine.delay_s = 0.05
         first = await some(stack, 2)
         engine.delay_s = 0
         await until_still(
@@ -245,7 +250,8 @@ async def test_more_streams_than_may_be_kept_are_served_all_the_same(
     """Beyond the bound a stream is an ordinary one, and shows it; one that is over makes room."""
     async with router_stack(tmp_path, {"server": {"resume_streams": 1}}) as stack:
         engine = stack.engines[TierName.PRECISE]
-        engine.answer, engine.delay_s = WORDS, 0.01
+        engine.answer = WORDS
+        engine.delay_s = 0.01
         async with begun(stack) as (answer, parts):
             first = await anext(parts)
             assert "x-qarr-stream-id" in answer.headers
@@ -264,7 +270,8 @@ async def test_the_last_connection_reads_on(tmp_path: Path) -> None:
     """A caller that comes back before the loss was noticed takes its stream over; the old connection is told."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.PRECISE]
-        engine.answer, engine.delay_s = WORDS, 0.02
+        engine.answer = WORDS
+        engine.delay_s = 0.02
         async with begun(stack) as (_, parts):
             old = await anext(parts)
             rest = await resume(stack, ids(old)[0])
@@ -283,7 +290,8 @@ async def test_a_caller_that_leaves_before_the_first_token_frees_the_engine(
     """Without an id nobody could come back, so nothing is kept."""
     async with router_stack(tmp_path, {"server": {"resume_s": 3600}}) as stack:
         engine = stack.engines[TierName.PRECISE]
-        engine.answer, engine.delay_s = ("w ",) * 400, 1.0
+        engine.answer = ("w ",) * 400
+        engine.delay_s = 1.0
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", int(stack.url.rsplit(":", 1)[1])
         )
@@ -331,7 +339,8 @@ async def test_lost_streams_leave_no_tasks(tmp_path: Path) -> None:
     """Streams that were lost at all stages, and not resumed, end with their time: tasks, leases and engine requests."""
     async with router_stack(tmp_path, {"server": {"resume_s": 0.5}}) as stack:
         engine = stack.engines[TierName.PRECISE]
-        engine.answer, engine.delay_s = ("w ",) * 4000, 0.01
+        engine.answer = ("w ",) * 4000
+        engine.delay_s = 0.01
         await until(lambda: stack.leases() == 0)
         before = len(asyncio.all_tasks())
         await asyncio.gather(*(some(stack, count) for count in (1, 2, 3, 5, 8) * 4))
@@ -346,7 +355,8 @@ async def test_streams_that_are_kept_end_with_the_router(tmp_path: Path) -> None
     async with router_stack(
         tmp_path, {"server": {"resume_s": 3600}}, precise=behaviour
     ) as stack:
-        behaviour.answer, behaviour.delay_s = ("w ",) * 4000, 0.01
+        behaviour.answer = ("w ",) * 4000
+        behaviour.delay_s = 0.01
         await some(stack, 2)
         fleet = stack.fleet
         assert behaviour.running == 1
@@ -374,7 +384,9 @@ async def lose(reader: asyncio.Task[None]) -> None:
 
 async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
     """What a lost connection had taken is kept for the next one that still needs it; the engine waits for it."""
-    streams, go, made = ResumableStreams(BOUNDS), asyncio.Event(), 0
+    streams = ResumableStreams(BOUNDS)
+    go = asyncio.Event()
+    made = 0
 
     async def work(stream: ResumableStream) -> None:
         nonlocal made
@@ -412,7 +424,8 @@ async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
 
 async def test_a_stream_that_is_read_is_not_ended_by_readers_before() -> None:
     """Two connections are lost, one after the other; who reads now goes on reading."""
-    streams, gate = ResumableStreams(BOUNDS), asyncio.Event()
+    streams = ResumableStreams(BOUNDS)
+    gate = asyncio.Event()
 
     async def work(stream: ResumableStream) -> None:
         stream.begin({})
@@ -489,7 +502,8 @@ async def test_one_key_leaves_others_room(tmp_path: Path) -> None:
         for _ in range(20):  # these end, and are not read to their ends
             assert await kept(greedy)
         assert (await resume(stack, first, **other)).status_code == 200
-        engine.answer, engine.stall_after = WORDS, 2
+        engine.answer = WORDS
+        engine.stall_after = 2
         given = [await kept(greedy) for _ in range(10)]
         assert 0 < sum(name is not None for name in given) < 10
         mine = await kept(other)

@@ -129,7 +129,8 @@ async def test_a_tool_call_that_is_held_back_is_waited_for(
     }
     async with router_stack(tmp_path, settings) as stack:
         for behaviour in stack.engines.values():
-            behaviour.held_from, behaviour.counts = 2, counts
+            behaviour.held_from = 2
+            behaviour.counts = counts
             behaviour.delay_s = 0.8
         more = {"tools": TOOLS[path]} if path in TOOLS else {}
         answer = await stack.client.post(

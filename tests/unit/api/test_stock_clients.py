@@ -21,7 +21,8 @@ from tiers.spec import TierName
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
     "/generate": {"prompt": "hi", "stream": False},
     "/route": {"prompt": "hi"},
@@ -103,10 +104,8 @@ async def test_coded_bodies_are_read(tmp_path: Path, path: str) -> None:
 
 async def test_a_key_comes_in_any_header_to_every_endpoint(tmp_path: Path) -> None:
     """As OpenAI's, Anthropic's and Azure's clients send it; twice the same is one, two are refused."""
-    (key, _), (other, _) = (
-        add_key(tmp_path / "keys.json", "ci", tiers=("fast",)),
-        add_key(tmp_path / "keys.json", "b"),
-    )
+    (key, _) = add_key(tmp_path / "keys.json", "ci", tiers=("fast",))
+    (other, _) = add_key(tmp_path / "keys.json", "b")
     settings = {"auth": {"keys_file": str(tmp_path / "keys.json")}}
     async with router_stack(tmp_path, settings) as stack:
         ask = stack.client.request
@@ -116,11 +115,9 @@ async def test_a_key_comes_in_any_header_to_every_endpoint(tmp_path: Path) -> No
             ("GET", "/tiers", None),
         ]
         for method, path, body in asked:
-            bearer, theirs, azures = (
-                {"authorization": f"bearer {key}"},
-                {"x-api-key": key},
-                {"api-key": key},
-            )
+            bearer = {"authorization": f"bearer {key}"}
+            theirs = {"x-api-key": key}
+            azures = {"api-key": key}
             for headers in (bearer, theirs, azures, {**bearer, **theirs}):
                 answer = await ask(method, stack.url + path, json=body, headers=headers)
                 assert answer.status_code == 200, (path, answer.text)

@@ -122,10 +122,8 @@ def test_a_text_is_cut_at_its_front_or_in_its_middle(
 ) -> None:
     """To nearly as many tokens as it may have and never more, whatever they are."""
     text = " ".join(f"w{n}" for n in range(1000))
-    end, both = (
-        cutter("oldest", 0, counter).text(text, most),
-        cutter("middle", 0, counter).text(text, most),
-    )
+    end = cutter("oldest", 0, counter).text(text, most)
+    both = cutter("middle", 0, counter).text(text, most)
     for kept in (end, both):
         assert most - 6 <= counter.count(kept) <= most
     assert text.endswith(end)
@@ -208,15 +206,13 @@ async def test_truncation_is_asked_for_and_disclosed(tmp_path: Path) -> None:
 async def test_a_tier_that_holds_it_all_is_preferred_to_a_cut(tmp_path: Path) -> None:
     """Over a hint; unless the hint is mandatory, the tier is excluded or does not serve: then what may serve is filled."""
     async with router_stack(tmp_path, CONTEXTS) as stack:
-        url, middle = (
-            f"{stack.url}/generate",
-            {
-                "prompt": "word " * 100,
-                "max_tokens": 10,
-                "truncate": "oldest",
-                "stream": False,
-            },
-        )
+        url = f"{stack.url}/generate"
+        middle = {
+            "prompt": "word " * 100,
+            "max_tokens": 10,
+            "truncate": "oldest",
+            "stream": False,
+        }
         whole = await stack.client.post(url, json={**middle, "tier": "fast"})
         assert "x-qarr-truncated" not in whole.headers
         assert whole.headers["x-qarr-tier"] != "fast"

@@ -108,7 +108,8 @@ def door(
 async def test_those_who_wait_for_a_full_tier_hide_nobody(tmp_path: Path) -> None:
     """However many wait for ``fast`` and come before: what waits for ``precise`` gets its place, and before newcomers."""
     at = door(tmp_path, {FAST: 1, PRECISE: 1})
-    fast, precise = await at.hold(FAST), await at.hold(PRECISE)
+    fast = await at.hold(FAST)
+    precise = await at.hold(PRECISE)
     urgent = PRIORITIES["interactive"]
     crowd = [at.ask(hint=FAST, require=True, priority=urgent) for _ in range(40)]
     await at.seen()

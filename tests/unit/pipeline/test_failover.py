@@ -655,7 +655,8 @@ async def test_counts_that_nobody_knows_are_not_made_up(tmp_path: Path) -> None:
         tmp_path, {"fast": {"tells_ids": False, "break_after": len(WORDS)}}
     ) as stack:
         fast = stack.engines[TierName.FAST]
-        fast.break_after, fast.break_at = None, len(WORDS) + 2
+        fast.break_after = None
+        fast.break_at = len(WORDS) + 2
         asked = await chat(stack, stream_options={"include_usage": True})
         assert chunks(asked)[-1]["error"]["code"] == "stream_broken"
         assert content(await chat(stack)) == TEXT
@@ -748,13 +749,15 @@ def test_a_stop_string_across_the_seam_is_seen(
     include = data.draw(st.booleans())
     cut = data.draw(st.integers(0, len(text)))
     hold = 0 if include else max(map(len, stops), default=1) - 1
-    before, after = text[:cut], text[cut:]
+    before = text[:cut]
+    after = text[cut:]
     if any(stop in before for stop in stops):
         return  # the first engine ended it
     sent = before[: max(len(before) - hold, 0)]
     seam = StopStringJoiner(sent, before[len(sent) :], stops, include=include)
     # the second engine sees only its own text
-    out, (left, stop) = sent, reference(after, stops, include=include)
+    out = sent
+    (left, stop) = reference(after, stops, include=include)
     for character in left:
         out += seam.pass_on(character, last=False)
         if seam.stopped is not None:

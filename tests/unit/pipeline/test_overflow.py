@@ -31,12 +31,10 @@ from tiers.fleet import Lease
 from tiers.spec import STANDARD_TIERS
 
 pytestmark = pytest.mark.anyio
-KEY, MODEL, NAME, TEXT = (
-    "sk-outside",
-    "foreign",
-    "outside.example",
-    "The capital of France is Paris.",
-)
+KEY = "sk-outside"
+MODEL = "foreign"
+NAME = "outside.example"
+TEXT = "The capital of France is Paris."
 CHAT = {"model": "auto", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "auto", "prompt": "hi"}
 PATHS = {
@@ -748,7 +746,8 @@ async def test_another_servers_way_of_writing(tmp_path: Path) -> None:
 
 async def test_its_spans(tmp_path: Path) -> None:
     """The server span names the overflow, and the span of the request there has its model and no tier."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with full(tmp_path, tracing=provider) as at:
         await at.post("/generate", {"prompt": "hi"})

@@ -138,7 +138,8 @@ async def line(
     **behaviours: Behaviour,
 ) -> AsyncIterator[Line]:
     async with upstream_stack(options, **behaviours) as stack:
-        noted, settings = Noted(), stack.settings
+        noted = Noted()
+        settings = stack.settings
         parts = (stack.fleet, stack.policy, stack.upstream, stack.telemetry)
         decisions = DecisionLog(log) if log is not None else None
         pipeline = Pipeline(

@@ -62,7 +62,8 @@ def entry(
     priority: int,
 ) -> Iterator[ActiveRequest]:
     """Keep a request among the open ones for as long as the block takes, and end it as the block ends."""
-    request, error = registry.begin(context, decision, priority), None
+    request = registry.begin(context, decision, priority)
+    error = None
     try:
         yield request
     except BaseException as caught:
@@ -84,14 +85,13 @@ def ended(
 
 async def test_a_record_tells_what_was_decided_and_who_served() -> None:
     async with upstream_stack(balanced=Behaviour(prompt_tokens=33)) as stack:
-        registry, decision = registry_of(), stack.decision(BALANCED)
+        registry = registry_of()
+        decision = stack.decision(BALANCED)
         with entry(registry, context(arrived_at=0.0), decision, priority=0) as request:
             assert registry.open == [request]
             answer = await stack.stream(BALANCED)
-            request.grant, request.sent = (
-                Grant(decision, answer.attempt.lease, waited_ms=5.0),
-                answer.sent_at,
-            )
+            request.grant = Grant(decision, answer.attempt.lease, waited_ms=5.0)
+            request.sent = answer.sent_at
             request.answer = answer
             await text_of(answer)
             await answer.aclose()
@@ -117,7 +117,8 @@ async def test_a_record_has_the_precision_of_the_replica_that_served() -> None:
         stack.fleet.configure(
             replace(stack.fleet.spec(FAST), precision="awq-int4, unknown")
         )
-        registry, decision = registry_of(), stack.decision(FAST)
+        registry = registry_of()
+        decision = stack.decision(FAST)
         assert decision.precision == "awq-int4, unknown"
         with entry(registry, context(), decision, priority=0) as request:
             request.answer = await stack.stream(FAST)
@@ -134,24 +135,24 @@ async def test_a_time_to_the_first_token_is_counted_from_the_arrival() -> None:
                 registry, context(arrived_at=10.0), stack.decision(), priority=0
             ) as request:
                 request.answer = answer = await stack.stream()
-                answer.ttft_ms, answer.sent_at = own, 12.0
+                answer.ttft_ms = own
+                answer.sent_at = 12.0
                 await answer.aclose()
             assert registry.recent[-1].times.ttft_ms == found
 
 
 async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> None:
     async with upstream_stack() as stack:
-        registry, first, later = (
-            registry_of(),
-            stack.decision(FAST),
-            stack.decision(BALANCED),
-        )
+        registry = registry_of()
+        first = stack.decision(FAST)
+        later = stack.decision(BALANCED)
         with entry(registry, context(), first, priority=0) as request:
             assert request.state == "waiting"
             assert request.now_on is None
             assert request.grant is None
             answer = await stack.stream(BALANCED)
-            request.grant, request.decision = Grant(later, answer.attempt.lease), later
+            request.grant = Grant(later, answer.attempt.lease)
+            request.decision = later
             assert request.state == "prefill"
             assert request.decision == later
             request.answer = answer
@@ -170,7 +171,9 @@ async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> Non
 
 async def test_refusals_are_told_by_their_code() -> None:
     async with upstream_stack() as stack:
-        registry, decision, refused = registry_of(), stack.decision(), too_long(stack)
+        registry = registry_of()
+        decision = stack.decision()
+        refused = too_long(stack)
         record = ended(registry, decision, RequestRefusedError(refused))
         assert record.outcome == Outcome.REFUSED
         assert record.error == Refusal.TOO_LONG.value
@@ -274,7 +277,8 @@ async def test_any_number_of_vllms_has_a_class(priority: int, name: str) -> None
 async def test_nothing_was_promised_to_a_callers_mistake() -> None:
     """So it misses no bound; a request that found no place does."""
     async with upstream_stack() as stack:
-        registry, decision = registry_of(), stack.decision()
+        registry = registry_of()
+        decision = stack.decision()
         query = structs.replace(decision.query, sla=LOOSE)
         asked = structs.replace(decision, query=query)
         refused = structs.replace(asked, tier=None, refusal=Refusal.TOO_LONG)
@@ -299,7 +303,8 @@ async def test_nothing_was_promised_to_a_callers_mistake() -> None:
         assert registry.totals["refused"] == registry.totals["requests"]
 
 
-LOOSE, TIGHT = Sla(ttft_ms=1e9, tpot_ms=1e9), Sla(ttft_ms=1e-9)
+LOOSE = Sla(ttft_ms=1e9, tpot_ms=1e9)
+TIGHT = Sla(ttft_ms=1e-9)
 SLOW_TOKENS = Sla(ttft_ms=1e9, tpot_ms=1e-9)
 
 
@@ -321,7 +326,8 @@ async def test_bounds_on_times_are_met_or_not_or_nobody_knows(
 ) -> None:
     """An answer that failed met none; of one that its caller left in time nobody knows."""
     async with upstream_stack() as stack:
-        registry, decision = registry_of(), stack.decision()
+        registry = registry_of()
+        decision = stack.decision()
         decision = structs.replace(
             decision, query=structs.replace(decision.query, sla=sla)
         )
@@ -341,7 +347,8 @@ async def test_an_observer_that_fails_keeps_nothing_from_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with upstream_stack() as stack:
-        registry, seen = registry_of(), list[RequestRecord]()
+        registry = registry_of()
+        seen = list[RequestRecord]()
 
         def fail(_record: RequestRecord) -> None:
             raise RuntimeError("full disk")

@@ -26,7 +26,8 @@ FAST = TierName.FAST
 
 def narrow(**admission: Any) -> dict[str, Any]:
     """Return settings with one place in all: the other tiers are too small for any prompt."""
-    one, none = {"max_in_flight": 1}, {"max_model_len": 16, "max_in_flight": 1}
+    one = {"max_in_flight": 1}
+    none = {"max_model_len": 16, "max_in_flight": 1}
     return {
         "tiers": {"fast": one, "balanced": none, "precise": none},
         "admission": admission,
@@ -91,7 +92,8 @@ async def test_those_who_wait_for_one_tier_do_not_keep_another_empty(
     tmp_path: Path,
 ) -> None:
     """A full queue for ``fast`` is no reason to refuse, or to let wait, what another tier has room for."""
-    one, none = {"max_in_flight": 1}, {"max_model_len": 16, "max_in_flight": 1}
+    one = {"max_in_flight": 1}
+    none = {"max_model_len": 16, "max_in_flight": 1}
     overrides = {
         "tiers": {"fast": one, "balanced": none, "precise": one},
         "admission": {"max_waiting": 1},
@@ -270,12 +272,14 @@ async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(
     }
     overrides["tiers"]["fast"] = {"max_in_flight": 8}
     async with router_stack(tmp_path, overrides) as stack:
-        engine, breaker = stack.engines[FAST], stack.fleet.replicas[0].breaker
+        engine = stack.engines[FAST]
+        breaker = stack.fleet.replicas[0].breaker
         engine.status = 500
         for _ in range(3):
             await stack.generate(stream=False)
         assert breaker.state(time.monotonic()) is BreakerState.OPEN
-        engine.status, engine.delay_s = 200, 3600
+        engine.status = 200
+        engine.delay_s = 3600
         chat = {"model": "fast", "messages": [{"role": "user", "content": "hi"}]}
         probe = asyncio.create_task(
             stack.client.post(f"{stack.url}/v1/chat/completions", json=chat)

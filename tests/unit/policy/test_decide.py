@@ -485,7 +485,8 @@ MEASURED = {
         profiled=True,
     ),
 }
-CHAT, CODE = PromptClass.CHAT, PromptClass.CODE
+CHAT = PromptClass.CHAT
+CODE = PromptClass.CODE
 PROFILED = PolicyParameters(losing({CHAT: 0.08, CODE: 0.2}, {CHAT: 0.02, CODE: 0.03}))
 SCARCE = replace(PROFILED, objective="cheapest", loss_budget=0.1)
 
@@ -932,7 +933,8 @@ def warmed(there: FleetSnapshot, cached: dict[TierName, int]) -> FleetSnapshot:
 
 def test_a_chat_does_not_leave_a_warm_tier_for_nothing() -> None:
     """What another tier has to prefill first is part of its cost."""
-    asked, there = query(prompt_tokens=1600), fleet(speeds=MEASURED)
+    asked = query(prompt_tokens=1600)
+    there = fleet(speeds=MEASURED)
     cold, warm = (
         decide(asked, warmed(there, {PRECISE: cached}), SCARCE) for cached in (0, 1590)
     )

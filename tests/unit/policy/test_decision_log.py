@@ -85,10 +85,8 @@ def test_a_decision_can_be_made_again_from_its_record(tmp_path: Path) -> None:
 def test_what_replicas_hold_is_logged_and_the_prompt_is_not(tmp_path: Path) -> None:
     """A decision for a warm tier is made again from the snapshot alone; there are no hashes of prompts in the file."""
     prefix = Prefix.of([Part("a secret " * 100, 1600)], session="whose")
-    asked, there = (
-        query(prompt_tokens=1600, prefix=prefix),
-        warmed(fleet(speeds=MEASURED), {PRECISE: 1500}),
-    )
+    asked = query(prompt_tokens=1600, prefix=prefix)
+    there = warmed(fleet(speeds=MEASURED), {PRECISE: 1500})
     log = DecisionLog(tmp_path / "log")
     log.decided("r1", decide(asked, there, PROFILED), there, PROFILED)
     log.close()
@@ -116,7 +114,8 @@ def test_parameters_are_written_once_until_they_change(tmp_path: Path) -> None:
         (r.kind, r.id if isinstance(r, PolicyRecord) else getattr(r, "policy", ""))
         for r in read_log(path)
     ]
-    first, second = digest_of(TABLE), digest_of(other)
+    first = digest_of(TABLE)
+    second = digest_of(other)
     assert kinds == [
         ("policy", first), ("decision", first), ("decision", first), ("policy", second), ("decision", second),
         ("policy", first), ("decision", first),

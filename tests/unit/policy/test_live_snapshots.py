@@ -44,7 +44,9 @@ TABLE = PolicyParameters({TierName.FAST: LOSS, TierName.BALANCED: LOSS})
 
 
 def alone(replica: Replica, now: float) -> ReplicaLoad:
-    others, speed, state = replica.others, replica.state.speed, replica.state
+    others = replica.others
+    speed = replica.state.speed
+    state = replica.state
     peers = others.peers if now < others.peers_until else PeerLoad()
     prompts = state.prompt_tokens + peers.prompt_tokens
     if prompts and speed is not None:
@@ -66,7 +68,8 @@ def copied(
     peers = replica.others.peers if now < replica.others.peers_until else PeerLoad()
     beside = [r for r in fleet.replicas if r is not replica]
     busy = [r for r in beside if alone(r, now).sequences > 0]
-    left_ms, usually = ALWAYS_MS, 0.0
+    left_ms = ALWAYS_MS
+    usually = 0.0
     contended = any(
         r.state.speed is not None and r.state.speed.contention for r in fleet.replicas
     )
@@ -79,12 +82,10 @@ def copied(
             for r in busy
         ]
         left_ms = sum(left) / len(left) if left else ALWAYS_MS
-    state, limit, breaker, share = (
-        replica.state,
-        replica.whole_limit,
-        replica.breaker,
-        replica.others.share,
-    )
+    state = replica.state
+    limit = replica.whole_limit
+    breaker = replica.breaker
+    share = replica.others.share
     if share is not None:
         limit = min(limit, max(share.slots if now < share.until else 0, 1))
     fading = 2.718281828459045 ** ((state.prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
@@ -135,7 +136,8 @@ def homes(
     """Return what a tier's replicas hold of a prompt, and which is the session's own where they hold the same."""
     if prefix is None:
         return [(None, False)] * len(members)
-    cached, home = [r.cached_tokens(prefix) for r in members], None
+    cached = [r.cached_tokens(prefix) for r in members]
+    home = None
     open_ones = [r.id for r in members if r.state.open]
     if prefix.session and len(set(cached)) == 1 and len(members) > 1 and open_ones:
         home = open_ones[prefix.home(open_ones)]
@@ -146,7 +148,8 @@ class World:
     """A fleet under a clock of its own, to which random things happen."""
 
     def __init__(self, seed: int, clock: SimpleNamespace) -> None:
-        self.random, self.clock = random.Random(seed), clock
+        self.random = random.Random(seed)
+        self.clock = clock
         self.specs = [
             TierSpec(
                 name,
@@ -171,7 +174,8 @@ class World:
         return self.random.choice(values)
 
     def add(self) -> None:
-        spec, number = self.pick(*self.specs), self.random.getrandbits(40)
+        spec = self.pick(*self.specs)
+        number = self.random.getrandbits(40)
         self.fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m")).mark(
             ReplicaStatus.READY
         )
@@ -188,7 +192,8 @@ class World:
         )
 
     def query(self) -> RoutingQuery:
-        kind, confidence = self.pick(*PromptClass), self.pick(0.5, 0.9)
+        kind = self.pick(*PromptClass)
+        confidence = self.pick(0.5, 0.9)
         return RoutingQuery(
             PromptFeatures(
                 2,
@@ -237,7 +242,8 @@ class World:
         self.pick(*events)()
 
     def lease(self) -> None:
-        query, replicas = self.query(), [r.id for r in self.fleet.replicas]
+        query = self.query()
+        replicas = [r.id for r in self.fleet.replicas]
         lease = self.fleet.lease(
             self.pick(*STANDARD_TIERS),
             prompt_tokens=query.prompt_tokens,
@@ -267,7 +273,8 @@ class World:
         ]()
 
     def change_replica(self) -> None:
-        replica, now = self.pick(*self.fleet.replicas), self.clock.now
+        replica = self.pick(*self.fleet.replicas)
+        now = self.clock.now
         until = now + self.pick(0.05, 3.0)
         changes = [
             lambda: replica.note_gauges(
@@ -359,13 +366,12 @@ def test_a_snapshot_is_what_copying_every_replica_gives(
     seed: int, clock: SimpleNamespace
 ) -> None:
     """Field by field at random times; also if it is read only after the fleet has changed again."""
-    world, kept = World(seed, clock), []
+    world = World(seed, clock)
+    kept = []
     for _ in range(STEPS):
         world.happen()
-        reserved, prefix = (
-            world.pick((), (), {world.pick(*world.fleet.replicas).id}),
-            world.prefix(),
-        )
+        reserved = world.pick((), (), {world.pick(*world.fleet.replicas).id})
+        prefix = world.prefix()
         snapshot = world.fleet.snapshot(reserved, prefix)
         kept.append((snapshot, world.expected(reserved, prefix)))
         if world.pick(True, False, False):

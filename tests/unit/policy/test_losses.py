@@ -27,7 +27,8 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 TRIVIAL, MODERATE, COMPLEX = Complexity
 MATH = PromptClass.MATH, COMPLEX
 CHAT = PromptClass.CHAT, TRIVIAL
-LARGE, SMALL = 8e9, 135e6
+LARGE = 8e9
+SMALL = 135e6
 NONE_MEASURED = Flips(0, 0, 0)
 
 
@@ -42,7 +43,8 @@ def test_losses_are_published_by_precision(precision: str, expected: float) -> N
 
 def test_what_is_published_rises_with_complexity_and_with_fewer_bits() -> None:
     """For every class of work; so a riskier prompt is riskier on every precision."""
-    four, eight = losses("awq-int4", (), LARGE), losses("fp8", (), LARGE)
+    four = losses("awq-int4", (), LARGE)
+    eight = losses("fp8", (), LARGE)
     for kind in set(CLASSES) - {PromptClass.SMALL_TALK}:
         means = [[of[kind][each].mean for each in Complexity] for of in (four, eight)]
         assert means == [sorted(one) for one in means]
@@ -92,7 +94,8 @@ def posterior_on_a_grid(prior: float, flips: Flips) -> tuple[float, float, float
         sum(value * weight for value, weight in zip(values, weights, strict=True))
         / total
     )
-    below, quantiles = 0.0, []
+    below = 0.0
+    quantiles = []
     for value, weight in zip(values, weights, strict=True):
         below += weight / total
         if len(quantiles) < 2 and below >= (0.05, 0.95)[len(quantiles)]:

@@ -94,10 +94,8 @@ async def test_adapters_are_loaded_and_requests_for_them_name_them(
 async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack:
         await load(stack, "support", "/x", tiers=[FAST])
-        engine, (replica,) = (
-            stack.engines[FAST],
-            [r for r in stack.fleet.replicas if r.spec.name is FAST],
-        )
+        engine = stack.engines[FAST]
+        (replica,) = [r for r in stack.fleet.replicas if r.spec.name is FAST]
         engine.alive = False
         await until(
             lambda: replica.state.status is not ReplicaStatus.READY, poll_s=0.01

@@ -60,7 +60,9 @@ def test_one_probe_at_a_time_closes_it() -> None:
 
 
 def test_the_pause_doubles_up_to_a_bound() -> None:
-    breaker, now, pauses = opened(), 0.0, []
+    breaker = opened()
+    now = 0.0
+    pauses = []
     for _ in range(6):
         pauses.append(breaker.wait_s(now))
         now += pauses[-1]
@@ -107,7 +109,8 @@ def test_what_other_routers_saw_counts_within_the_longest_pause() -> None:
 
 @pytest.mark.parametrize("failures", [100, 2000])
 def test_hours_of_failing_probes_overflow_nothing(failures: int) -> None:
-    breaker, now = opened(), 0.0
+    breaker = opened()
+    now = 0.0
     for _ in range(failures):
         now += breaker.wait_s(now)
         breaker.failed(now, probe=breaker.begin(now))
@@ -116,7 +119,9 @@ def test_hours_of_failing_probes_overflow_nothing(failures: int) -> None:
 
 def test_a_replica_whose_probes_all_hang_gets_them_ever_more_rarely() -> None:
     """Each probe without an answer counts as if it had failed, up to the longest pause."""
-    breaker, now, waits = opened(), 1.0, []
+    breaker = opened()
+    now = 1.0
+    waits = []
     for _ in range(5):
         assert breaker.admits(now)
         breaker.begin(now)

@@ -104,7 +104,8 @@ def test_sealed_checkpoint_reads_back(tmp_path: Path) -> None:
 
 def test_same_tokenizer_written_differently_is_the_same(tmp_path: Path) -> None:
     """Key order and white space do not count, content does."""
-    left, right = model(tmp_path / "a"), model(tmp_path / "b")
+    left = model(tmp_path / "a")
+    right = model(tmp_path / "b")
     (right / "tokenizer.json").write_text('{"version":"1",  "model":{"vocab":1}}')
     check_alike({FAST: left, PRECISE: right})
 
@@ -114,7 +115,8 @@ def test_tiers_that_differ_are_refused_with_both_digests(
     tmp_path: Path, change: dict
 ) -> None:
     """A different tokenizer or chat template is named, with both digests and both folders."""
-    left, right = model(tmp_path / "a"), model(tmp_path / "b", **change)
+    left = model(tmp_path / "a")
+    right = model(tmp_path / "b", **change)
     with pytest.raises(TokenizerMismatchError) as caught:
         check_alike({FAST: left, PRECISE: right})
     part = "tokenizer_digest" if "vocabulary" in change else "chat_template_digest"
@@ -261,7 +263,8 @@ def weights(
     folder: Path, tensors: dict[str, tuple[str, int]], name: str = "model.safetensors"
 ) -> Path:
     """Write a weight file of tensors, each with its type and size in bytes."""
-    header, end = {}, 0
+    header = {}
+    end = 0
     for tensor, (dtype, size) in tensors.items():
         header[tensor] = {
             "dtype": dtype,
@@ -410,7 +413,8 @@ def test_folders_without_a_tokenizer_are_no_models(
 
 def test_two_that_make_in_one_store_take_turns(tmp_path: Path) -> None:
     """The second begins when the first has finished, and sees what it made."""
-    seen, begun = [], threading.Event()
+    seen = []
+    begun = threading.Event()
 
     def second() -> None:
         begun.set()

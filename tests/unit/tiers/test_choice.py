@@ -39,10 +39,8 @@ def preferred(replicas: Sequence[Replica]) -> int:
         )
         for each in replicas
     ]  # fmt: skip
-    cached, home = (
-        tuple(r.cached for r in replicas),
-        next((n for n, r in enumerate(replicas) if r.home), -1),
-    )
+    cached = tuple(r.cached for r in replicas)
+    home = next((n for n, r in enumerate(replicas) if r.home), -1)
     outputs = tuple(r.tokens for r in replicas)
     tier = TierSnapshot(
         TierSpec(TierName.FAST, 9999, max_num_seqs=16, max_in_flight=32),

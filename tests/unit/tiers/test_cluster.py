@@ -95,7 +95,8 @@ class Running:
     """A runner whose placement does what the test orders."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.orders, self.job = folder / "orders", job(folder)
+        self.orders = folder / "orders"
+        self.job = job(folder)
         program = folder / "python"
         program.write_text(
             f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m tests.fakes.placement "$2"\n'

@@ -38,12 +38,10 @@ def launch(**changes: object) -> EngineLaunch:
 
 def test_cpu_engine_is_eager_and_unbound() -> None:
     """A CPU engine runs eagerly, with its own threads; its key is not on the command line."""
-    argv, env = (
-        engine_argv(launch(placement=EnginePlacement(threads=3, kv_cache_gib=2))),
-        engine_environment(
-            launch(placement=EnginePlacement(threads=3, kv_cache_gib=2)),
-            {"VLLM_CPU_KVCACHE_SPACE": "9"},
-        ),
+    argv = engine_argv(launch(placement=EnginePlacement(threads=3, kv_cache_gib=2)))
+    env = engine_environment(
+        launch(placement=EnginePlacement(threads=3, kv_cache_gib=2)),
+        {"VLLM_CPU_KVCACHE_SPACE": "9"},
     )
     assert "VLLM_CPU_KVCACHE_SPACE" not in env  # the plan's counts
     assert "--enforce-eager" in argv

@@ -30,14 +30,14 @@ from tiers.lifecycle.supervisor import Supervisor
 from tiers.spec import ReplicaStatus, TierName
 
 pytestmark = pytest.mark.anyio
-FAST, PRECISE = TierName.FAST, TierName.PRECISE
+FAST = TierName.FAST
+PRECISE = TierName.PRECISE
 TIERS = (FAST, PRECISE)
-READY, WAITING, ABSENT = (
-    ReplicaStatus.READY,
-    ReplicaStatus.WAITING,
-    ReplicaStatus.ABSENT,
-)
-A, B = "http://10.0.0.5:8000", "http://10.0.0.6:8000"
+READY = ReplicaStatus.READY
+WAITING = ReplicaStatus.WAITING
+ABSENT = ReplicaStatus.ABSENT
+A = "http://10.0.0.5:8000"
+B = "http://10.0.0.6:8000"
 
 
 @pytest.fixture(autouse=True)

@@ -153,7 +153,8 @@ async def test_an_engine_that_was_replaced_is_asked_again(tmp_path: Path) -> Non
         (replica,) = watched.fleet.replicas
         behaviour.alive = False
         await until(lambda: replica.state.status is ReplicaStatus.UNREACHABLE)
-        behaviour.root, behaviour.alive = "made/precise", True
+        behaviour.root = "made/precise"
+        behaviour.alive = True
         await until(lambda: replica.state.status is ReplicaStatus.READY)
         assert watched.fleet.spec(FAST).precision == replica.spec.precision == "bf16"
 
@@ -281,7 +282,8 @@ async def test_weights_that_were_changed_on_purpose_are_recorded_anew(
     tmp_path: Path,
 ) -> None:
     """`qarr tiers record` and `qarr tiers resume`; what it computes is the measure from then on."""
-    behaviour, canary = Behaviour(), canary_of(tmp_path)
+    behaviour = Behaviour()
+    canary = canary_of(tmp_path)
     async with elsewhere(tmp_path, behaviour, canary=canary) as watched:
         replica = await replaced(watched, behaviour, first_id=5)
         await until(lambda: replica.state.status is QUARANTINED)

@@ -30,8 +30,11 @@ def engine() -> Engine:
 
 def test_a_start_forgets_what_was_true_of_the_process_before(engine: Engine) -> None:
     """Wear, readiness and a restart that was asked for belong to one process; that it was ready once does not."""
-    wear, engine.started_at = engine.wear, 0.0
-    engine.ready_at, engine.recycle, engine.was_ready = 5.0, "too slow", True
+    wear = engine.wear
+    engine.started_at = 0.0
+    engine.ready_at = 5.0
+    engine.recycle = "too slow"
+    engine.was_ready = True
     engine.again.set()
     engine.begun()
     assert engine.ready_at is None

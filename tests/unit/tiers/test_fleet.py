@@ -133,7 +133,8 @@ def candidate_at(
 
 def test_a_decisions_replica_is_taken_while_it_is_as_it_was() -> None:
     """Not once it has changed, the decision is old, or it was tried already: then the best one is looked for."""
-    fleet, request = make_fleet(replicas=3), Demand(5, 7.0)
+    fleet = make_fleet(replicas=3)
+    request = Demand(5, 7.0)
     snapshot = fleet.snapshot()
     second = expected_of(snapshot.tiers[0], 1, request, snapshot.load)
     offers = (
@@ -446,7 +447,8 @@ def test_a_full_kv_cache_takes_no_further_request() -> None:
 def test_kv_pressure_holds_long_prompts_back_until_it_has_fallen_well() -> None:
     """Between the two bounds it stays as it is; short prompts go on."""
     fleet = make_fleet(replicas=1, slots=99)
-    options, taken = fleet.options, []
+    options = fleet.options
+    taken = []
     for usage in (0.85, options.kv_open, 0.85, options.kv_close - 0.001, 0.85):
         ready(fleet).note_gauges(Gauges(0, 0, usage))
         taken.append(
@@ -584,7 +586,8 @@ def test_over_the_limit_a_slot_is_taken_all_the_same() -> None:
 
 def test_a_release_is_told_once() -> None:
     """Those who wait for slots look again at each release."""
-    fleet, told = make_fleet(replicas=1), []
+    fleet = make_fleet(replicas=1)
+    told = []
     fleet.on_capacity = lambda: told.append(ready(fleet).state.slots)
     lease = leased(fleet)
     lease.release()
@@ -604,7 +607,8 @@ def test_a_late_token_of_a_released_lease_changes_nothing() -> None:
 def test_tokens_are_counted_once_whether_streamed_or_not() -> None:
     """What was streamed is not counted again at the end; an answer that was not streamed is counted there."""
     fleet = make_fleet(replicas=1, slots=9)
-    streamed, whole = leased(fleet, 1, 10), leased(fleet, 1, 10)
+    streamed = leased(fleet, 1, 10)
+    whole = leased(fleet, 1, 10)
     streamed.produced(4)
     streamed.finished(10.0, 6)
     whole.finished(None, 5)
@@ -632,7 +636,8 @@ def test_answers_are_noted_with_the_load_that_they_met() -> None:
     """While a speed is to be learned: sequences and prompts before it, and what came while it was decoded."""
     fleet = make_fleet(replicas=1, slots=9)
     replica = ready(fleet)
-    other, lease = leased(fleet, 100, 10), leased(fleet, 20, 10)
+    other = leased(fleet, 100, 10)
+    lease = leased(fleet, 20, 10)
     lease.first_token(50.0)
     leased(fleet, 300, 10)
     lease.finished(5.0, 4)

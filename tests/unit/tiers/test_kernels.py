@@ -106,7 +106,8 @@ def test_what_a_kernel_holds_beside_a_checkpoints_weights() -> None:
     assert added_bytes(Kernel.QARR_INT4, 276_480, 64, instructions=AVX512) == 276_480
     assert added_bytes(Kernel.QARR_FP8, 552_960, 64, instructions=AVX512) == 552_960
     assert added_bytes(Kernel.QARR_FP8, 552_960, 64, instructions=AVX2) == 3 * 552_960
-    converted, packed = 311_040 + 34_560 + 8_640, 276_480 + 17_280 + 4_320
+    converted = 311_040 + 34_560 + 8_640
+    packed = 276_480 + 17_280 + 4_320
     assert (
         added_bytes(Kernel.VLLM_INT4, 276_480, 64, instructions=AMX)
         == converted - packed

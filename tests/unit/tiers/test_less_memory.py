@@ -53,7 +53,8 @@ def per_token() -> int:
 @pytest.mark.parametrize("log", [ALLOCATOR, KILLED, "MemoryError\n"])
 def test_the_kv_cache_is_halved_first_and_then_the_context(log: str) -> None:
     """Down to one request's; then the context, as far as it is of use; then nothing is left to try."""
-    launch, seen = CPU, []
+    launch = CPU
+    seen = []
     while (
         smaller := with_less(launch, f"INFO started\n{log}\nINFO more", per_token)
     ) is not None:
@@ -102,10 +103,8 @@ def test_a_kv_cache_too_small_for_one_request_shortens_the_context(
 
 def test_a_gpu_engine_gets_a_smaller_share() -> None:
     """What is free, if vLLM says it; else less for the KV cache, so that more is left for the rest."""
-    taken, failed = (
-        with_less(GPU, GPU_TAKEN, per_token),
-        with_less(GPU, CUDA, per_token),
-    )
+    taken = with_less(GPU, GPU_TAKEN, per_token)
+    failed = with_less(GPU, CUDA, per_token)
     assert taken is not None
     assert failed is not None
     assert taken.launch.placement.gpu_memory_fraction == 0.393

@@ -34,13 +34,13 @@ def answers(
     batch: int | None = None,
 ) -> list[AnswerSample]:
     """Return what an engine of the true speed shows under changing loads, none of them idle."""
-    source, found = random.Random(seed), []
+    source = random.Random(seed)
+    found = []
     for _ in range(count):
-        sequences, waiting = (
-            batch or source.randint(1, SEQS - 1),
-            source.choice((0, 0, 80, 300)),
-        )
-        prompt, neighbours = source.randint(20, 600), source.choice((0.0, 0.5, 1.0))
+        sequences = batch or source.randint(1, SEQS - 1)
+        waiting = source.choice((0, 0, 80, 300))
+        prompt = source.randint(20, 600)
+        neighbours = source.choice((0.0, 0.5, 1.0))
         times = TRUE.times(
             prompt,
             ReplicaLoad(sequences - 1, waiting, output_tokens=0, neighbours=neighbours),
@@ -215,7 +215,8 @@ async def test_a_router_that_is_never_idle_learns(tmp_path: Path) -> None:
         for _ in STANDARD_TIERS
     ]
     async with measuring_router(tmp_path, engines, profile={"auto": False}) as own:
-        enough, source = asyncio.Event(), random.Random(1)
+        enough = asyncio.Event()
+        source = random.Random(1)
         learning = asyncio.create_task(LiveSpeed(own.fleet).run())
         asking = [
             asyncio.create_task(ask(own.client, own.url, enough, source=source))
@@ -246,9 +247,7 @@ async def test_a_router_that_is_never_idle_learns(tmp_path: Path) -> None:
             learning.cancel()
         # The truth is what answers took: on a busy machine a fake engine's pauses are longer than it was told.
         seen = own.fleet.replicas[0].answers.last
-        tpot_ms, ttft_ms = (
-            median(s.tpot_ms for s in seen if s.tpot_ms),
-            median(s.ttft_ms for s in seen),
-        )
+        tpot_ms = median(s.tpot_ms for s in seen if s.tpot_ms)
+        ttft_ms = median(s.ttft_ms for s in seen)
         assert tpot_ms / 1.5 < verdict["predicted_tpot_ms"] < tpot_ms * 1.5
         assert ttft_ms / 1.5 < verdict["predicted_ttft_ms"] < ttft_ms * 1.5

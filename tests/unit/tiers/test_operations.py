@@ -37,11 +37,9 @@ from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-READY, DRAINING, STARTING = (
-    ReplicaStatus.READY,
-    ReplicaStatus.DRAINING,
-    ReplicaStatus.STARTING,
-)
+READY = ReplicaStatus.READY
+DRAINING = ReplicaStatus.DRAINING
+STARTING = ReplicaStatus.STARTING
 QARR = Path(sys.executable).with_name("qarr")
 
 

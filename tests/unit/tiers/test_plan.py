@@ -215,7 +215,8 @@ def quantized_model(folder: Path, tier: TierName) -> Path:
         (folder / "config.json").write_text(
             json.dumps({**LLAMA_8B, "quantization_config": quantization})
         )
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, (dtype, size) in TENSORS[tier].items():
         header[name] = {
             "dtype": dtype,
@@ -295,10 +296,8 @@ def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
     tier = TierSpec(
         TierName.FAST, 2048, max_num_seqs=16, max_in_flight=32, checkpoint=tmp_path
     )
-    on_cpu, on_gpu = (
-        EnginePlacement(kv_cache_gib=1),
-        EnginePlacement(gpus=(0,), gpu_memory_fraction=0.5),
-    )
+    on_cpu = EnginePlacement(kv_cache_gib=1)
+    on_gpu = EnginePlacement(gpus=(0,), gpu_memory_fraction=0.5)
     assert lacking_for_one_more(Machine((0,), 4 * GIB, ()), tier, on_cpu) is None
     assert lacking_for_one_more(Machine((0,), 2 * GIB, ()), tier, on_cpu) == (
         "one more engine needs 2.3 GiB, 2.0 GiB are free"
@@ -323,10 +322,8 @@ def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_gone_is_told(tmp_path: Path) -> None:
     """One more engine cannot be started where the first one's GPU is not found any more."""
-    tier, placement = (
-        TierSpec(FAST, 1, max_num_seqs=1, max_in_flight=1, checkpoint=tmp_path),
-        EnginePlacement(gpus=(1,), gpu_memory_fraction=0.1),
-    )
+    tier = TierSpec(FAST, 1, max_num_seqs=1, max_in_flight=1, checkpoint=tmp_path)
+    placement = EnginePlacement(gpus=(1,), gpu_memory_fraction=0.1)
     machine = Machine((0,), GIB, (Gpu(0, "g", total=GIB, free=GIB),))
     assert lacking_for_one_more(machine, tier, placement) == "GPU 1 is not found"
 
@@ -402,7 +399,8 @@ def test_engines_that_share_a_gpu_get_its_smallest_share(tmp_path: Path) -> None
     fast, _, precise = specs(tmp_path, SIZES_8B)
     tiers = [replace(fast, gpus=(1,)), replace(precise, gpus=(0, 1), tensor_parallel=2)]
     plan = make_plan(Machine((0,), 0, EIGHT), tiers)
-    low, high = plan.placement(FAST), plan.placement(PRECISE)
+    low = plan.placement(FAST)
+    high = plan.placement(PRECISE)
     assert low.gpus == (1,)
     assert high.gpus == (0, 1)
     assert low.gpu_memory_fraction + high.gpu_memory_fraction < 0.95

@@ -16,7 +16,9 @@ from tiers.probe import CHAT, COMPLETIONS, Counters, EngineProbe
 from tiers.snapshot import Gauges
 
 pytestmark = pytest.mark.anyio
-MODELS, TOKENIZE, METRICS = "/v1/models", "/tokenize", "/metrics"
+MODELS = "/v1/models"
+TOKENIZE = "/tokenize"
+METRICS = "/metrics"
 DEEP = "[" * 100_000
 GAUGES = "vllm:num_requests_running {}\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc {}\n"
 ODD = [
@@ -180,10 +182,8 @@ async def test_an_address_that_is_none() -> None:
 
 
 def test_counters_are_added_and_subtracted_field_by_field() -> None:
-    one, other = (
-        Counters(10, 20, ttft_s=3, first_tokens=4, cache_hits=5, cache_queries=6),
-        Counters(1, 2, ttft_s=3, first_tokens=4, cache_hits=5, cache_queries=6),
-    )
+    one = Counters(10, 20, ttft_s=3, first_tokens=4, cache_hits=5, cache_queries=6)
+    other = Counters(1, 2, ttft_s=3, first_tokens=4, cache_hits=5, cache_queries=6)
     assert one.since(other) == Counters(
         9, 18, ttft_s=0, first_tokens=0, cache_hits=0, cache_queries=0
     )

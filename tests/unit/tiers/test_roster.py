@@ -25,8 +25,10 @@ from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-FAST, PRECISE = TierName.FAST, TierName.PRECISE
-READY, DRAINING = ReplicaStatus.READY, ReplicaStatus.DRAINING
+FAST = TierName.FAST
+PRECISE = TierName.PRECISE
+READY = ReplicaStatus.READY
+DRAINING = ReplicaStatus.DRAINING
 
 
 @pytest.fixture(autouse=True)
@@ -119,10 +121,8 @@ async def test_an_added_engine_is_warmed_and_compared_before_it_serves(
     tmp_path: Path,
 ) -> None:
     """As one of the settings: its scores are recorded, and it is no tier's before it is ready."""
-    canary, behaviour = (
-        Canary(tmp_path / "canary.json"),
-        Behaviour(alive=False, root="made/fast"),
-    )
+    canary = Canary(tmp_path / "canary.json")
+    behaviour = Behaviour(alive=False, root="made/fast")
     async with (
         serving_all(FakeEngine(behaviour).app) as (url,),
         watched(tmp_path, canary=canary) as supervisor,
@@ -289,7 +289,8 @@ async def test_engines_come_and_go_many_times_and_nothing_is_left(
     """After fifty replicas, no task, engine, record or count of a former one remains."""
     async with serving_all(FakeEngine().app) as (url,), watched(tmp_path) as supervisor:
         tasks: Callable[[], int] = lambda: len(asyncio.all_tasks())  # noqa: E731
-        roster, before = supervisor.operations.roster, tasks()
+        roster = supervisor.operations.roster
+        before = tasks()
         for _ in range(50):
             roster.name(Source.FILE, {FAST: (url,)})
             roster.name(Source.FILE, {FAST: ()})

@@ -44,7 +44,8 @@ def test_what_no_tier_can_be_called_is_refused(name: str) -> None:
 
 def test_tiers_are_listed_with_the_highest_last() -> None:
     """Each once; those that the settings add by name, whatever order they come in."""
-    nvfp4, int8 = TierName("nvfp4"), TierName("int8")
+    nvfp4 = TierName("nvfp4")
+    int8 = TierName("int8")
     assert in_order([PRECISE, nvfp4, FAST, int8, FAST]) == [FAST, int8, nvfp4, PRECISE]
 
 

@@ -45,7 +45,8 @@ def test_a_cpu_is_slow_by_its_counters() -> None:
 
 
 def test_this_machines_counters_only_grow() -> None:
-    first, second = read_cpu(), read_cpu()
+    first = read_cpu()
+    second = read_cpu()
     assert second.hot >= first.hot >= 0
     assert second.held_back_s >= first.held_back_s >= 0
 

@@ -24,12 +24,10 @@ from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-READY, FAILED, UNREACHABLE, STARTING = (
-    ReplicaStatus.READY,
-    ReplicaStatus.FAILED,
-    ReplicaStatus.UNREACHABLE,
-    ReplicaStatus.STARTING,
-)
+READY = ReplicaStatus.READY
+FAILED = ReplicaStatus.FAILED
+UNREACHABLE = ReplicaStatus.UNREACHABLE
+STARTING = ReplicaStatus.STARTING
 NO_NUMBER = GAUGES.format("NaN", 0)
 
 

@@ -35,7 +35,8 @@ from tiers.spec import STANDARD_TIERS
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 ANSWER = "The capital of France is Paris."
-CHATS, TOKENIZE = "/v1/chat/completions", "/tokenize"
+CHATS = "/v1/chat/completions"
+TOKENIZE = "/tokenize"
 WHOLE = EngineRequest(
     document=JsonObject.parse(
         b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":9}'
@@ -333,7 +334,8 @@ async def test_a_small_request_to_a_failing_or_lost_engine_is_a_failure() -> Non
 async def test_small_requests_of_one_pool_are_bounded() -> None:
     """One that finds the pool full waits, and is not sent when none ends in time; another pool is not concerned."""
     async with upstream_stack(fast=Behaviour(hung=(TOKENIZE,))) as stack:
-        url, upstream = stack.replica(FAST).url, stack.upstream
+        url = stack.replica(FAST).url
+        upstream = stack.upstream
         assert upstream.passes_at_once(url, "tokens")
         hung = [
             asyncio.create_task(upstream.pass_on(url, "", TOKENIZE, b"{}", "tokens"))
@@ -358,7 +360,8 @@ async def test_small_requests_of_one_pool_are_bounded() -> None:
 
 async def test_a_small_request_that_gets_no_slot_in_time_was_not_sent() -> None:
     async with upstream_stack(fast=Behaviour(hung=(TOKENIZE,))) as stack:
-        upstream, asked = stack.upstream, (stack.replica(FAST).url, "", TOKENIZE, b"{}")
+        upstream = stack.upstream
+        asked = (stack.replica(FAST).url, "", TOKENIZE, b"{}")
         hung = [
             asyncio.create_task(upstream.pass_on(*asked)) for _ in range(PASSED_AT_ONCE)
         ]

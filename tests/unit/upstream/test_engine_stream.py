@@ -78,7 +78,8 @@ async def test_an_answer_is_known_once_it_is_complete() -> None:
 
 async def test_an_answer_is_closed_once() -> None:
     async with upstream_stack() as stack:
-        first, second = await stack.stream(), await stack.stream()
+        first = await stack.stream()
+        second = await stack.stream()
         for _ in range(3):
             await first.aclose()
         assert stack.replica(FAST).state.in_flight == 1, (
@@ -124,7 +125,8 @@ async def test_what_came_before_a_fault_is_read_before_it(
 ) -> None:
     """Without anybody to go on with it, the fault is the caller's to tell."""
     async with upstream_stack(fast=Behaviour(**fault)) as stack:
-        answer, found = await stack.stream(), list[str]()
+        answer = await stack.stream()
+        found = list[str]()
         with pytest.raises(EngineBrokeError) as broken:
             await text_of(answer, found=found)
         assert "".join(found) == "The capital of"
@@ -198,7 +200,8 @@ async def test_an_answer_that_may_not_go_on_elsewhere_does_not() -> None:
 
 async def test_who_fails_to_take_an_answer_does_not_blame_its_engine() -> None:
     async with upstream_stack() as stack:
-        answer, taken = await stack.stream(), [True]
+        answer = await stack.stream()
+        taken = [True]
         with pytest.raises(IndexError):
             await answer.relay(lambda _: taken.pop(), partial(asyncio.sleep, 0))
         await answer.aclose()
@@ -263,7 +266,8 @@ async def test_a_whole_answer_that_is_no_completion_is_a_failure(body: bytes) ->
 
 async def test_a_span_tells_how_an_answer_went() -> None:
     """Times, counts and the reason of its end are on the attempt's span; the prompt is not."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with upstream_stack(telemetry=Telemetry(provider)) as stack:
         with provider.get_tracer("test").start_as_current_span("request"):
@@ -293,7 +297,8 @@ async def test_a_span_tells_how_an_answer_went() -> None:
 
 
 async def test_a_refusals_words_are_not_on_the_span() -> None:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with upstream_stack(
         telemetry=Telemetry(provider), fast=Behaviour(status=400, error="SECRET")

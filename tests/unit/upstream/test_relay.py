@@ -134,7 +134,8 @@ async def feed(connection: Connection, *parts: bytes) -> None:
 
 
 async def test_an_answer_is_the_same_wherever_it_is_split() -> None:
-    wire, noted = on_wire(ANSWER), expected(ANSWER)
+    wire = on_wire(ANSWER)
+    noted = expected(ANSWER)
     for split in range(len(HEAD), len(wire)):
         reader = Reader()
         reading = asyncio.create_task(reader.read())

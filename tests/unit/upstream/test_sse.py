@@ -96,7 +96,8 @@ def test_what_came_before_a_fault_is_returned_before_it(bad: bytes, fault: str) 
 
 
 def test_an_event_that_comes_in_many_parts_is_whole() -> None:
-    parser, whole = EventParser(), event(1) + event(2) + DONE + b"\n\n"
+    parser = EventParser()
+    whole = event(1) + event(2) + DONE + b"\n\n"
     assert [
         each for at in range(len(whole)) for each in parser.parse(whole[at : at + 1])
     ] == [chunk(1), chunk(2)]

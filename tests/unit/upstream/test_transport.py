@@ -41,7 +41,9 @@ class Wire(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.written, self.reading, self.closed = b"", True, False
+        self.written = b""
+        self.reading = True
+        self.closed = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += bytes(data)
@@ -64,10 +66,8 @@ class Wire(asyncio.Transport):
 def connection_with_request(
     release: Any = lambda _: None, *, head_only: bool = False
 ) -> tuple[Connection, Wire]:
-    wire, connection = (
-        Wire(),
-        Connection(("http", "engine", 80), lambda _: None, release),
-    )
+    wire = Wire()
+    connection = Connection(("http", "engine", 80), lambda _: None, release)
     connection.connection_made(wire)
     connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=head_only)
     return connection, wire
@@ -237,9 +237,9 @@ async def test_an_answer_in_another_protocol_ends_the_wait() -> None:
 
 async def test_a_connection_that_was_closed_before_its_request_is_an_error() -> None:
     """uvloop may read the end before whoever made the connection goes on."""
-    wire, connection = (
-        Wire(),
-        Connection(("http", "engine", 80), lambda _: None, lambda _, **_known: None),
+    wire = Wire()
+    connection = Connection(
+        ("http", "engine", 80), lambda _: None, lambda _, **_known: None
     )
     connection.connection_made(wire)
     connection.connection_lost(None)
@@ -324,7 +324,9 @@ class Engine:
             [Engine, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
         ],
     ) -> None:
-        self.url, self.connections, self.ended = "", 0, asyncio.Event()
+        self.url = ""
+        self.connections = 0
+        self.ended = asyncio.Event()
         self.heads: list[bytes] = []
         self._answer = answer
 
