@@ -16,7 +16,7 @@ from router.api.openai_prompt import (
 )
 from router.pipeline.request import PromptText
 from router.upstream.json_object import JsonObject
-from tests.unit.pipeline.test_request import asked_for
+from tests.unit.pipeline.calls import asked_for
 from tiers.prefix_memory import Prefix, PrefixMemory
 from tiers.spec import TemplateTokens
 

@@ -20,7 +20,7 @@ from router.policy.decision import Decision, Refusal, RequestRefusedError
 from router.section import PROJECT
 from router.upstream import errors as upstream_errors
 from router.upstream.errors import EngineRefusedError, UpstreamError
-from tests.unit.pipeline.test_registry import ended, registry_of
+from tests.unit.pipeline.registries import ended, registry_of
 from tests.unit.upstream_stack import UpstreamStack, upstream_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
 

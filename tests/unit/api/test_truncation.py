@@ -14,7 +14,7 @@ from router.api.openai_prompt import read_chat
 from router.api.truncation import Cutter, cut_prompts
 from router.pipeline.request import Truncate
 from router.upstream.json_object import JsonObject
-from tests.unit.pipeline.test_request import asked_for
+from tests.unit.pipeline.calls import asked_for
 from tests.unit.router_stack import router_stack
 from tiers.spec import ReplicaStatus, TemplateTokens, TierName
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from msgspec import structs
 
-from router.auth.api_keys import Caller
 from router.auth.quota import OverQuotaError
 from router.lifecycle import ServerState
 from router.pipeline.admission import Grant
-from router.pipeline.registry import OVER_QUOTA, ActiveRequest, RequestRegistry
-from router.pipeline.request import RequestContext
+from router.pipeline.registry import OVER_QUOTA
 from router.policy.decide import decide
 from router.policy.decision import Decision, Refusal, RequestRefusedError, Sla
 from router.telemetry.logs import request_line
@@ -28,22 +25,12 @@ from router.telemetry.record import (
 )
 from router.upstream.errors import EngineBrokeError, EngineRefusedError
 from tests.fakes.engine import Behaviour
+from tests.unit.pipeline.registries import context, ended, entry, registry_of
 from tests.unit.upstream_stack import QUERY, UpstreamStack, text_of, upstream_stack
 from tiers.spec import STANDARD_TIERS
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-
-
-def registry_of(kept: int = 8, state: ServerState | None = None) -> RequestRegistry:
-    return RequestRegistry(state or ServerState(), kept)
-
-
-def context(**fields: object) -> RequestContext:
-    return structs.replace(
-        RequestContext("r1", "t1", caller=Caller("k1", "one"), route="/generate"),
-        **fields,
-    )  # type: ignore[arg-type]
 
 
 def too_long(stack: UpstreamStack) -> Decision:
@@ -52,35 +39,6 @@ def too_long(stack: UpstreamStack) -> Decision:
         stack.fleet.snapshot(),
         stack.policy.table,
     )
-
-
-@contextmanager
-def entry(
-    registry: RequestRegistry,
-    context: RequestContext,
-    decision: Decision,
-    priority: int,
-) -> Iterator[ActiveRequest]:
-    """Keep a request among the open ones for as long as the block takes, and end it as the block ends."""
-    request = registry.begin(context, decision, priority)
-    error = None
-    try:
-        yield request
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        registry.end(request, error)
-        registry.tell()
-
-
-def ended(
-    registry: RequestRegistry, decision: Decision, error: BaseException
-) -> RequestRecord:
-    """Let a request end by an error before it was admitted, and return its record."""
-    with pytest.raises(type(error)), entry(registry, context(), decision, priority=0):
-        raise error
-    return registry.recent[-1]
 
 
 async def test_a_record_tells_what_was_decided_and_who_served() -> None:

@@ -11,7 +11,6 @@ from router.auth.api_keys import ANONYMOUS, BeyondKeyError, Caller
 from router.pipeline.request import (
     LONGEST_SESSION,
     MAX_COUNT,
-    Call,
     PromptText,
     RequestContext,
     RoutingOptions,
@@ -21,7 +20,7 @@ from router.pipeline.request import (
     session_of,
 )
 from router.policy.decision import PRIORITIES, Sla
-from router.upstream.engine_request import EngineRequest
+from tests.unit.pipeline.calls import asked_for
 from tiers.spec import TemplateTokens, TierName
 
 TEMPLATE = TemplateTokens(alone=20, with_system=30, further_pair=11)
@@ -29,24 +28,6 @@ COUNTER = EstimatingCounter()
 INTERACTIVE, STANDARD, BATCH = (
     PRIORITIES[name] for name in ("interactive", "standard", "batch")
 )
-
-
-def asked_for(
-    prompt: PromptText,
-    caller: Caller = ANONYMOUS,
-    adapter: str | None = None,
-    **values: Any,
-) -> Call:
-    """Return a call for at most 100 tokens, if it says no other number."""
-    document = {"messages": [], "max_tokens": 100}
-    engine = EngineRequest(document=document, request_id="r", adapter=adapter)
-    given = {"options": RoutingOptions(), "max_tokens": 100, **values}
-    return Call(
-        context=RequestContext("r", "t", caller),
-        prompt=prompt,
-        engine_request=engine,
-        **given,
-    )
 
 
 def test_a_prompt_without_a_count_has_the_classifiers() -> None:

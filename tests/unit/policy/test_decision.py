@@ -20,7 +20,7 @@ from router.policy.decision import (
 )
 from router.policy.explain import CHOSEN, verdict
 from router.policy.losses import NO_LOSS, ExpectedLoss
-from tests.unit.policy.test_decide import (
+from tests.unit.policy.fleets import (
     MEASURED,
     PROFILED,
     TABLE,

@@ -20,14 +20,7 @@ from router.policy.decision_log import (
     read_log,
 )
 from router.policy.profiles import ProfileError
-from tests.unit.policy.test_decide import (
-    MEASURED,
-    PROFILED,
-    TABLE,
-    fleet,
-    query,
-    warmed,
-)
+from tests.unit.policy.fleets import MEASURED, PROFILED, TABLE, fleet, query, warmed
 from tiers.prefix_memory import Part, Prefix
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
 from tiers.speed import ReplicaLoad

@@ -11,15 +11,7 @@ from msgspec.structs import replace
 from classifier import PromptClass
 from router.policy.decide import decide, fallbacks, successors
 from router.policy.decision import Basis, Refusal, Sla
-from tests.unit.policy.test_decide import (
-    BALANCED,
-    FAST,
-    PRECISE,
-    TABLE,
-    fleet,
-    query,
-    said,
-)
+from tests.unit.policy.fleets import BALANCED, FAST, PRECISE, TABLE, fleet, query, said
 from tiers.quantization import quantizations_of, shown_quantization
 from tiers.spec import ReplicaStatus
 from tiers.speed import SpeedModel

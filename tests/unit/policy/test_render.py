@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.render import render_decision, render_estimates, render_features
-from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
+from tests.unit.policy.fleets import MEASURED, PROFILED, TABLE, fleet, query
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS

@@ -24,7 +24,7 @@ from router.policy.decision_log import (
 from router.policy.profiles import ProfileError
 from router.section import PROJECT
 from tests.fakes.engine import Behaviour
-from tests.unit.policy.test_decide import FAST, MEASURED, PROFILED, SCARCE, fleet, query
+from tests.unit.policy.fleets import FAST, MEASURED, PROFILED, SCARCE, fleet, query
 from tests.unit.router_stack import router_stack
 from tiers.spec import STANDARD_TIERS
 from tiers.speed import ReplicaLoad

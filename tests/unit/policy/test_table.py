@@ -16,8 +16,8 @@ from router.policy.profiles import latency_name, profile_name
 from router.policy.render import render_budget
 from router.policy.table import WHERE_IT_PAYS, PolicyStore, policy_table
 from router.settings import load_settings
+from tests.unit.policy.fleets import MEASURED, TABLE, fleet, query
 from tests.unit.policy.made_profiles import IDENTITIES, counted, fit, latency, quality
-from tests.unit.policy.test_decide import MEASURED, TABLE, fleet, query
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec

@@ -11,6 +11,7 @@ import pytest
 from starlette.responses import StreamingResponse
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
+from tests.unit.tiers.metrics_pages import GAUGES
 from tiers.errors import ProbeError, RefusedError
 from tiers.probe import CHAT, COMPLETIONS, Counters, EngineProbe
 from tiers.snapshot import Gauges
@@ -20,7 +21,6 @@ MODELS = "/v1/models"
 TOKENIZE = "/tokenize"
 METRICS = "/metrics"
 DEEP = "[" * 100_000
-GAUGES = "vllm:num_requests_running {}\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc {}\n"
 ODD = [
     (
         MODELS,

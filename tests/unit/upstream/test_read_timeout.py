@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from router.upstream.transport import Connection
-from tests.unit.upstream.test_transport import answer_on, connection_with_request
+from tests.unit.upstream.connections import answer_on, connection_with_request
 
 pytestmark = pytest.mark.anyio
 SHORT_S = 0.02

@@ -22,7 +22,7 @@ from router.upstream.errors import EngineBrokeError, EngineStalledError
 from router.upstream.progress import AnswerProgress, Continuable
 from router.upstream.sse import Chunk, parse_event
 from router.upstream.transport import Connection
-from tests.unit.upstream.test_transport import answer_on, connection_with_request
+from tests.unit.upstream.connections import answer_on, connection_with_request
 from tests.waiting import until
 from tiers.spec import TierName, TierSpec
 

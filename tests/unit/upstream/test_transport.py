@@ -20,6 +20,7 @@ from router.upstream.transport import (
     ConnectionState,
     EngineTransport,
 )
+from tests.unit.upstream.connections import Wire, answer_on, connection_with_request
 from tests.waiting import until, within
 
 pytestmark = pytest.mark.anyio
@@ -34,48 +35,6 @@ CONTINUED = (
 )
 UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\n\r\nhello"
 NO_BODY = b"HTTP/1.1 204 No Content\r\nx-a: b\r\n\r\n"
-
-
-class Wire(asyncio.Transport):
-    """The socket's side of a connection, without a socket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.reading = True
-        self.closed = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += bytes(data)
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def pause_reading(self) -> None:
-        assert self.reading
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        assert not self.reading
-        self.reading = True
-
-
-def connection_with_request(
-    release: Any = lambda _: None, *, head_only: bool = False
-) -> tuple[Connection, Wire]:
-    wire = Wire()
-    connection = Connection(("http", "engine", 80), lambda _: None, release)
-    connection.connection_made(wire)
-    connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=head_only)
-    return connection, wire
-
-
-def answer_on(connection: Connection) -> Body:
-    assert connection.answer is not None
-    return connection.answer
 
 
 async def body_of(connection: Connection) -> bytes:
