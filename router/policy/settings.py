@@ -80,12 +80,6 @@ class PolicySettings(Section, reloads=AllBut({"profiles"})):
         description="While speed under load is not measured, a tier this many times slower per token than a higher "
         "precision is not used.",
     )
-    live_check_share: Share = Field(
-        0,
-        description="Shadow evaluation: share of prompts served by a lower precision that this and the highest one "
-        "answer again while the engines are idle. Numbers, choices, JSON and code in the answers are compared; of others, "
-        "the regret is reported. It shows drift, and decides nothing. 0: off.",
-    )
 
     @field_validator("loss_budget", mode="wrap")
     @classmethod

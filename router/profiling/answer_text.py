@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import unicodedata
@@ -11,8 +10,6 @@ from typing import Any
 
 import regex
 
-MAX_COMPARED = 20_000  # characters of an answer that are compared
-SHORT = 60  # characters: a longer answer in prose can be worded in many ways
 MAX_STARTS = 50  # places where JSON may begin that are tried
 FENCE = regex.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", regex.DOTALL)
 CLOSING = " .!?,;:。！？…"
@@ -160,30 +157,3 @@ def sentences(text: str) -> int:
 
 def bullets(text: str) -> int:
     return len(_MARK.findall(text))
-
-
-def same_answer(one: str, other: str, *, numbers: bool) -> bool | None:
-    """Tell whether two answers to a prompt say the same; None: they are of no kind that can be compared.
-
-    ``numbers``: the last number is what an answer says.
-    """
-    pair = one[:MAX_COMPARED].strip(), other[:MAX_COMPARED].strip()
-    if numbers:
-        first, second = map(last_number, pair)
-        if not math.isnan(first) and not math.isnan(second):
-            return math.isclose(first, second, rel_tol=1e-9)
-    for read in (first_json, _code):
-        try:
-            return bool(read(pair[0]) == read(pair[1]))
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-    if max(map(len, pair)) > SHORT:
-        return None
-    return bare(pair[0]) == bare(pair[1])
-
-
-def _code(text: str) -> str:
-    block = FENCE.search(text)
-    if block is None:
-        raise ValueError("no code")
-    return ast.dump(ast.parse(block[1]))

@@ -161,7 +161,7 @@ class IdleClient(Client):
         return now >= self._busy_at + self._wait_s
 
     def _others(self) -> bool:
-        """Tell whether there is other work: requests, checks of live answers, engines that start."""
+        """Tell whether there is other work: requests, engines that start."""
         replicas = self._fleet.replicas
         return (
             self._requests()[1] > 0
