@@ -58,6 +58,7 @@ from router.pipeline.shared_load import SharedLoad
 from router.policy.decision_log import DecisionLog
 from router.policy.table import PolicyStore
 from router.profiling.auto_profile import AutoProfile
+from router.profiling.idle_client import RequestCounts
 from router.reload import ReloadError, Reloads
 from router.server.memory import keep_handing_back
 from router.server.tls import Tls, TlsError, load_pair
@@ -213,7 +214,9 @@ class App:
             pipeline.fleet,
             policy=pipeline.policy,
             model=self._about["model"],
-            requests=lambda: (registry.totals["requests"], len(registry.open)),
+            request_counts=lambda: RequestCounts(
+                total=registry.totals["requests"], open=len(registry.open)
+            ),
         )
         redis_url = settings.state.redis_url.get_secret_value()
         self._shared = SharedLoad(

@@ -11,9 +11,9 @@ import pytest
 
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError
-from router.profiling import client as module
-from router.profiling.client import MeasuredTier
-from router.profiling.idle_client import IdleClient
+from router.profiling import measuring_client
+from router.profiling.idle_client import IdleClient, RequestCounts
+from router.profiling.measuring_client import MeasuredTier
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.waiting import until
 from tiers.fleet import Fleet
@@ -61,12 +61,15 @@ async def idle(*, priorities: bool = True) -> AsyncIterator[Idle]:
             "fast-0", fleet.spec(FAST), url, "secret", "fake", takes_priority=priorities
         )
         fleet.add(replica).mark(ReplicaStatus.READY)
-        found = Idle(IdleClient(fleet, "model", 0.0, lambda: (0, 0)), fleet, engine)
-        found.client._requests = lambda: (found.requests, found.served)
+        client = IdleClient(
+            fleet, "model", idle_s=0.0, request_counts=lambda: RequestCounts(0, 0)
+        )
+        found = Idle(client, fleet, engine)
+        client._request_counts = lambda: RequestCounts(found.requests, found.served)
         yield found
         await found.client.aclose()
         assert found.in_flight == 0
-        assert not found.client.asking
+        assert not found.client.is_asking
 
 
 async def test_it_asks_the_engine_itself() -> None:
@@ -97,13 +100,13 @@ async def test_the_fleet_has_what_is_ready() -> None:
 
 async def test_a_request_finds_the_engine_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is broken off is asked again, once; the slot is free before the cancellation has run."""
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(measuring_client, "LONGEST_CHECK_S", 0.01)
     async with idle() as one:
         assert one.fleet.preempt is None
         one.engine.delay_s = 60
         asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
         await until(lambda: one.engine.running)
-        assert one.client.asking
+        assert one.client.is_asking
         one.engine.delay_s = 0  # of the second try
         assert one.fleet.preempt is not None
         one.fleet.preempt()
@@ -116,7 +119,7 @@ async def test_it_waits_while_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests that are open, leases that are not its own, and engines that start: all of them go first."""
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(measuring_client, "LONGEST_CHECK_S", 0.01)
     async with idle() as one:
         lease = one.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
@@ -146,7 +149,7 @@ async def test_a_step_that_is_disturbed_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By a request that comes while it runs, whether that has ended by then or not."""
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(measuring_client, "LONGEST_CHECK_S", 0.01)
     async with idle() as one:
 
         async def timed() -> None:
@@ -186,7 +189,7 @@ async def test_an_answer_is_timed() -> None:
     async with idle() as one:
         begun: list[bool] = []
         timed = await one.client.time(
-            FAST, [5, 6, 7], 4, lambda: begun.append(one.client.asking)
+            FAST, [5, 6, 7], 4, lambda: begun.append(one.client.is_asking)
         )
         assert (begun, timed.prompt_tokens, one.engine.requests[0]["prompt"]) == (
             [True],
@@ -198,7 +201,7 @@ async def test_an_answer_is_timed() -> None:
 
 async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that may pass is waited out, but not for ever; a tier without a replica has no slot."""
-    monkeypatch.setattr(module, "BUSY_WAIT_S", 0.001)
+    monkeypatch.setattr(measuring_client, "BUSY_RETRY_S", 0.001)
     async with idle() as one:
         one.engine.status = 400
         for asking in (
@@ -212,7 +215,7 @@ async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         await until(lambda: len(one.engine.requests) > 4)
         one.engine.status = 200
         assert (await passing)["choices"]
-        monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
+        monkeypatch.setattr(measuring_client, "MAX_WAIT_S", 0.0)
         for asking in (
             one.client.ask(PATH, BALANCED, CHAT, nothing),
             one.client.time(BALANCED, [1], 4, nothing),

@@ -12,15 +12,16 @@ import pytest
 
 from classifier import Complexity, PromptClass
 from router.policy.profiles import ProfileError
-from router.profiling.client import FleetState
 from router.profiling.lm_eval import (
     CLASSES,
-    Imported,
-    Known,
-    Sample,
+    HarnessRun,
+    ImportedProfile,
+    LoggedSample,
+    TaskKind,
     import_runs,
     read_classes,
 )
+from router.profiling.measuring_client import FleetState
 from tiers.spec import STANDARD_TIERS, TierName
 
 LOGS = Path(__file__).with_name("lm_eval_logs")
@@ -30,11 +31,11 @@ FLEET = FleetState("m", "a machine", DIGESTS, {})
 USUAL = read_classes(CLASSES)
 
 
-def imported(*folders: Path, known: dict[str, Known] = USUAL) -> Imported:
-    return import_runs([(None, folder) for folder in folders], known, FLEET)
+def imported(*folders: Path, known: dict[str, TaskKind] = USUAL) -> ImportedProfile:
+    return import_runs([HarnessRun(None, folder) for folder in folders], known, FLEET)
 
 
-def flips(made: Imported) -> dict[TierName, tuple[int, int, int]]:
+def flips(made: ImportedProfile) -> dict[TierName, tuple[int, int, int]]:
     found = {
         tier: [count.flips for count in made.profile.of(tier)]
         for tier in (FAST, BALANCED)
@@ -101,7 +102,7 @@ def test_the_newest_run_counts_and_a_tier_may_be_said(logs: Path) -> None:
     )
     with pytest.raises(ProfileError, match="give it as TIER=DIR"):
         imported(logs)
-    runs = [(FAST, logs / "fast"), (PRECISE, logs / "precise")]
+    runs = [HarnessRun(FAST, logs / "fast"), HarnessRun(PRECISE, logs / "precise")]
     assert flips(import_runs(runs, USUAL, FLEET))[FAST] == (5, 0, 0)
 
 
@@ -125,14 +126,14 @@ def test_classes_of_tasks_are_read(tmp_path: Path) -> None:
         imported(LOGS, known={})
 
 
-def sample(arg: Any = "What?", **metrics: Any) -> Sample:
+def sample(arg: Any = "What?", **metrics: Any) -> LoggedSample:
     base = {
         "doc_id": 0,
         "doc_hash": "d",
         "prompt_hash": "p",
         "arguments": {"gen_args_0": {"arg_0": arg}},
     }
-    return Sample.model_validate({**base, "metrics": list(metrics), **metrics})
+    return LoggedSample.model_validate({**base, "metrics": list(metrics), **metrics})
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,11 @@ def test_what_cannot_be_compared_is_refused(logs: Path) -> None:
     with pytest.raises(ProfileError, match="samples of fast; give a run of precise"):
         imported(logs / "fast")
     with pytest.raises(ProfileError, match="the router has no tier medium"):
-        import_runs([(TierName("medium"), logs / "fast"), (None, logs)], USUAL, FLEET)
+        import_runs(
+            [HarnessRun(TierName("medium"), logs / "fast"), HarnessRun(None, logs)],
+            USUAL,
+            FLEET,
+        )
     change(logs / "fast", lambda rows: [{**rows[0], "metrics": ["bleu"]}])
     with pytest.raises(ProfileError, match="none of bleu tells"):
         imported(logs)

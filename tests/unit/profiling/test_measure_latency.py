@@ -13,12 +13,17 @@ from typing import Any
 import pytest
 
 from router.policy.profiles import ProfileError
-from router.profiling.client import Client, FleetState, MeasuredTier, Timed
 from router.profiling.measure_latency import (
     BATCHES,
-    LENGTHS,
+    PROMPT_LENGTHS,
     LatencyPlan,
     measure_latency,
+)
+from router.profiling.measuring_client import (
+    FleetState,
+    MeasuredTier,
+    MeasuringClient,
+    TimedAnswer,
 )
 from tiers.spec import STANDARD_TIERS, TierName
 from tiers.speed import Load, SpeedModel
@@ -34,7 +39,7 @@ FLEET = FleetState(
 
 
 @dataclass
-class SimulatedTiers(Client):
+class SimulatedTiers(MeasuringClient):
     """Engines that take the true model's times, without taking them.
 
     Attributes:
@@ -61,7 +66,7 @@ class SimulatedTiers(Client):
 
     async def time(
         self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]
-    ) -> Timed:
+    ) -> TimedAnswer:
         self.prompts.append((tier, len(prompt)))
         load = Load(self.sequences[tier], self.waiting[tier])
         ttft_ms = TRUE.times(len(prompt), load, SEQS, 1.0).ttft_ms
@@ -75,7 +80,7 @@ class SimulatedTiers(Client):
         await asyncio.sleep(0.001)
         self.sequences[tier] -= 1
         tpot_ms = TRUE.step_ms(batch) if tokens > 1 and not self.all_at_once else None
-        return Timed(len(prompt), ttft_ms, tpot_ms, started, time.monotonic())
+        return TimedAnswer(len(prompt), ttft_ms, tpot_ms, started, time.monotonic())
 
     async def undisturbed(
         self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]
@@ -111,7 +116,7 @@ async def test_known_speeds_are_found() -> None:
         batch for batch in BATCHES if batch <= SEQS
     }
     assert {s.prompt_tokens for s in alone} >= {
-        length for length in LENGTHS if length < 512
+        length for length in PROMPT_LENGTHS if length < 512
     }
     # no prompt is longer than the context
     assert max(length for _, length in tiers.prompts) < 512
@@ -133,7 +138,7 @@ async def test_a_small_budget_leaves_long_prompts_and_large_batches_out() -> Non
         SimulatedTiers(), LatencyPlan(0.01, (FAST,), budget_s=0.0), nothing
     )
     assert {s.batch for s in profile.samples} - {0} == {1, 2}
-    assert max(s.prompt_tokens for s in profile.samples) < LENGTHS[2]
+    assert max(s.prompt_tokens for s in profile.samples) < PROMPT_LENGTHS[2]
 
 
 async def test_progress_ends_where_it_was_said_to_end() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from classifier import PromptClass
 from router.policy.profiles import ProfileError, QualityProfile
-from router.profiling.client import RouterClient
-from router.profiling.measure_quality import Plan, measure
+from router.profiling.measure_quality import QualityPlan, measure_quality
+from router.profiling.router_client import RouterClient
 from router.profiling.tasks import Task
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
@@ -45,8 +45,10 @@ async def connected(tmp_path: Path) -> AsyncIterator[tuple[Stack, RouterClient]]
 async def measured(
     client: RouterClient, tmp_path: Path, tasks: tuple[Task, ...] = TASKS, **plan: Any
 ) -> QualityProfile:
-    made = Plan(tasks, "two tasks", tmp_path / "journal.jsonl", **plan)
-    return await measure(client, made, lambda *_: None)
+    made = QualityPlan(
+        tasks=tasks, name="two tasks", journal=tmp_path / "journal.jsonl", **plan
+    )
+    return await measure_quality(client, made, lambda *_: None)
 
 
 def flips(
@@ -115,7 +117,7 @@ async def test_each_task_is_answered_once_a_tier_and_some_answers_are_scored(
         assert (profile.whole, profile.tasks) == (True, "two tasks")
         (tmp_path / "journal.jsonl").unlink()
         asked(stack)
-        await measured(client, tmp_path, diagnosed=0)
+        await measured(client, tmp_path, scored=0)
         assert asked(stack) == {FAST: 2, BALANCED: 2, PRECISE: 2}
         assert stack.leases() == 0
 
@@ -163,14 +165,12 @@ async def test_what_reference_and_lowest_tier_get_wrong_is_asked_of_no_other(
     tmp_path: Path,
 ) -> None:
     async with connected(tmp_path) as (stack, client):
-        profile = await measured(
-            client, tmp_path, (task("one", NO_MATCH),), diagnosed=0
-        )
+        profile = await measured(client, tmp_path, (task("one", NO_MATCH),), scored=0)
         assert asked(stack) == {FAST: 1, BALANCED: 0, PRECISE: 1}
         assert flips(profile) == {
             (tier, PromptClass.CHAT): (0, 0, 0) for tier in (FAST, BALANCED)
         }
-        await measured(client, tmp_path, (task("one", NO_MATCH),), diagnosed=0)
+        await measured(client, tmp_path, (task("one", NO_MATCH),), scored=0)
         assert sum(asked(stack).values()) == 0
 
 
@@ -188,7 +188,7 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(
     worth = {PromptClass.CHAT: 1.0, PromptClass.MATH: 2.0, PromptClass.CODE: 0.0}
     async with connected(tmp_path) as (stack, client):
         profile = await measured(
-            client, tmp_path, tasks, diagnosed=0, parallel=1, keep=told.append,
+            client, tmp_path, tasks, scored=0, parallel=1, keep=told.append,
             worth=lambda tier, kind: worth[kind[0]] if tier is FAST else 0.0,
         )  # fmt: skip
         prompts = [
@@ -217,10 +217,10 @@ async def test_code_is_run_only_if_that_is_asked_for(tmp_path: Path) -> None:
 
     async with connected(tmp_path) as (stack, client):
         profile = await measured(
-            client, tmp_path, (ran, task("long " * 5000)), diagnosed=0
+            client, tmp_path, (ran, task("long " * 5000)), scored=0
         )
         assert (profile.counts, sum(asked(stack).values())) == ((), 0)
-        await measured(client, tmp_path, (ran,), diagnosed=0, runs=runs)
+        await measured(client, tmp_path, (ran,), scored=0, run_code=runs)
         assert seen == [("The capital of France is Paris.", "assert f(2) == 4")] * 2
 
 

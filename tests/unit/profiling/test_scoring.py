@@ -14,11 +14,11 @@ from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.profiles import TOP_K, Diagnosis, profile_name
 from router.profiling.scoring import (
-    Judged,
+    JudgedAnswer,
     Scores,
     answer_body,
     compare,
-    count,
+    count_answers,
     kl_divergence,
     score,
 )
@@ -143,8 +143,8 @@ def test_answers_are_greedy_and_bounded() -> None:
 
 def judged(
     task: str, tier: TierName, *, right: bool, scores: Scores | None = None
-) -> Judged:
-    return Judged(
+) -> JudgedAnswer:
+    return JudgedAnswer(
         task=task,
         prompt_class=PromptClass.MATH,
         complexity=Complexity.TRIVIAL,
@@ -171,7 +171,7 @@ def test_answers_are_paired_by_task() -> None:
         judged("e", FAST, right=False),
     ]
     answers.append(judged("y", FAST, right=True))
-    (found,) = count(answers, [FAST])
+    (found,) = count_answers(answers, [FAST])
     assert (found.tier, found.prompt_class, found.complexity) == (
         FAST,
         PromptClass.MATH,

@@ -19,7 +19,7 @@ from router.policy.profiles import (
     profile_name,
 )
 from router.policy.table import PolicyStore
-from router.profiling.latency import fit
+from router.profiling.fit_latency import fit_tier
 from router.settings import load_settings
 from tiers.fleet import Fleet
 from tiers.least_squares import least_squares
@@ -55,7 +55,7 @@ def samples(noise: float, contention: float = 0.0, seed: int = 1) -> list[Sample
 
 def test_exact_samples_give_the_parameters_back() -> None:
     """Without noise the fit is the truth, with no error."""
-    found = fit(FAST, samples(0, contention=0.7), SEQS)
+    found = fit_tier(FAST, samples(0, contention=0.7), SEQS)
     assert found.model.step_base_ms == pytest.approx(25, rel=1e-3)
     assert found.model.step_ms_per_sequence == pytest.approx(6, rel=1e-3)
     assert found.model.ttft_base_ms == pytest.approx(30, rel=1e-3)
@@ -67,7 +67,7 @@ def test_exact_samples_give_the_parameters_back() -> None:
 
 def test_noise_is_stated() -> None:
     """With noise the parameters stay near, and the error says how large it is."""
-    found = fit(FAST, samples(0.2), SEQS)
+    found = fit_tier(FAST, samples(0.2), SEQS)
     assert found.model.step_base_ms == pytest.approx(25, rel=0.25)
     assert found.model.prefill_ms_per_token == pytest.approx(2, rel=0.25)
     assert 0.03 < found.tpot_error.median < 0.2
@@ -82,7 +82,7 @@ def test_answers_that_come_in_one_piece_have_no_pace() -> None:
         s.model_copy(update={"tpot_ms": pace, "ttft_ms": None})
         for s, pace in zip(sound[8:12], (0.0, 0.001, 0.02, 1.0), strict=True)
     ]
-    found, alone = fit(FAST, [*sound, *bunched], SEQS), fit(FAST, sound, SEQS)
+    found, alone = fit_tier(FAST, [*sound, *bunched], SEQS), fit_tier(FAST, sound, SEQS)
     assert found.tpot_spread == alone.tpot_spread
     assert found.tpot_error == alone.tpot_error
     assert found.step_base_ms == alone.step_base_ms
@@ -99,7 +99,7 @@ def test_coefficients_are_never_negative(points: list[tuple[float, float]]) -> N
 
 def test_too_few_samples_are_an_error() -> None:
     with pytest.raises(ProfileError, match="too few samples of fast"):
-        fit(FAST, [s for s in samples(0) if s.batch < 2], SEQS)
+        fit_tier(FAST, [s for s in samples(0) if s.batch < 2], SEQS)
 
 
 def test_queue_for_a_place_counts() -> None:
@@ -125,7 +125,7 @@ def test_a_profile_of_another_machine_or_checkpoint_is_refused(tmp_path: Path) -
     served: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: "c"}
     profile = LatencyProfile(
         created=datetime.now(UTC), model="m", machine="big", checkpoints=served,
-        fits=(fit(FAST, samples(0.1), SEQS),), samples=tuple(samples(0.1)),
+        fits=(fit_tier(FAST, samples(0.1), SEQS),), samples=tuple(samples(0.1)),
     )  # fmt: skip
     path = tmp_path / latency_name(served, "big")
     path.write_text(profile.model_dump_json())

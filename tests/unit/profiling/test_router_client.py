@@ -9,8 +9,9 @@ import pytest
 
 from router.auth.api_keys import add_key
 from router.policy.profiles import ProfileError
-from router.profiling import client as module
-from router.profiling.client import RouterClient, first_of
+from router.profiling import measuring_client, router_client
+from router.profiling.measuring_client import first_of
+from router.profiling.router_client import RouterClient
 from tests.fakes.engine import ANSWER
 from tests.ports import reserved_ports
 from tests.unit.router_stack import router_stack
@@ -99,14 +100,16 @@ async def test_a_passing_refusal_is_waited_out(
     async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         replica = stack.fleet.replicas[0]
         replica.mark(ReplicaStatus.DRAINING)
-        monkeypatch.setattr(module, "MAX_WAIT_S", -1.0)
+        monkeypatch.setattr(measuring_client, "MAX_WAIT_S", -1.0)
         with pytest.raises(ProfileError, match="fast answered HTTP 503"):
             await client.ask(PATH, FAST, CHAT, nothing)
 
 
 async def test_others_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked while a request of somebody else is served; it says that it waits."""
-    monkeypatch.setattr(module, "LOOK_S", module.SHORTEST_LOOK_S)
+    shortest_s = measuring_client.SHORTEST_CHECK_S
+    monkeypatch.setattr(measuring_client, "LONGEST_CHECK_S", shortest_s)
+    monkeypatch.setattr(router_client, "LONGEST_CHECK_S", shortest_s)
     async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         lease = stack.fleet.lease(TierName.PRECISE, prompt_tokens=1, max_tokens=1)
         assert lease is not None
