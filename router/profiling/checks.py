@@ -43,32 +43,32 @@ class NeedsRunError(Exception):
     """The check runs the answer, which is not done here."""
 
 
-def is_same(value: Any, wanted: Any) -> bool:
+def is_same(value: Any, wanted_value: Any) -> bool:
     """Compare a value with one from JSON: tuples are lists, keys are texts, and numbers are equal but for rounding."""
-    if isinstance(wanted, list):
-        return _is_same_list(value, wanted)
-    if isinstance(wanted, dict):
-        return _is_same_dict(value, wanted)
-    if isinstance(wanted, bool | str | None) or isinstance(value, bool):
-        return type(value) is type(wanted) and bool(value == wanted)
+    if isinstance(wanted_value, list):
+        return _is_same_list(value, wanted_value)
+    if isinstance(wanted_value, dict):
+        return _is_same_dict(value, wanted_value)
+    if isinstance(wanted_value, bool | str | None) or isinstance(value, bool):
+        return type(value) is type(wanted_value) and bool(value == wanted_value)
     if not isinstance(value, int | float):
         return False
-    return value == wanted or math.isclose(value, wanted, rel_tol=1e-9)
+    return value == wanted_value or math.isclose(value, wanted_value, rel_tol=1e-9)
 
 
-def _is_same_list(value: Any, wanted: list[Any]) -> bool:
-    if not isinstance(value, list | tuple) or len(value) != len(wanted):
+def _is_same_list(value: Any, wanted_value: list[Any]) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != len(wanted_value):
         return False
-    return all(map(is_same, value, wanted))
+    return all(map(is_same, value, wanted_value))
 
 
-def _is_same_dict(value: Any, wanted: dict[str, Any]) -> bool:
+def _is_same_dict(value: Any, wanted_value: dict[str, Any]) -> bool:
     if not isinstance(value, dict):
         return False
     by_name = {str(key): item for key, item in value.items()}
-    if by_name.keys() != wanted.keys():
+    if by_name.keys() != wanted_value.keys():
         return False
-    return all(is_same(item, wanted[name]) for name, item in by_name.items())
+    return all(is_same(item, wanted_value[name]) for name, item in by_name.items())
 
 
 class _Check(Frozen):
@@ -235,8 +235,8 @@ class JsonCheck(_Check):
 
     def _has_values(self, value: Any) -> bool:
         return all(
-            is_same(_value_at(value, pointer), wanted)
-            for pointer, wanted in self.values.items()
+            is_same(_value_at(value, pointer), wanted_value)
+            for pointer, wanted_value in self.values.items()
         )
 
 
@@ -299,7 +299,10 @@ class ConstraintsCheck(_Check):
             (self.lines, len(lines)),
             (self.paragraphs, len(paragraphs)),
         )
-        return all(wanted in {None, counted} for wanted, counted in wanted_and_counted)
+        return all(
+            wanted_value in {None, counted}
+            for wanted_value, counted in wanted_and_counted
+        )
 
     def _is_framed(self, text: str) -> bool:
         """Tell whether a text in normal form begins and ends as wanted, but for quotes, emphasis and punctuation."""
@@ -332,11 +335,11 @@ class CodeCheck(_Check):
 
     def _passes(self, answer: str) -> bool:
         arguments = [call_arguments for call_arguments, _ in self.cases]
-        wanted_values = [wanted for _, wanted in self.cases]
+        wanted_values = [wanted_value for _, wanted_value in self.cases]
         try:
             values = compute(answer, self.function, arguments)
             pairs = zip(values, wanted_values, strict=True)
-            return all(is_same(value, wanted) for value, wanted in pairs)
+            return all(is_same(value, wanted_value) for value, wanted_value in pairs)
         except Exception:  # noqa: BLE001  whatever is wrong with the answer, it is wrong
             return False
 

@@ -59,12 +59,14 @@ def fit_tier(
     contention: float | None = None,
 ) -> Fit:
     """Fit one tier's speed model to the samples of all; ``contention`` None: fit it too. ``ProfileError``: too few."""
-    own = _without_bunched_paces([sample for sample in samples if sample.tier is tier])
-    alone = _fit_alone(tier, own, max_num_seqs)
+    own_samples = _without_bunched_paces(
+        [sample for sample in samples if sample.tier is tier]
+    )
+    alone = _fit_alone(tier, own_samples, max_num_seqs)
     if contention is None:
-        contention = _contention(own, alone, max_num_seqs)
-    ttfts = _ttft_predictions(own, alone, max_num_seqs, contention=contention)
-    tpots = _tpot_predictions(own, alone, contention)
+        contention = _contention(own_samples, alone, max_num_seqs)
+    ttfts = _ttft_predictions(own_samples, alone, max_num_seqs, contention=contention)
+    tpots = _tpot_predictions(own_samples, alone, contention)
     return Fit(
         tier=tier,
         ttft_base_ms=round(alone.ttft_base_ms, 4),
@@ -79,15 +81,15 @@ def fit_tier(
         tpot_spread=_spread(tpots),
         ttft_error=_error(ttfts),
         tpot_error=_error(tpots),
-        samples=len(own),
+        samples=len(own_samples),
     )
 
 
-def _without_bunched_paces(own: list[Sample]) -> list[Sample]:
+def _without_bunched_paces(own_samples: list[Sample]) -> list[Sample]:
     """Return samples without the pace of answers that came in one piece, because this process or the router had to wait."""
-    bunched_ms = _bunched_ms(own)
+    bunched_ms = _bunched_ms(own_samples)
     paced: list[Sample] = []
-    for sample in own:
+    for sample in own_samples:
         if sample.tpot_ms is not None and sample.tpot_ms <= bunched_ms:
             paced.append(sample.model_copy(update={"tpot_ms": None, "batch": 0}))
         else:
@@ -95,80 +97,88 @@ def _without_bunched_paces(own: list[Sample]) -> list[Sample]:
     return paced
 
 
-def _bunched_ms(own: Sequence[Sample]) -> float:
+def _bunched_ms(own_samples: Sequence[Sample]) -> float:
     """Return the time a token up to which an answer came in one piece: no batch is decoded so fast."""
-    decoded = _decoded_alone(own)
-    if not decoded:
+    decoded_samples = _decoded_alone(own_samples)
+    if not decoded_samples:
         return 0.0
-    smallest_batch = min(sample.batch for sample in decoded)
+    smallest_batch = min(sample.batch for sample in decoded_samples)
     paces_ms = [
         sample.tpot_ms
-        for sample in decoded
+        for sample in decoded_samples
         if sample.tpot_ms is not None and sample.batch == smallest_batch
     ]
     return BUNCHED * median(paces_ms)
 
 
-def _decoded_alone(own: Sequence[Sample]) -> list[Sample]:
+def _decoded_alone(own_samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with a pace that no other tier slowed."""
     return [
-        sample for sample in own if sample.tpot_ms is not None and not sample.neighbours
+        sample
+        for sample in own_samples
+        if sample.tpot_ms is not None and not sample.neighbours
     ]
 
 
-def _fit_alone(tier: TierName, own: Sequence[Sample], max_num_seqs: int) -> SpeedModel:
+def _fit_alone(
+    tier: TierName, own_samples: Sequence[Sample], max_num_seqs: int
+) -> SpeedModel:
     """Fit the speed of a tier while no other computes; ``ProfileError``: there are too few samples."""
-    decoded = _decoded_alone(own)
-    prefilled = [
+    decoded_samples = _decoded_alone(own_samples)
+    prefilled_samples = [
         sample
-        for sample in own
+        for sample in own_samples
         if sample.ttft_ms is not None
         and not sample.neighbours
         and sample.sequences < max_num_seqs
     ]
-    batches = {sample.batch for sample in decoded}
-    lengths = {sample.prompt_tokens for sample in prefilled}
+    batches = {sample.batch for sample in decoded_samples}
+    lengths = {sample.prompt_tokens for sample in prefilled_samples}
     if len(batches) < LEAST_VALUES or len(lengths) < LEAST_VALUES:
         raise ProfileError(
             f"too few samples of {tier}: no two batches, or no two prompt lengths"
         )
-    return _fit_ttft(prefilled, _fit_steps(decoded))
+    return _fit_ttft(prefilled_samples, _fit_steps(decoded_samples))
 
 
-def _fit_steps(decoded: Sequence[Sample]) -> SpeedModel:
+def _fit_steps(decoded_samples: Sequence[Sample]) -> SpeedModel:
     """Fit the time of a decode step to the batch size: a line, or two lines that meet at a measured batch size."""
-    batches = sorted({sample.batch for sample in decoded})
-    line = _fit_line(decoded)
-    line_error = _squared_error(line, decoded)
+    batches = sorted({sample.batch for sample in decoded_samples})
+    line = _fit_line(decoded_samples)
+    line_error = _squared_error(line, decoded_samples)
     best = line
     smallest_error = line_error
     for knee in batches[1:-1]:
-        bent_line = _fit_bent_line(decoded, knee)
-        error = _squared_error(bent_line, decoded)
+        bent_line = _fit_bent_line(decoded_samples, knee)
+        error = _squared_error(bent_line, decoded_samples)
         if error < smallest_error:
             best = bent_line
             smallest_error = error
     return best if smallest_error < KNEE_PAYS * line_error else line
 
 
-def _fit_line(decoded: Sequence[Sample]) -> SpeedModel:
+def _fit_line(decoded_samples: Sequence[Sample]) -> SpeedModel:
     return _fit_rows(
-        decoded, [(1.0, float(sample.batch), 0.0) for sample in decoded], knee=0
+        decoded_samples,
+        [(1.0, float(sample.batch), 0.0) for sample in decoded_samples],
+        knee=0,
     )
 
 
-def _fit_bent_line(decoded: Sequence[Sample], knee: int) -> SpeedModel:
+def _fit_bent_line(decoded_samples: Sequence[Sample], knee: int) -> SpeedModel:
     rows = [
         (1.0, float(sample.batch), float(max(sample.batch - knee, 0)))
-        for sample in decoded
+        for sample in decoded_samples
     ]
-    return _fit_rows(decoded, rows, knee)
+    return _fit_rows(decoded_samples, rows, knee)
 
 
 def _fit_rows(
-    decoded: Sequence[Sample], rows: Sequence[tuple[float, ...]], knee: int
+    decoded_samples: Sequence[Sample], rows: Sequence[tuple[float, ...]], knee: int
 ) -> SpeedModel:
-    seen_ms = [sample.tpot_ms for sample in decoded if sample.tpot_ms is not None]
+    seen_ms = [
+        sample.tpot_ms for sample in decoded_samples if sample.tpot_ms is not None
+    ]
     base_ms, ms_per_sequence, ms_beyond_knee = least_squares(rows, seen_ms)
     return SpeedModel(
         ttft_base_ms=0.0,
@@ -180,23 +190,25 @@ def _fit_rows(
     )
 
 
-def _squared_error(model: SpeedModel, decoded: Sequence[Sample]) -> float:
+def _squared_error(model: SpeedModel, decoded_samples: Sequence[Sample]) -> float:
     """Return the sum of the squared relative errors of a model's decode steps."""
     return sum(
         (model.step_ms(sample.batch) / sample.tpot_ms - 1) ** 2
-        for sample in decoded
+        for sample in decoded_samples
         if sample.tpot_ms is not None
     )
 
 
-def _fit_ttft(prefilled: Sequence[Sample], steps: SpeedModel) -> SpeedModel:
+def _fit_ttft(prefilled_samples: Sequence[Sample], steps: SpeedModel) -> SpeedModel:
     """Add what the first token takes to a model of decode steps."""
     rows: list[tuple[float, ...]] = []
-    for sample in prefilled:
+    for sample in prefilled_samples:
         step_ms = steps.step_ms(sample.sequences) if sample.sequences else 0.0
         tokens_to_read = sample.prompt_tokens + sample.waiting_tokens
         rows.append((1.0, float(tokens_to_read), step_ms))
-    seen_ms = [sample.ttft_ms for sample in prefilled if sample.ttft_ms is not None]
+    seen_ms = [
+        sample.ttft_ms for sample in prefilled_samples if sample.ttft_ms is not None
+    ]
     base_ms, prefill_ms_per_token, ttft_steps = least_squares(rows, seen_ms)
     return replace(
         steps,
@@ -206,10 +218,12 @@ def _fit_ttft(prefilled: Sequence[Sample], steps: SpeedModel) -> SpeedModel:
     )
 
 
-def _contention(own: Sequence[Sample], alone: SpeedModel, max_num_seqs: int) -> float:
+def _contention(
+    own_samples: Sequence[Sample], alone: SpeedModel, max_num_seqs: int
+) -> float:
     """Return the median slowdown by neighbours, of TPOT and TTFT at batch 1; 0: none, or nothing was measured."""
     slowdowns: list[float] = []
-    for sample in own:
+    for sample in own_samples:
         if not sample.neighbours or sample.batch != 1:
             continue
         predicted_ttft_ms = _predicted_ttft_ms(alone, sample, max_num_seqs)
@@ -225,10 +239,13 @@ def _contention(own: Sequence[Sample], alone: SpeedModel, max_num_seqs: int) -> 
 
 
 def _ttft_predictions(
-    own: Sequence[Sample], alone: SpeedModel, max_num_seqs: int, contention: float
+    own_samples: Sequence[Sample],
+    alone: SpeedModel,
+    max_num_seqs: int,
+    contention: float,
 ) -> list[TimePrediction]:
     predictions: list[TimePrediction] = []
-    for sample in own:
+    for sample in own_samples:
         if sample.ttft_ms is not None:
             alone_ms = _predicted_ttft_ms(alone, sample, max_num_seqs)
             slowdown = 1 + contention * sample.neighbours
@@ -237,10 +254,10 @@ def _ttft_predictions(
 
 
 def _tpot_predictions(
-    own: Sequence[Sample], alone: SpeedModel, contention: float
+    own_samples: Sequence[Sample], alone: SpeedModel, contention: float
 ) -> list[TimePrediction]:
     predictions: list[TimePrediction] = []
-    for sample in own:
+    for sample in own_samples:
         if sample.tpot_ms is not None:
             slowdown = 1 + contention * sample.neighbours
             predicted_ms = alone.step_ms(sample.batch) * slowdown

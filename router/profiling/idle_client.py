@@ -106,11 +106,11 @@ class IdleClient(MeasuringClient):
             adapters=spec.adapters,
         )
 
-    async def ask(self, *args: Any, **named: Any) -> Any:
+    async def ask(self, *args: Any, **named_args: Any) -> Any:
         """Ask as every measuring client does, again whenever the request is cancelled for somebody else's."""
         while True:
             with suppress(TimeoutError):
-                answer = await super().ask(*args, **named)
+                answer = await super().ask(*args, **named_args)
                 self._quiet_s = self._idle_s
                 return answer
 

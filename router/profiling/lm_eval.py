@@ -32,7 +32,7 @@ from tiers.spec import TierName
 SAMPLES_FILE = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 CLASSES = Path(__file__).with_name("lm_eval_classes.toml")
 MOST_NAMED_TASKS = 8  # in a profile's description
-HALF = 0.5  # above which a metric calls an answer right
+HALF = 0.5  # a metric above it calls an answer right
 # Metrics that tell whether an answer is right, the strictest first.
 STRICT = "exact_match pass@1 pass_at_1 prompt_level_strict_acc acc em exact contains acc_norm"
 GRADED = "score qa_f1_score classification_score retrieval_score count_score rouge_score code_sim_score"
@@ -255,13 +255,13 @@ def _judged_answers(
     task_kind = _kind_of_task(log.task, task_kinds)
     first_filter = None
     with log.path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
             try:
                 sample = LoggedSample.model_validate_json(line)
                 complexity = task_kind.complexity or _judge_complexity(sample.prompt)
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise ProfileError(
-                    f"{log.path} line {number} is no logged sample: {error}"
+                    f"{log.path} line {line_number} is no logged sample: {error}"
                 ) from error
             first_filter = first_filter or sample.filter
             if sample.filter == first_filter:

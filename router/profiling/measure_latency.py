@@ -28,7 +28,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT_TOKENS = 24
 LENGTH_REPEATS = 3  # how often each prompt length is measured
 OTHER_STEPS = 2  # the warm-up, and prompts that arrive while others are decoded
-ALONE_SHARE = 0.8  # of the budget, for measuring each tier alone
+ALONE_SHARE = 0.8  # share of the budget for measuring each tier alone
 TOGETHER_BATCHES = (1, 4)
 BACKGROUND_BATCH = 4  # sequences that are decoded while further prompts arrive
 # Ids of tokens that are ordinary in every large tokenizer. Prompts are random, so that no prefix is cached.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 JOURNAL_FORM = "answers 1"  # lines of another form do not count
-SCORED_ANSWERS = 4  # of each kind and tier
+SCORED_ANSWERS = 4  # for each kind and tier
 KEEP_EVERY = 20  # tasks, after which what is known so far is written
 # Prompts that may be too long for a tier by this estimate are left out.
 CHARS_PER_TOKEN = 4.0
@@ -131,7 +131,7 @@ class _QualityMeasurement:
         self._fleet = fleet
         self._report_progress = report_progress
         self._lower_tiers = [tier for tier in fleet.tiers if tier is not REFERENCE]
-        # Of a task that none of these gets right, no other tier is asked.
+        # No other tier is asked a task that none of these gets right.
         self._first_tiers = (REFERENCE, *self._lower_tiers[:1])
         self._settings = {tier: _setting(plan, fleet, tier) for tier in fleet.tiers}
         slots = {

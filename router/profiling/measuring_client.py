@@ -94,8 +94,8 @@ class TimedAnswer(NamedTuple):
 class MeasuringClient(ABC):
     """Sends a measurement's requests, greedy and with the lowest priority. One event loop owns it; close it."""
 
-    patience_s = MAX_WAIT_S  # for others' requests to end
-    slot_patience_s = MAX_WAIT_S  # of a timed request, for a slot
+    patience_s = MAX_WAIT_S  # how long it waits for others' requests to end
+    slot_patience_s = MAX_WAIT_S  # how long a timed request waits for a slot
 
     def __init__(
         self, base_url: str = "", key: str = "", *, verify: ssl.SSLContext | bool = True
@@ -212,13 +212,15 @@ class MeasuringClient(ABC):
             started = time.monotonic()
             async with self._send(tier, COMPLETIONS, body) as response:
                 if response.status_code == httpx.codes.OK:
-                    first, last = await _token_times(response, tier, report_first_token)
+                    first_token_at, last_token_at = await _token_times(
+                        response, tier, report_first_token
+                    )
                     return TimedAnswer(
                         prompt_tokens=len(prompt),
-                        ttft_ms=(first - started) * 1000,
-                        tpot_ms=_tpot_ms(first, last, tokens),
+                        ttft_ms=(first_token_at - started) * 1000,
+                        tpot_ms=_tpot_ms(first_token_at, last_token_at, tokens),
                         started=started,
-                        ended=last,
+                        ended=last_token_at,
                     )
                 await response.aread()
             await _wait_out_refusal(tier, response, deadline)
@@ -242,33 +244,33 @@ async def _token_times(
     response: httpx.Response, tier: TierName, report_first_token: Callable[[], None]
 ) -> tuple[float, float]:
     """Read a streamed completion; return when its first and last tokens came, by the monotonic clock in seconds."""
-    first = 0.0
-    last = 0.0
+    first_token_at = 0.0
+    last_token_at = 0.0
     tail = b""
     async for chunk in response.aiter_raw():
         now = time.monotonic()
-        if not first:
-            first = now
+        if not first_token_at:
+            first_token_at = now
             report_first_token()
         # The last chunks hold no tokens, only counts and the end.
         if b'"finish_reason":"' in chunk or b'"usage":{' not in chunk:
-            last = now
+            last_token_at = now
         tail = (tail + chunk)[-TAIL_BYTES:]
     if b"[DONE]" not in tail:
         raise ProfileError(
             f"{tier} cut an answer short: {tail[-300:].decode(errors='replace')}"
         )
-    return first, last
+    return first_token_at, last_token_at
 
 
-def _tpot_ms(first: float, last: float, tokens: int) -> float | None:
+def _tpot_ms(first_token_at: float, last_token_at: float, tokens: int) -> float | None:
     """Return the mean time of each token after the first; None: the answer has no pace.
 
     An answer may come all at once if the router got no processor time.
     """
-    if tokens <= 1 or last <= first:
+    if tokens <= 1 or last_token_at <= first_token_at:
         return None
-    return (last - first) * 1000 / (tokens - 1)
+    return (last_token_at - first_token_at) * 1000 / (tokens - 1)
 
 
 async def _wait_out_refusal(

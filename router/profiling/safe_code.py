@@ -107,9 +107,9 @@ def _round(number: Any, digits: int | None = None) -> Any:
 
 
 def _make_list(
-    make: Callable[..., Iterable[Any]], *args: Any, **named: Any
+    make: Callable[..., Iterable[Any]], *args: Any, **named_args: Any
 ) -> list[Any]:
-    return list(make(*args, **named))
+    return list(make(*args, **named_args))
 
 
 def _math_functions() -> Names:
@@ -334,10 +334,10 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
         node: ast.FunctionDef | ast.Lambda,
         names_around: Names,
         *args: Any,
-        **named: Any,
+        **named_args: Any,
     ) -> Any:
         """Call a function that the program defines."""
-        arguments = self._arguments(node, args, named)
+        arguments = self._arguments(node, args, named_args)
         names_before = self.names
         self.names = {**names_around, **arguments}
         try:
@@ -355,13 +355,13 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
         self,
         node: ast.FunctionDef | ast.Lambda,
         args: tuple[Any, ...],
-        named: dict[str, Any],
+        named_args: dict[str, Any],
     ) -> Names:
         """Return what a function's arguments are bound to in a call; ``TypeError``: there are too many."""
         names = [arg.arg for arg in node.args.args]
-        if len(args) > len(names) or named.keys() - set(names):
+        if len(args) > len(names) or named_args.keys() - set(names):
             raise TypeError
-        passed = {**dict(zip(names, args, strict=False)), **named}
+        passed = {**dict(zip(names, args, strict=False)), **named_args}
         # Defaults belong to the last arguments.
         defaults = dict(
             zip(reversed(names), reversed(node.args.defaults), strict=False)
@@ -382,8 +382,8 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
             else:
                 args.append(self._eval(arg))
         function = self._eval(node.func)
-        named = {str(word.arg): self._eval(word.value) for word in node.keywords}
-        return function(*args, **named)
+        named_args = {str(word.arg): self._eval(word.value) for word in node.keywords}
+        return function(*args, **named_args)
 
     def _attribute(self, node: ast.Attribute) -> Any:
         value = self._eval_attribute(node)
@@ -391,12 +391,12 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
             return partial(self._call_method, value)
         return value
 
-    def _call_method(self, method: Any, *args: Any, **named: Any) -> Any:
+    def _call_method(self, method: Any, *args: Any, **named_args: Any) -> Any:
         # Its object is counted each time, for it may have grown.
         self._counted(method.__self__)
         if method.__name__ in _PADDING:
             method = _limited(method)
-        return method(*args, **named)
+        return method(*args, **named_args)
 
     def _formatted(self, node: ast.FormattedValue) -> str:
         how = self._eval(node.format_spec) if node.format_spec else ""
@@ -436,7 +436,7 @@ def compute(
     stands for all that it would return. Any ``Exception``: the text is no program, computes too much, or fails.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of doubtful escapes
+        warnings.simplefilter("ignore")  # doubtful escapes
         program = _parse(text).body
     value = _evaluate(program, function)
     if not callable(value):

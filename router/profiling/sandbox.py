@@ -138,9 +138,7 @@ def hide(event: str, arguments: tuple[Any, ...]) -> None:
 
 def main() -> None:
     """Lock this process in, run the code and its test, and answer with the token."""
-    # Without a buffer the token stays in the pipe.
-    with open(0, "rb", buffering=0, closefd=False) as stdin:
-        code, test = json.loads(stdin.readline())
+    code, test = read_job()
     # The token can only be read at a number that the code would have to guess, in one try.
     token = 256 + os.urandom(1)[0]
     answer = os.dup(1)
@@ -158,12 +156,25 @@ def main() -> None:
         leave(1)
     forget_modules()
     sys.addaudithook(hide)
-    answer_module = ModuleType("answer")
-    sys.modules["answer"] = answer_module
-    for source in (code, test):
-        exec(compile(source, "answer", "exec"), answer_module.__dict__)  # noqa: S102  # what this is for
+    execute(code, test)
     write(answer, read(token, 64))
     leave(0)
+
+
+def read_job() -> tuple[str, str]:
+    """Read the code and its test from stdin."""
+    # Without a buffer the token stays in the pipe.
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        code, test = json.loads(stdin.readline())
+    return code, test
+
+
+def execute(code: str, test: str) -> None:
+    """Run the code and its test in one module."""
+    module = ModuleType("answer")
+    sys.modules["answer"] = module
+    for source in (code, test):
+        exec(compile(source, "answer", "exec"), module.__dict__)  # noqa: S102  # what this is for
 
 
 def forget_modules() -> None:

@@ -211,7 +211,9 @@ def _count_kind(
         reference: The reference's answers of this kind.
     """
     pairs = [
-        (answers[theirs.task], theirs) for theirs in reference if theirs.task in answers
+        (answers[reference_answer.task], reference_answer)
+        for reference_answer in reference
+        if reference_answer.task in answers
     ]
     prompt_class, complexity = kind
     return AnswerCount(
@@ -219,12 +221,21 @@ def _count_kind(
         complexity=complexity,
         tier=tier,
         asked=len(reference),
-        right=sum(theirs.right for theirs in reference),
+        right=sum(reference_answer.right for reference_answer in reference),
         answered=len(pairs),
-        worse=sum(theirs.right and not own.right for own, theirs in pairs),
-        better=sum(own.right and not theirs.right for own, theirs in pairs),
-        both=sum(own.right and theirs.right for own, theirs in pairs),
-        diagnosis=_diagnose([own for own, _ in pairs]),
+        worse=sum(
+            reference_answer.right and not own_answer.right
+            for own_answer, reference_answer in pairs
+        ),
+        better=sum(
+            own_answer.right and not reference_answer.right
+            for own_answer, reference_answer in pairs
+        ),
+        both=sum(
+            own_answer.right and reference_answer.right
+            for own_answer, reference_answer in pairs
+        ),
+        diagnosis=_diagnose([own_answer for own_answer, _ in pairs]),
     )
 
 

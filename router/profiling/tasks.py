@@ -77,15 +77,15 @@ def _read_file(path: Path) -> tuple[Task, ...]:
         raise ProfileError(f"the tasks {path} cannot be read: {error}") from error
     tasks: list[Task] = []
     line_of_id: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        task = _read_line(line, number, path)
+        task = _read_line(line, line_number, path)
         if task.id in line_of_id:
             raise ProfileError(
-                f"{path} line {number}: id: {task.id!r} is line {line_of_id[task.id]}'s; ids are unique"
+                f"{path} line {line_number}: id: {task.id!r} is line {line_of_id[task.id]}'s; ids are unique"
             )
-        line_of_id[task.id] = number
+        line_of_id[task.id] = line_number
         tasks.append(task)
     if not tasks:
         raise ProfileError(
@@ -94,11 +94,11 @@ def _read_file(path: Path) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def _read_line(line: str, number: int, path: Path) -> Task:
+def _read_line(line: str, line_number: int, path: Path) -> Task:
     try:
         row = json.loads(line)
         if isinstance(row, dict):
-            row = _with_kind({"id": f"line-{number}", **row})
+            row = _with_kind({"id": f"line-{line_number}", **row})
         return Task.model_validate(row)
     except ValidationError as error:
         why = _describe_fault(error.errors(include_url=False)[0])
@@ -106,7 +106,7 @@ def _read_line(line: str, number: int, path: Path) -> Task:
         why = "it is nested too deep"
     except ValueError as error:
         why = f"a task is a JSON object: {error}"
-    raise ProfileError(f"{path} line {number}: {why}")
+    raise ProfileError(f"{path} line {line_number}: {why}")
 
 
 def _with_kind(row: dict[str, Any]) -> dict[str, Any]:

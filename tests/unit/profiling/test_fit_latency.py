@@ -27,7 +27,13 @@ from tiers.spec import STANDARD_TIERS, TierName, TierSpec
 from tiers.speed import IDLE, Load, SpeedModel
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-TRUE = SpeedModel(30, 2.0, 25, 6, ttft_steps=1.5)
+TRUE = SpeedModel(
+    ttft_base_ms=30,
+    prefill_ms_per_token=2.0,
+    step_base_ms=25,
+    step_ms_per_sequence=6,
+    ttft_steps=1.5,
+)
 SEQS = 16
 
 
@@ -37,20 +43,41 @@ def samples(noise: float, contention: float = 0.0, seed: int = 1) -> list[Sample
     def seen(value: float) -> float:
         return value * (1 + source.uniform(-noise, noise))
 
-    found = [
-        Sample(tier=FAST, prompt_tokens=tokens, sequences=0, waiting_tokens=0, batch=0, neighbours=0.0,
-               ttft_ms=seen(TRUE.times(tokens, IDLE, SEQS, 1).ttft_ms), tpot_ms=None)
-        for tokens in (16, 64, 256, 1024)
-    ]  # fmt: skip
+    def seen_ttft_ms(tokens: int, load: Load, slowdown: float) -> float:
+        times = TRUE.times(tokens, load, SEQS, output_share=1)
+        return seen(times.ttft_ms * slowdown)
+
+    def prompt(tokens: int) -> Sample:
+        return Sample(
+            tier=FAST,
+            prompt_tokens=tokens,
+            sequences=0,
+            waiting_tokens=0,
+            batch=0,
+            neighbours=0.0,
+            ttft_ms=seen_ttft_ms(tokens, IDLE, 1.0),
+            tpot_ms=None,
+        )
+
+    def decoded(number: int, batch: int, neighbours: float) -> Sample:
+        load = Load(sequences=number, prompt_tokens=24 * number)
+        slowdown = 1 + contention * neighbours
+        return Sample(
+            tier=FAST,
+            prompt_tokens=24,
+            sequences=number,
+            waiting_tokens=24 * number,
+            batch=batch,
+            neighbours=neighbours,
+            ttft_ms=seen_ttft_ms(24, load, slowdown),
+            tpot_ms=seen(TRUE.step_ms(batch) * slowdown),
+        )
+
+    made = [prompt(tokens) for tokens in (16, 64, 256, 1024)]
     for neighbours in (0.0, 0.5):
-        slowed = 1 + contention * neighbours
         for batch in (1, 2, 4, 8, 16):
-            for number in range(batch):
-                load = Load(number, 24 * number)
-                found.append(Sample(tier=FAST, prompt_tokens=24, sequences=number, waiting_tokens=24 * number, batch=batch,
-                                    neighbours=neighbours, ttft_ms=seen(TRUE.times(24, load, SEQS, 1).ttft_ms * slowed),
-                                    tpot_ms=seen(TRUE.step_ms(batch) * slowed)))  # fmt: skip
-    return found
+            made += [decoded(number, batch, neighbours) for number in range(batch)]
+    return made
 
 
 def test_exact_samples_give_the_parameters_back() -> None:
@@ -82,7 +109,8 @@ def test_answers_that_come_in_one_piece_have_no_pace() -> None:
         s.model_copy(update={"tpot_ms": pace, "ttft_ms": None})
         for s, pace in zip(sound[8:12], (0.0, 0.001, 0.02, 1.0), strict=True)
     ]
-    found, alone = fit_tier(FAST, [*sound, *bunched], SEQS), fit_tier(FAST, sound, SEQS)
+    found = fit_tier(FAST, [*sound, *bunched], SEQS)
+    alone = fit_tier(FAST, sound, SEQS)
     assert found.tpot_spread == alone.tpot_spread
     assert found.tpot_error == alone.tpot_error
     assert found.step_base_ms == alone.step_base_ms
@@ -105,11 +133,10 @@ def test_too_few_samples_are_an_error() -> None:
 def test_queue_for_a_place_counts() -> None:
     """Beyond the sequences that an engine runs, a request waits for others to end."""
     load = Load(SEQS + 3, 0, output_tokens=(SEQS + 3) * 100)
-    waiting = (
-        TRUE.times(10, load, SEQS, 0.5).ttft_ms
-        - TRUE.times(10, Load(SEQS - 1, 0), SEQS, 0.5).ttft_ms
-    )
-    assert waiting == pytest.approx(
+    beyond_the_last_place = TRUE.times(10, load, SEQS, output_share=0.5)
+    at_the_last_place = TRUE.times(10, Load(SEQS - 1), SEQS, output_share=0.5)
+    waiting_ms = beyond_the_last_place.ttft_ms - at_the_last_place.ttft_ms
+    assert waiting_ms == pytest.approx(
         4 * 2 * 50 * TRUE.step_ms(SEQS) / (SEQS + 1) + 1.5 * 6
     )
 
@@ -149,7 +176,10 @@ def test_a_router_starts_without_profiles_that_it_cannot_use(
     """One of another release, or half a file: said so with what to run, and counted as not measured."""
     served: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: "c"}
     specs = tuple(
-        TierSpec(tier, 2048, 16, 32, digest=digest) for tier, digest in served.items()
+        TierSpec(
+            tier, max_model_len=2048, max_num_seqs=16, max_in_flight=32, digest=digest
+        )
+        for tier, digest in served.items()
     )
     fleet = Fleet(specs, machine="big")
     identities = {spec.name: spec.identity for spec in specs}

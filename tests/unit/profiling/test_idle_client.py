@@ -21,7 +21,8 @@ from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED = TierName.FAST, TierName.BALANCED
+FAST = TierName.FAST
+BALANCED = TierName.BALANCED
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 PATH = "/v1/chat/completions"
 
@@ -45,20 +46,29 @@ class Idle:
         return sum(replica.state.in_flight for replica in self.fleet.replicas)
 
 
+def made_spec(name: TierName) -> TierSpec:
+    return TierSpec(
+        name,
+        max_model_len=2048,
+        max_num_seqs=8,
+        max_in_flight=16,
+        digest=f"digest of {name}",
+    )
+
+
 @asynccontextmanager
 async def idle(*, priorities: bool = True) -> AsyncIterator[Idle]:
     """Serve an engine that has a key, with a client that may ask it at once."""
     engine = Behaviour()
     async with serving_all(FakeEngine(engine).app) as (url,):
-        fleet = Fleet(
-            tuple(
-                TierSpec(name, 2048, 8, 16, digest=f"digest of {name}")
-                for name in STANDARD_TIERS
-            ),
-            machine="m",
-        )
+        fleet = Fleet(tuple(made_spec(name) for name in STANDARD_TIERS), machine="m")
         replica = Replica(
-            "fast-0", fleet.spec(FAST), url, "secret", "fake", takes_priority=priorities
+            "fast-0",
+            fleet.spec(FAST),
+            url=url,
+            api_key="secret",
+            model="fake",
+            takes_priority=priorities,
         )
         fleet.add(replica).mark(ReplicaStatus.READY)
         client = IdleClient(
@@ -75,18 +85,17 @@ async def idle(*, priorities: bool = True) -> AsyncIterator[Idle]:
 async def test_it_asks_the_engine_itself() -> None:
     """With the engine's key and model, beneath everybody's priority; its tokens do not count as expected output."""
     async with idle() as one:
-        answer = await one.client.ask(PATH, FAST, CHAT, nothing)
+        answer = await one.client.ask(PATH, FAST, CHAT)
         assert answer["choices"][0]["message"]["content"] == "".join(ANSWER)
-        (asked,), (headers,) = one.engine.requests, one.engine.headers
-        assert (asked["model"], asked["temperature"], asked["priority"]) == (
-            "fake",
-            0,
-            PRIORITIES["batch"],
-        )
+        (request,) = one.engine.requests
+        assert request["model"] == "fake"
+        assert request["temperature"] == 0
+        assert request["priority"] == PRIORITIES["batch"]
+        (headers,) = one.engine.headers
         assert headers["authorization"] == "Bearer secret"
         assert one.fleet.output_share == 1.0
     async with idle(priorities=False) as one:
-        await one.client.ask(PATH, FAST, CHAT, nothing)
+        await one.client.ask(PATH, FAST, CHAT)
         assert "priority" not in one.engine.requests[0]
 
 
@@ -94,8 +103,12 @@ async def test_the_fleet_has_what_is_ready() -> None:
     async with idle() as one:
         fleet = await one.client.fleet()
         assert set(fleet.checkpoints) == set(STANDARD_TIERS)
-        assert fleet.tiers == {FAST: MeasuredTier("digest of fast", 1, 8, 2048)}
-        assert (fleet.model, fleet.machine) == ("model", "m")
+        fast = MeasuredTier(
+            identity="digest of fast", replicas=1, max_num_seqs=8, max_model_len=2048
+        )
+        assert fleet.tiers == {FAST: fast}
+        assert fleet.model == "model"
+        assert fleet.machine == "m"
 
 
 async def test_a_request_finds_the_engine_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +117,7 @@ async def test_a_request_finds_the_engine_free(monkeypatch: pytest.MonkeyPatch) 
     async with idle() as one:
         assert one.fleet.preempt is None
         one.engine.delay_s = 60
-        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
+        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT))
         await until(lambda: one.engine.running)
         assert one.client.is_asking
         one.engine.delay_s = 0  # of the second try
@@ -125,12 +138,17 @@ async def test_it_waits_while_others_are_served(
         assert lease is not None
         starting = one.fleet.add(
             Replica(
-                "balanced-0", one.fleet.spec(BALANCED), "http://nowhere", "", "fake"
+                "balanced-0",
+                one.fleet.spec(BALANCED),
+                url="http://nowhere",
+                api_key="",
+                model="fake",
             )
         )
-        one.served, waits = 1, list[int]()
+        one.served = 1
+        waits: list[int] = []
         asking = asyncio.create_task(
-            one.client.ask(PATH, FAST, CHAT, lambda: waits.append(1))
+            one.client.ask(PATH, FAST, CHAT, report_waiting=lambda: waits.append(1))
         )
         ends = (
             lambda: setattr(one, "served", 0),
@@ -153,7 +171,7 @@ async def test_a_step_that_is_disturbed_is_told_so(
     async with idle() as one:
 
         async def timed() -> None:
-            await one.client.time(FAST, [1, 2], 3, nothing)
+            await one.client.time(FAST, [1, 2], 3, report_first_token=nothing)
 
         async def comes_and_goes() -> None:
             one.requests += 1
@@ -177,7 +195,7 @@ async def test_to_be_cancelled_is_not_to_give_way() -> None:
     """A router that ends cancels its measurements: they do not go on."""
     async with idle() as one:
         one.engine.delay_s = 60
-        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
+        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT))
         await until(lambda: one.engine.running)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -189,13 +207,14 @@ async def test_an_answer_is_timed() -> None:
     async with idle() as one:
         begun: list[bool] = []
         timed = await one.client.time(
-            FAST, [5, 6, 7], 4, lambda: begun.append(one.client.is_asking)
-        )
-        assert (begun, timed.prompt_tokens, one.engine.requests[0]["prompt"]) == (
-            [True],
-            3,
+            FAST,
             [5, 6, 7],
+            4,
+            report_first_token=lambda: begun.append(one.client.is_asking),
         )
+        assert begun == [True]
+        assert timed.prompt_tokens == 3
+        assert one.engine.requests[0]["prompt"] == [5, 6, 7]
         assert 0 < timed.ttft_ms / 1000 <= timed.ended - timed.started
 
 
@@ -205,20 +224,20 @@ async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     async with idle() as one:
         one.engine.status = 400
         for asking in (
-            one.client.ask(PATH, FAST, CHAT, nothing),
-            one.client.time(FAST, [1], 4, nothing),
+            one.client.ask(PATH, FAST, CHAT),
+            one.client.time(FAST, [1], 4, report_first_token=nothing),
         ):
             with pytest.raises(ProfileError, match=r"fast answered HTTP 400: .*broken"):
                 await asking
         one.engine.status = 503
-        passing = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
+        passing = asyncio.create_task(one.client.ask(PATH, FAST, CHAT))
         await until(lambda: len(one.engine.requests) > 4)
         one.engine.status = 200
         assert (await passing)["choices"]
         monkeypatch.setattr(measuring_client, "MAX_WAIT_S", 0.0)
         for asking in (
-            one.client.ask(PATH, BALANCED, CHAT, nothing),
-            one.client.time(BALANCED, [1], 4, nothing),
+            one.client.ask(PATH, BALANCED, CHAT),
+            one.client.time(BALANCED, [1], 4, report_first_token=nothing),
         ):
             with pytest.raises(
                 ProfileError, match="balanced answered HTTP 503: no slot is free"
@@ -230,8 +249,8 @@ async def test_an_engine_that_is_gone_is_named() -> None:
     async with idle() as one:
         one.fleet.replicas[0].url = "http://127.0.0.1:1"
         for asking in (
-            one.client.ask(PATH, FAST, CHAT, nothing),
-            one.client.time(FAST, [1], 4, nothing),
+            one.client.ask(PATH, FAST, CHAT),
+            one.client.time(FAST, [1], 4, report_first_token=nothing),
         ):
             with pytest.raises(
                 ProfileError, match=r"fast does not answer \(ConnectError\)"

@@ -27,7 +27,7 @@ from tiers.spec import STANDARD_TIERS, TierName
 LOGS = Path(__file__).with_name("lm_eval_logs")
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 DIGESTS: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: "c"}
-FLEET = FleetState("m", "a machine", DIGESTS, {})
+FLEET = FleetState(model="m", machine="a machine", checkpoints=DIGESTS, tiers={})
 USUAL = read_classes(CLASSES)
 
 
@@ -36,14 +36,17 @@ def imported(*folders: Path, known: dict[str, TaskKind] = USUAL) -> ImportedProf
 
 
 def flips(made: ImportedProfile) -> dict[TierName, tuple[int, int, int]]:
-    found = {
-        tier: [count.flips for count in made.profile.of(tier)]
-        for tier in (FAST, BALANCED)
-    }
-    return {
-        tier: (sum(f[0] for f in one), sum(f[1] for f in one), sum(f[2] for f in one))
-        for tier, one in found.items()
-    }
+    return {tier: flips_of(made, tier) for tier in (FAST, BALANCED)}
+
+
+def flips_of(made: ImportedProfile, tier: TierName) -> tuple[int, int, int]:
+    """Return a tier's answers, and of these those worse and better, of all kinds together."""
+    by_kind = [count.flips for count in made.profile.of(tier)]
+    return (
+        sum(flips.answers for flips in by_kind),
+        sum(flips.worse for flips in by_kind),
+        sum(flips.better for flips in by_kind),
+    )
 
 
 @pytest.fixture
@@ -67,23 +70,22 @@ def test_one_folder_with_a_run_of_each_tier_is_a_profile_of_the_fleet() -> None:
         (count.prompt_class, count.answered > 0) for count in made.profile.counts
     } == {(PromptClass.MATH, True)}
     assert sum(count.asked for count in made.profile.of(FAST)) == 8
-    assert (
-        made.profile.checkpoints,
-        made.profile.model,
-        set(made.unpaired.values()),
-    ) == (DIGESTS, "m", {0})
+    assert made.profile.checkpoints == DIGESTS
+    assert made.profile.model == "m"
+    assert set(made.unpaired.values()) == {0}
     assert made.profile.tasks == "lm-evaluation-harness (gsm_short)"
 
 
 def test_only_equal_prompts_are_paired(logs: Path) -> None:
     """Of the same document, with the same few-shot examples."""
-    change(
-        logs / "fast",
-        lambda rows: [
-            {**row, "prompt_hash": "other"} if row["doc_id"] < 3 else row
-            for row in rows
-        ],
-    )
+
+    def with_other_prompts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for row in rows:
+            if row["doc_id"] < 3:
+                row["prompt_hash"] = "other"
+        return rows
+
+    change(logs / "fast", with_other_prompts)
     made = imported(logs)
     assert made.unpaired == {BALANCED: 0, FAST: 3}
     assert sum(count.answered for count in made.profile.of(FAST)) == 5

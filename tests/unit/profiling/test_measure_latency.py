@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from router.profiling.measuring_client import (
     FleetState,
     MeasuredTier,
     MeasuringClient,
+    Step,
     TimedAnswer,
 )
 from tiers.spec import STANDARD_TIERS, TierName
@@ -30,12 +31,28 @@ from tiers.speed import Load, SpeedModel
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-TRUE = SpeedModel(3, 0.2, 2, 0.5, ttft_steps=1.0)
+TRUE = SpeedModel(
+    ttft_base_ms=3,
+    prefill_ms_per_token=0.2,
+    step_base_ms=2,
+    step_ms_per_sequence=0.5,
+    ttft_steps=1.0,
+)
 SEQS = 8
+
+
+def measured_tier(identity: str, *, replicas: int = 1) -> MeasuredTier:
+    return MeasuredTier(
+        identity=identity, replicas=replicas, max_num_seqs=SEQS, max_model_len=512
+    )
+
+
 FLEET = FleetState(
-    "m", "machine", {FAST: "f", BALANCED: "b", PRECISE: "p"},
-    {FAST: MeasuredTier("f", 1, SEQS, 512), BALANCED: MeasuredTier("b", 1, SEQS, 512)},
-)  # fmt: skip
+    model="m",
+    machine="machine",
+    checkpoints={FAST: "f", BALANCED: "b", PRECISE: "p"},
+    tiers={FAST: measured_tier("f"), BALANCED: measured_tier("b")},
+)
 
 
 @dataclass
@@ -65,28 +82,38 @@ class SimulatedTiers(MeasuringClient):
         return True
 
     async def time(
-        self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]
+        self,
+        tier: TierName,
+        prompt: list[int],
+        tokens: int,
+        report_first_token: Callable[[], None],
     ) -> TimedAnswer:
         self.prompts.append((tier, len(prompt)))
         load = Load(self.sequences[tier], self.waiting[tier])
-        ttft_ms = TRUE.times(len(prompt), load, SEQS, 1.0).ttft_ms
+        ttft_ms = TRUE.times(len(prompt), load, SEQS, output_share=1.0).ttft_ms
         self.sequences[tier] += 1
         self.waiting[tier] += len(prompt)
         started = time.monotonic()
         await asyncio.sleep(0)
-        begun()
+        report_first_token()
         self.waiting[tier] -= len(prompt)
         batch = self.sequences[tier]
         await asyncio.sleep(0.001)
         self.sequences[tier] -= 1
-        tpot_ms = TRUE.step_ms(batch) if tokens > 1 and not self.all_at_once else None
-        return TimedAnswer(len(prompt), ttft_ms, tpot_ms, started, time.monotonic())
+        tpot_ms = None
+        if tokens > 1 and not self.all_at_once:
+            tpot_ms = TRUE.step_ms(batch)
+        return TimedAnswer(
+            prompt_tokens=len(prompt),
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            started=started,
+            ended=time.monotonic(),
+        )
 
-    async def undisturbed(
-        self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]
-    ) -> bool:
+    async def undisturbed(self, step: Step, report_waiting: Callable[[], None]) -> bool:
         self.steps += 1
-        waiting()
+        report_waiting()
         await step()
         self.disturbed -= 1
         return self.disturbed < 0
@@ -101,11 +128,9 @@ async def test_known_speeds_are_found() -> None:
     tiers = SimulatedTiers()
     profile = await measure_latency(tiers, LatencyPlan(0.1), nothing)
     assert [fit.tier for fit in profile.fits] == [FAST, BALANCED]
-    assert (profile.model, profile.machine, profile.checkpoints) == (
-        "m",
-        "machine",
-        dict(FLEET.checkpoints),
-    )
+    assert profile.model == "m"
+    assert profile.machine == "machine"
+    assert profile.checkpoints == dict(FLEET.checkpoints)
     for fit in profile.fits:
         assert fit.step_base_ms == pytest.approx(2, rel=0.05)
         assert fit.step_ms_per_sequence == pytest.approx(0.5, rel=0.05)
@@ -178,7 +203,7 @@ async def test_a_disturbed_step_is_taken_again() -> None:
         (replace(FLEET, tiers={}), (), "no tier is ready"),
         (FLEET, (PRECISE,), "tier precise is not ready"),
         (
-            replace(FLEET, tiers={FAST: MeasuredTier("f", 2, SEQS, 512)}),
+            replace(FLEET, tiers={FAST: measured_tier("f", replicas=2)}),
             (),
             "tier fast has 2 replicas",
         ),

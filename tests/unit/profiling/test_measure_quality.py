@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +17,9 @@ from router.profiling.router_client import RouterClient
 from router.profiling.tasks import Task
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
+
+if TYPE_CHECKING:
+    from router.policy.losses import Kind
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 PARIS = {"type": "contains", "all": ["Paris"]}  # what fakes answer
@@ -59,6 +62,10 @@ def flips(
     }
 
 
+def tasks_asked(tier: TierName, profile: QualityProfile) -> int:
+    return sum(count.asked for count in profile.counts if count.tier is tier)
+
+
 def asked(stack: Stack) -> dict[TierName, int]:
     found = {tier: len(engine.requests) for tier, engine in stack.engines.items()}
     for engine in stack.engines.values():
@@ -95,7 +102,8 @@ async def test_an_adapter_is_measured_on_the_tiers_that_offer_it(
             for engine in stack.engines.values()
             for request in engine.requests
         ]
-        assert (profile.adapter, set(models)) == ("support", {"support"})
+        assert profile.adapter == "support"
+        assert set(models) == {"support"}
         assert {count.tier for count in profile.counts} == {FAST}
         assert asked(stack)[BALANCED] == 0
 
@@ -114,7 +122,8 @@ async def test_each_task_is_answered_once_a_tier_and_some_answers_are_scored(
         assert {
             count.diagnosis.disagreement for count in profile.counts if count.diagnosis
         } == {0}
-        assert (profile.whole, profile.tasks) == (True, "two tasks")
+        assert profile.whole is True
+        assert profile.tasks == "two tasks"
         (tmp_path / "journal.jsonl").unlink()
         asked(stack)
         await measured(client, tmp_path, scored=0)
@@ -185,12 +194,25 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(
         for n in range(30)
     )
     told: list[QualityProfile] = []
-    worth = {PromptClass.CHAT: 1.0, PromptClass.MATH: 2.0, PromptClass.CODE: 0.0}
+    worth_on_fast = {
+        PromptClass.CHAT: 1.0,
+        PromptClass.MATH: 2.0,
+        PromptClass.CODE: 0.0,
+    }
+
+    def worth(tier: TierName, kind: Kind) -> float:
+        return worth_on_fast[kind[0]] if tier is FAST else 0.0
+
     async with connected(tmp_path) as (stack, client):
         profile = await measured(
-            client, tmp_path, tasks, scored=0, parallel=1, keep=told.append,
-            worth=lambda tier, kind: worth[kind[0]] if tier is FAST else 0.0,
-        )  # fmt: skip
+            client,
+            tmp_path,
+            tasks,
+            scored=0,
+            parallel=1,
+            keep=told.append,
+            worth=worth,
+        )
         prompts = [
             request["messages"][0]["content"]
             for request in stack.engines[FAST].requests
@@ -199,9 +221,12 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(
     assert sum("math" in prompt for prompt in prompts[:18]) == 12, (
         "twice as often, as it is worth twice as much"
     )
-    assert [(one.whole, sum(c.asked for c in one.counts if c.tier is FAST)) for one in told] == [
-        (False, 20), (False, 40), (False, 60),
-    ]  # fmt: skip
+    assert not any(profile_so_far.whole for profile_so_far in told)
+    assert [tasks_asked(FAST, profile_so_far) for profile_so_far in told] == [
+        20,
+        40,
+        60,
+    ]
     assert profile.whole
 
 
@@ -219,7 +244,8 @@ async def test_code_is_run_only_if_that_is_asked_for(tmp_path: Path) -> None:
         profile = await measured(
             client, tmp_path, (ran, task("long " * 5000)), scored=0
         )
-        assert (profile.counts, sum(asked(stack).values())) == ((), 0)
+        assert profile.counts == ()
+        assert sum(asked(stack).values()) == 0
         await measured(client, tmp_path, (ran,), scored=0, run_code=runs)
         assert seen == [("The capital of France is Paris.", "assert f(2) == 4")] * 2
 

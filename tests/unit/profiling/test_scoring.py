@@ -15,6 +15,7 @@ from classifier.kinds import Complexity
 from router.policy.profiles import TOP_K, Diagnosis, profile_name
 from router.profiling.scoring import (
     JudgedAnswer,
+    RankedToken,
     Scores,
     answer_body,
     compare,
@@ -27,7 +28,8 @@ from tests.unit.router_stack import Stack, router_stack
 from tests.waiting import until
 from tiers.spec import TierName
 
-FAST, PRECISE = TierName.FAST, TierName.PRECISE
+FAST = TierName.FAST
+PRECISE = TierName.PRECISE
 
 
 def logs(*shares: float) -> dict[int, float]:
@@ -57,7 +59,8 @@ def test_kl_by_hand() -> None:
 )
 def test_truncation_never_raises_kl(p: list[float], q: list[float], kept: int) -> None:
     """With fewer tokens known the figure is a lower bound of the true one, and never negative."""
-    full_p, full_q = logs(*(x / sum(p) for x in p)), logs(*(x / sum(q) for x in q))
+    full_p = logs(*(x / sum(p) for x in p))
+    full_q = logs(*(x / sum(q) for x in q))
     top = [
         dict(sorted(d.items(), key=lambda item: -item[1])[:kept])
         for d in (full_p, full_q)
@@ -69,27 +72,28 @@ def test_truncation_never_raises_kl(p: list[float], q: list[float], kept: int) -
 def test_scores_by_hand() -> None:
     """Disagreement by rank, and regret against the reference's own first choice."""
     reference = [
-        {10: (math.log(0.9), 1)},
-        {11: (math.log(0.2), 2), 99: (math.log(0.7), 1)},
-        {12: (math.log(0.5), 1)},
+        {10: RankedToken(math.log(0.9), 1)},
+        {11: RankedToken(math.log(0.2), 2), 99: RankedToken(math.log(0.7), 1)},
+        {12: RankedToken(math.log(0.5), 1)},
     ]
     found = compare(
         [10, 11, 12], [{10: math.log(0.9)}, {11: 0.0}, {12: math.log(0.5)}], reference
     )
-    assert (found.tokens, found.disagreed) == (3, 1)
+    assert found.tokens == 3
+    assert found.disagreed == 1
     assert found.regret == pytest.approx(math.log(0.7 / 0.2))
     assert found.kl > 0
 
 
-def answered(*tops: dict[int, float], ids: list[int]) -> dict[str, Any]:
-    content = [
-        {
-            "top_logprobs": [
-                {"token": f"token_id:{t}", "logprob": p} for t, p in top.items()
-            ]
-        }
-        for top in tops
+def named_tokens(top: dict[int, float]) -> list[dict[str, Any]]:
+    return [
+        {"token": f"token_id:{token_id}", "logprob": logprob}
+        for token_id, logprob in top.items()
     ]
+
+
+def answered(*tops: dict[int, float], ids: list[int]) -> dict[str, Any]:
+    content = [{"top_logprobs": named_tokens(top)} for top in tops]
     return {
         "prompt_token_ids": [1, 2],
         "choices": [{"token_ids": ids, "logprobs": {"content": content or None}}],
@@ -111,7 +115,9 @@ async def test_the_reference_scores_the_answer_after_its_prompt() -> None:
         return {"choices": [{"prompt_logprobs": [*prompt, *own]}]}
 
     found = await score(answered({7: -0.1, 8: -2.5}, {9: -0.3}, ids=[7, 9, 0]), ask)
-    assert (found.tokens, found.disagreed, round(found.regret, 6)) == (2, 1, 2.9)
+    assert found.tokens == 2
+    assert found.disagreed == 1
+    assert round(found.regret, 6) == 2.9
     assert asked == [
         {
             "prompt": [1, 2, 7, 9],
@@ -126,17 +132,12 @@ async def test_the_reference_scores_the_answer_after_its_prompt() -> None:
 
 def test_answers_are_greedy_and_bounded() -> None:
     body = answer_body([{"role": "user", "content": "hi"}], 24, scored=True)
-    assert (body["temperature"], body["max_tokens"], body["top_logprobs"]) == (
-        0,
-        24,
-        TOP_K,
-    )
-    assert (
-        body["return_token_ids"]
-        is body["return_tokens_as_token_ids"]
-        is body["logprobs"]
-        is True
-    )
+    assert body["temperature"] == 0
+    assert body["max_tokens"] == 24
+    assert body["top_logprobs"] == TOP_K
+    assert body["logprobs"] is True
+    assert body["return_token_ids"] is True
+    assert body["return_tokens_as_token_ids"] is True
     plain = answer_body([{"role": "user", "content": "hi"}], 24, scored=False)
     assert plain.keys() == {"messages", "temperature", "max_tokens"}
 
@@ -172,13 +173,15 @@ def test_answers_are_paired_by_task() -> None:
     ]
     answers.append(judged("y", FAST, right=True))
     (found,) = count_answers(answers, [FAST])
-    assert (found.tier, found.prompt_class, found.complexity) == (
-        FAST,
-        PromptClass.MATH,
-        Complexity.TRIVIAL,
-    )
-    assert (found.asked, found.right, found.answered) == (6, 4, 5)
-    assert (found.worse, found.better, found.both) == (2, 1, 1)
+    assert found.tier is FAST
+    assert found.prompt_class is PromptClass.MATH
+    assert found.complexity is Complexity.TRIVIAL
+    assert found.asked == 6
+    assert found.right == 4
+    assert found.answered == 5
+    assert found.worse == 2
+    assert found.better == 1
+    assert found.both == 1
     assert found.flips == (4, 2, 1)
     assert found.diagnosis == Diagnosis(
         tokens=40, disagreement=0.125, kl=0.025, regret=0.05
@@ -201,7 +204,7 @@ async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
         assert [tier["loss_answers"] for tier in before["tiers"]] == [0, 0, 0]
         checkpoints = {spec.name: spec.identity for spec in stack.fleet.specs}
         counts = [
-            counted(tier, worse, 0, PromptClass.CODE, each, of=400)
+            counted(tier, worse, 0, kind=PromptClass.CODE, complexity=each, of=400)
             for tier, worse in ((FAST, 80), (TierName.BALANCED, 8))
             for each in Complexity
         ]
