@@ -22,6 +22,7 @@ from router.profiling.measuring_client import (
     MeasuredTier,
     MeasuringClient,
     Step,
+    ignore_waiting,
 )
 from tiers.fleet import Fleet, Lease
 from tiers.replica import Replica
@@ -106,16 +107,25 @@ class IdleClient(MeasuringClient):
             adapters=spec.adapters,
         )
 
-    async def ask(self, *args: Any, **named_args: Any) -> Any:
+    async def ask(
+        self,
+        path: str,
+        tier: TierName,
+        body: Mapping[str, Any],
+        report_waiting: Callable[[], None] = ignore_waiting,
+        adapter: str | None = None,
+    ) -> Any:
         """Ask as every measuring client does, again whenever the request is cancelled for somebody else's."""
         while True:
             with suppress(TimeoutError):
-                answer = await super().ask(*args, **named_args)
+                answer = await super().ask(
+                    path, tier, body, report_waiting=report_waiting, adapter=adapter
+                )
                 self._quiet_s = self._idle_s
                 return answer
 
     async def undisturbed(self, step: Step, report_waiting: Callable[[], None]) -> bool:
-        await self.until_quiet(report_waiting)
+        await self._wait_until_quiet(report_waiting)
         preemptions_before = self._preemptions
         counts_before = self._request_counts()
         try:

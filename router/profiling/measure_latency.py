@@ -474,8 +474,8 @@ class _LatencyMeasurement:
         self._show("waiting for others' requests")
 
 
-def _bounded(tokens: float, fewest: int, most: int) -> int:
-    return min(max(int(tokens), fewest), most)
+def _bounded(tokens: float, smallest: int, largest: int) -> int:
+    return min(max(int(tokens), smallest), largest)
 
 
 def _last_answer(bench: _Bench) -> TimedAnswer:

@@ -175,7 +175,7 @@ class MeasuringClient(ABC):
         """
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
-            await self.until_quiet(report_waiting)
+            await self._wait_until_quiet(report_waiting)
             async with self._send(tier, path, body, adapter) as response:
                 await response.aread()
             if response.status_code == httpx.codes.OK:
@@ -225,7 +225,7 @@ class MeasuringClient(ABC):
                 await response.aread()
             await _wait_out_refusal(tier, response, deadline)
 
-    async def until_quiet(
+    async def _wait_until_quiet(
         self, report_waiting: Callable[[], None] = ignore_waiting
     ) -> None:
         """Wait while others' requests are served. One check serves all waiting callers."""

@@ -62,7 +62,7 @@ class RouterClient(MeasuringClient):
 
     async def undisturbed(self, step: Step, report_waiting: Callable[[], None]) -> bool:
         self._quiet_until = 0.0
-        await self.until_quiet(report_waiting)
+        await self._wait_until_quiet(report_waiting)
         fleet_before = await self.fleet()
         own_before = self._own_served
         await step()

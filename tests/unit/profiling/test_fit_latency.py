@@ -40,12 +40,12 @@ SEQS = 16
 def samples(noise: float, contention: float = 0.0, seed: int = 1) -> list[Sample]:
     source = random.Random(seed)
 
-    def seen(value: float) -> float:
+    def noisy(value: float) -> float:
         return value * (1 + source.uniform(-noise, noise))
 
     def seen_ttft_ms(tokens: int, load: Load, slowdown: float) -> float:
         times = TRUE.times(tokens, load, SEQS, output_share=1)
-        return seen(times.ttft_ms * slowdown)
+        return noisy(times.ttft_ms * slowdown)
 
     def prompt(tokens: int) -> Sample:
         return Sample(
@@ -70,50 +70,50 @@ def samples(noise: float, contention: float = 0.0, seed: int = 1) -> list[Sample
             batch=batch,
             neighbours=neighbours,
             ttft_ms=seen_ttft_ms(24, load, slowdown),
-            tpot_ms=seen(TRUE.step_ms(batch) * slowdown),
+            tpot_ms=noisy(TRUE.step_ms(batch) * slowdown),
         )
 
-    made = [prompt(tokens) for tokens in (16, 64, 256, 1024)]
+    timed = [prompt(tokens) for tokens in (16, 64, 256, 1024)]
     for neighbours in (0.0, 0.5):
         for batch in (1, 2, 4, 8, 16):
-            made += [decoded(number, batch, neighbours) for number in range(batch)]
-    return made
+            timed += [decoded(number, batch, neighbours) for number in range(batch)]
+    return timed
 
 
 def test_exact_samples_give_the_parameters_back() -> None:
     """Without noise the fit is the truth, with no error."""
-    found = fit_tier(FAST, samples(0, contention=0.7), SEQS)
-    assert found.model.step_base_ms == pytest.approx(25, rel=1e-3)
-    assert found.model.step_ms_per_sequence == pytest.approx(6, rel=1e-3)
-    assert found.model.ttft_base_ms == pytest.approx(30, rel=1e-3)
-    assert found.model.prefill_ms_per_token == pytest.approx(2, rel=1e-3)
-    assert found.model.ttft_steps == pytest.approx(1.5, rel=1e-3)
-    assert found.model.contention == pytest.approx(0.7, rel=1e-3)
-    assert found.ttft_error.p95 == found.tpot_error.p95 == 0
+    fitted = fit_tier(FAST, samples(0, contention=0.7), SEQS)
+    assert fitted.model.step_base_ms == pytest.approx(25, rel=1e-3)
+    assert fitted.model.step_ms_per_sequence == pytest.approx(6, rel=1e-3)
+    assert fitted.model.ttft_base_ms == pytest.approx(30, rel=1e-3)
+    assert fitted.model.prefill_ms_per_token == pytest.approx(2, rel=1e-3)
+    assert fitted.model.ttft_steps == pytest.approx(1.5, rel=1e-3)
+    assert fitted.model.contention == pytest.approx(0.7, rel=1e-3)
+    assert fitted.ttft_error.p95 == fitted.tpot_error.p95 == 0
 
 
 def test_noise_is_stated() -> None:
     """With noise the parameters stay near, and the error says how large it is."""
-    found = fit_tier(FAST, samples(0.2), SEQS)
-    assert found.model.step_base_ms == pytest.approx(25, rel=0.25)
-    assert found.model.prefill_ms_per_token == pytest.approx(2, rel=0.25)
-    assert 0.03 < found.tpot_error.median < 0.2
-    assert found.tpot_error.median < found.tpot_error.p95 < 0.3
-    assert 0.05 < found.tpot_spread < 0.2
+    fitted = fit_tier(FAST, samples(0.2), SEQS)
+    assert fitted.model.step_base_ms == pytest.approx(25, rel=0.25)
+    assert fitted.model.prefill_ms_per_token == pytest.approx(2, rel=0.25)
+    assert 0.03 < fitted.tpot_error.median < 0.2
+    assert fitted.tpot_error.median < fitted.tpot_error.p95 < 0.3
+    assert 0.05 < fitted.tpot_spread < 0.2
 
 
 def test_answers_that_come_in_one_piece_have_no_pace() -> None:
     """Where nobody read for a while, tokens seem to take no time at all: that says nothing of the engine."""
     sound = samples(0.1)
     bunched = [
-        s.model_copy(update={"tpot_ms": pace, "ttft_ms": None})
-        for s, pace in zip(sound[8:12], (0.0, 0.001, 0.02, 1.0), strict=True)
+        sample.model_copy(update={"tpot_ms": pace, "ttft_ms": None})
+        for sample, pace in zip(sound[8:12], (0.0, 0.001, 0.02, 1.0), strict=True)
     ]
-    found = fit_tier(FAST, [*sound, *bunched], SEQS)
-    alone = fit_tier(FAST, sound, SEQS)
-    assert found.tpot_spread == alone.tpot_spread
-    assert found.tpot_error == alone.tpot_error
-    assert found.step_base_ms == alone.step_base_ms
+    fitted = fit_tier(FAST, [*sound, *bunched], SEQS)
+    fitted_to_sound = fit_tier(FAST, sound, SEQS)
+    assert fitted.tpot_spread == fitted_to_sound.tpot_spread
+    assert fitted.tpot_error == fitted_to_sound.tpot_error
+    assert fitted.step_base_ms == fitted_to_sound.step_base_ms
 
 
 @given(
@@ -121,13 +121,13 @@ def test_answers_that_come_in_one_piece_have_no_pace() -> None:
 )
 def test_coefficients_are_never_negative(points: list[tuple[float, float]]) -> None:
     """Whatever the samples, no time has a negative part."""
-    found = least_squares([(1.0, x) for _, x in points], [y for y, _ in points])
-    assert all(value >= 0 for value in found)
+    coefficients = least_squares([(1.0, x) for _, x in points], [y for y, _ in points])
+    assert all(value >= 0 for value in coefficients)
 
 
 def test_too_few_samples_are_an_error() -> None:
     with pytest.raises(ProfileError, match="too few samples of fast"):
-        fit_tier(FAST, [s for s in samples(0) if s.batch < 2], SEQS)
+        fit_tier(FAST, [sample for sample in samples(0) if sample.batch < 2], SEQS)
 
 
 def test_queue_for_a_place_counts() -> None:

@@ -35,13 +35,13 @@ def imported(*folders: Path, known: dict[str, TaskKind] = USUAL) -> ImportedProf
     return import_runs([HarnessRun(None, folder) for folder in folders], known, FLEET)
 
 
-def flips(made: ImportedProfile) -> dict[TierName, tuple[int, int, int]]:
-    return {tier: flips_of(made, tier) for tier in (FAST, BALANCED)}
+def flips(imported_profile: ImportedProfile) -> dict[TierName, tuple[int, int, int]]:
+    return {tier: flips_of(imported_profile, tier) for tier in (FAST, BALANCED)}
 
 
-def flips_of(made: ImportedProfile, tier: TierName) -> tuple[int, int, int]:
+def flips_of(imported_profile: ImportedProfile, tier: TierName) -> tuple[int, int, int]:
     """Return a tier's answers, and of these those worse and better, of all kinds together."""
-    by_kind = [count.flips for count in made.profile.of(tier)]
+    by_kind = [count.flips for count in imported_profile.profile.of(tier)]
     return (
         sum(flips.answers for flips in by_kind),
         sum(flips.worse for flips in by_kind),
@@ -64,16 +64,17 @@ def change(
 
 def test_one_folder_with_a_run_of_each_tier_is_a_profile_of_the_fleet() -> None:
     """Right: precise and balanced 5 of 8, fast 2 others; each answer once, though two filters judged it."""
-    made = imported(LOGS)
-    assert flips(made) == {FAST: (7, 5, 2), BALANCED: (5, 0, 0)}
+    imported_profile = imported(LOGS)
+    assert flips(imported_profile) == {FAST: (7, 5, 2), BALANCED: (5, 0, 0)}
     assert {
-        (count.prompt_class, count.answered > 0) for count in made.profile.counts
+        (count.prompt_class, count.answered > 0)
+        for count in imported_profile.profile.counts
     } == {(PromptClass.MATH, True)}
-    assert sum(count.asked for count in made.profile.of(FAST)) == 8
-    assert made.profile.checkpoints == DIGESTS
-    assert made.profile.model == "m"
-    assert set(made.unpaired.values()) == {0}
-    assert made.profile.tasks == "lm-evaluation-harness (gsm_short)"
+    assert sum(count.asked for count in imported_profile.profile.of(FAST)) == 8
+    assert imported_profile.profile.checkpoints == DIGESTS
+    assert imported_profile.profile.model == "m"
+    assert set(imported_profile.unpaired.values()) == {0}
+    assert imported_profile.profile.tasks == "lm-evaluation-harness (gsm_short)"
 
 
 def test_only_equal_prompts_are_paired(logs: Path) -> None:
@@ -86,9 +87,9 @@ def test_only_equal_prompts_are_paired(logs: Path) -> None:
         return rows
 
     change(logs / "fast", with_other_prompts)
-    made = imported(logs)
-    assert made.unpaired == {BALANCED: 0, FAST: 3}
-    assert sum(count.answered for count in made.profile.of(FAST)) == 5
+    imported_profile = imported(logs)
+    assert imported_profile.unpaired == {BALANCED: 0, FAST: 3}
+    assert sum(count.answered for count in imported_profile.profile.of(FAST)) == 5
     change(logs / "fast", lambda rows: [{**row, "doc_hash": "other"} for row in rows])
     with pytest.raises(
         ProfileError, match="fast and precise answered no prompt in common"
@@ -113,10 +114,11 @@ def test_classes_of_tasks_are_read(tmp_path: Path) -> None:
     (toml := tmp_path / "own.toml").write_text(
         '"gsm_*" = { class = "chat", complexity = "complex" }'
     )
-    made = imported(LOGS, known={**read_classes(toml), **USUAL})
-    assert {(c.prompt_class, c.complexity) for c in made.profile.counts} == {
-        (PromptClass.CHAT, Complexity.COMPLEX)
-    }
+    imported_profile = imported(LOGS, known={**read_classes(toml), **USUAL})
+    assert {
+        (count.prompt_class, count.complexity)
+        for count in imported_profile.profile.counts
+    } == {(PromptClass.CHAT, Complexity.COMPLEX)}
     (own := tmp_path / "own.json").write_text('{"a": "code", "b": "poems"}')
     with pytest.raises(ProfileError, match=r"own\.json: b\.class"):
         read_classes(own)

@@ -136,16 +136,19 @@ async def test_known_speeds_are_found() -> None:
         assert fit.step_ms_per_sequence == pytest.approx(0.5, rel=0.05)
         assert fit.prefill_ms_per_token == pytest.approx(0.2, rel=0.05)
         assert fit.contention == pytest.approx(0, abs=0.05)
-    alone = [s for s in profile.samples if not s.neighbours]
-    assert {s.batch for s in alone} - {0} == {
+    alone = [sample for sample in profile.samples if not sample.neighbours]
+    assert {sample.batch for sample in alone} - {0} == {
         batch for batch in BATCHES if batch <= SEQS
     }
-    assert {s.prompt_tokens for s in alone} >= {
+    assert {sample.prompt_tokens for sample in alone} >= {
         length for length in PROMPT_LENGTHS if length < 512
     }
     # no prompt is longer than the context
     assert max(length for _, length in tiers.prompts) < 512
-    assert {s.tier for s in profile.samples if s.neighbours == 1} == {FAST, BALANCED}
+    assert {sample.tier for sample in profile.samples if sample.neighbours == 1} == {
+        FAST,
+        BALANCED,
+    }
     assert not any(tiers.sequences.values())
 
 
@@ -154,7 +157,7 @@ async def test_one_tier_can_be_measured_by_itself() -> None:
         SimulatedTiers(), LatencyPlan(0.01, (BALANCED,)), nothing
     )
     assert [fit.tier for fit in profile.fits] == [BALANCED]
-    assert not any(s.neighbours for s in profile.samples)
+    assert not any(sample.neighbours for sample in profile.samples)
 
 
 async def test_a_small_budget_leaves_long_prompts_and_large_batches_out() -> None:
@@ -162,23 +165,23 @@ async def test_a_small_budget_leaves_long_prompts_and_large_batches_out() -> Non
     profile = await measure_latency(
         SimulatedTiers(), LatencyPlan(0.01, (FAST,), budget_s=0.0), nothing
     )
-    assert {s.batch for s in profile.samples} - {0} == {1, 2}
-    assert max(s.prompt_tokens for s in profile.samples) < PROMPT_LENGTHS[2]
+    assert {sample.batch for sample in profile.samples} - {0} == {1, 2}
+    assert max(sample.prompt_tokens for sample in profile.samples) < PROMPT_LENGTHS[2]
 
 
 async def test_progress_ends_where_it_was_said_to_end() -> None:
     for budget_s in (math.inf, 0.0):
-        seen: list[tuple[int, int]] = []
+        steps: list[tuple[int, int]] = []
         plan = LatencyPlan(0.01, budget_s=budget_s)
         await measure_latency(
             SimulatedTiers(),
             plan,
-            lambda _what, done, total, seen=seen: seen.append((done, total)),
+            lambda _what, done, total, steps=steps: steps.append((done, total)),
         )
-        assert seen == sorted(seen)
-        assert len({total for _, total in seen}) == 1
-        assert seen[0][0] == 0
-        assert seen[-1][0] == seen[-1][1] - 1  # the last step was about to be taken
+        assert steps == sorted(steps)
+        assert len({total for _, total in steps}) == 1
+        assert steps[0][0] == 0
+        assert steps[-1][0] == steps[-1][1] - 1  # the last step was about to be taken
 
 
 async def test_a_disturbed_step_is_taken_again() -> None:

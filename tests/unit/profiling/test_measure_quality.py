@@ -48,10 +48,10 @@ async def connected(tmp_path: Path) -> AsyncIterator[tuple[Stack, RouterClient]]
 async def measured(
     client: RouterClient, tmp_path: Path, tasks: tuple[Task, ...] = TASKS, **plan: Any
 ) -> QualityProfile:
-    made = QualityPlan(
+    quality_plan = QualityPlan(
         tasks=tasks, name="two tasks", journal=tmp_path / "journal.jsonl", **plan
     )
-    return await measure_quality(client, made, lambda *_: None)
+    return await measure_quality(client, quality_plan, lambda *_: None)
 
 
 def flips(
@@ -67,10 +67,12 @@ def tasks_asked(tier: TierName, profile: QualityProfile) -> int:
 
 
 def asked(stack: Stack) -> dict[TierName, int]:
-    found = {tier: len(engine.requests) for tier, engine in stack.engines.items()}
+    request_counts = {
+        tier: len(engine.requests) for tier, engine in stack.engines.items()
+    }
     for engine in stack.engines.values():
         engine.requests.clear()
-    return found
+    return request_counts
 
 
 @pytest.mark.anyio
@@ -144,14 +146,14 @@ async def test_the_journal_saves_what_was_judged(tmp_path: Path) -> None:
         assert again.counts == first.counts
         assert sum(asked(stack).values()) == 0
         journal = tmp_path / "journal.jsonl"
-        whole = journal.read_text().splitlines()
+        lines = journal.read_text().splitlines()
         kept = [
-            row for row in map(json.loads, whole) if row["answer"]["tier"] != "fast"
+            row for row in map(json.loads, lines) if row["answer"]["tier"] != "fast"
         ]
         next(row for row in kept if row["answer"]["tier"] == "balanced")["setting"] = (
             "other weights"
         )
-        journal.write_text("\n".join(map(json.dumps, kept)) + "\n" + whole[0][:30])
+        journal.write_text("\n".join(map(json.dumps, kept)) + "\n" + lines[0][:30])
         assert (await measured(client, tmp_path)).counts == first.counts
         assert asked(stack) == {FAST: 2, BALANCED: 1, PRECISE: 3}  # scores
         assert (await measured(client, tmp_path)).counts == first.counts
@@ -193,7 +195,7 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(
         for kind in ("chat", "math", "code")
         for n in range(30)
     )
-    told: list[QualityProfile] = []
+    kept_profiles: list[QualityProfile] = []
     worth_on_fast = {
         PromptClass.CHAT: 1.0,
         PromptClass.MATH: 2.0,
@@ -210,19 +212,19 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(
             tasks,
             scored=0,
             parallel=1,
-            keep=told.append,
+            keep=kept_profiles.append,
             worth=worth,
         )
         prompts = [
             request["messages"][0]["content"]
             for request in stack.engines[FAST].requests
         ]
-    assert {*prompts} == {t.prompt for t in tasks[:60]}
+    assert {*prompts} == {asked_task.prompt for asked_task in tasks[:60]}
     assert sum("math" in prompt for prompt in prompts[:18]) == 12, (
         "twice as often, as it is worth twice as much"
     )
-    assert not any(profile_so_far.whole for profile_so_far in told)
-    assert [tasks_asked(FAST, profile_so_far) for profile_so_far in told] == [
+    assert not any(profile_so_far.whole for profile_so_far in kept_profiles)
+    assert [tasks_asked(FAST, profile_so_far) for profile_so_far in kept_profiles] == [
         20,
         40,
         60,
@@ -234,10 +236,10 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(
 async def test_code_is_run_only_if_that_is_asked_for(tmp_path: Path) -> None:
     """Else tasks that need it are left out, as are those that are too long for a tier."""
     ran = task("two", {"type": "runs", "test": "assert f(2) == 4"})
-    seen: list[tuple[str, str]] = []
+    runs_seen: list[tuple[str, str]] = []
 
     async def runs(answer: str, test: str) -> bool:
-        seen.append((answer, test))
+        runs_seen.append((answer, test))
         return False
 
     async with connected(tmp_path) as (stack, client):
@@ -247,7 +249,9 @@ async def test_code_is_run_only_if_that_is_asked_for(tmp_path: Path) -> None:
         assert profile.counts == ()
         assert sum(asked(stack).values()) == 0
         await measured(client, tmp_path, (ran,), scored=0, run_code=runs)
-        assert seen == [("The capital of France is Paris.", "assert f(2) == 4")] * 2
+        assert (
+            runs_seen == [("The capital of France is Paris.", "assert f(2) == 4")] * 2
+        )
 
 
 @pytest.mark.anyio

@@ -73,8 +73,8 @@ async def test_a_key_is_asked_for(tmp_path: Path) -> None:
 async def test_answers_are_greedy_and_of_one_tier(tmp_path: Path) -> None:
     """Beneath everybody else's priority, whatever the body says of other things."""
     async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
-        found = await client.ask(PATH, FAST, CHAT)
-        assert found["choices"][0]["message"]["content"] == "".join(ANSWER)
+        answer = await client.ask(PATH, FAST, CHAT)
+        assert answer["choices"][0]["message"]["content"] == "".join(ANSWER)
         (request,) = stack.engines[FAST].requests
         assert request["temperature"] == 0
         assert request["priority"] == 1
