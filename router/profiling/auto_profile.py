@@ -27,10 +27,10 @@ from tiers.fleet import Fleet
 from tiers.spec import ReplicaStatus, TierName, in_order
 
 log = logging.getLogger(f"qarr.{__name__}")
-# The steps that share the time for measuring speed. There are more, but most are shorter.
+# Measuring speed has time for so many steps. There are more, but most are shorter.
 LATENCY_STEPS = 40
 LONGEST_PROMPT_S = 1.0
-# Tasks at a time. A request cancels them, but what an engine has begun delays the request.
+# Few tasks at a time: a request cancels them, but what an engine has begun delays the request.
 PARALLEL_TASKS = 8
 CHECK_S = 1.0  # between two checks whether something is to be measured
 ELSEWHERE = "some engines were not started by this router: 'qarr profile' measures them"

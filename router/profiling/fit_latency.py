@@ -98,7 +98,7 @@ def _without_bunched_paces(own_samples: list[Sample]) -> list[Sample]:
 
 
 def _bunched_ms(own_samples: Sequence[Sample]) -> float:
-    """Return the time a token up to which an answer came in one piece: no batch is decoded so fast."""
+    """Return the largest TPOT of answers that came in one piece: no batch is decoded so fast."""
     decoded_samples = _decoded_alone(own_samples)
     if not decoded_samples:
         return 0.0
@@ -200,7 +200,7 @@ def _squared_error(model: SpeedModel, decoded_samples: Sequence[Sample]) -> floa
 
 
 def _fit_ttft(prefilled_samples: Sequence[Sample], steps: SpeedModel) -> SpeedModel:
-    """Add what the first token takes to a model of decode steps."""
+    """Fit the time to the first token, and add it to a model of decode steps."""
     rows: list[tuple[float, ...]] = []
     for sample in prefilled_samples:
         step_ms = steps.step_ms(sample.sequences) if sample.sequences else 0.0

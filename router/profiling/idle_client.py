@@ -149,7 +149,9 @@ class IdleClient(MeasuringClient):
         body: Mapping[str, Any],
         adapter: str | None = None,
     ) -> AsyncIterator[httpx.Response]:
-        """Send a request whatever the replica's limit: nobody is served. Without tokens it does not affect predictions.
+        """Send a request, beyond the replica's limit if need be: nobody else is served.
+
+        Its lease has no tokens, so that predictions do not count it.
 
         ``TimeoutError``: it was cancelled for somebody else's request.
         """

@@ -296,7 +296,7 @@ class _LatencyMeasurement:
     def _takes_too_long(
         self, length: int, measured_ttfts: list[tuple[int, float]], end_s: float
     ) -> bool:
-        """Tell whether a prompt length is expected to take too long, by the two lengths before; a fit needs these."""
+        """Tell whether a prompt is expected to take too long, by the two lengths before it, which are always measured."""
         if len(measured_ttfts) < LEAST_VALUES:
             return False
         shorter, shorter_ms = measured_ttfts[-2]

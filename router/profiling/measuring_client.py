@@ -1,4 +1,4 @@
-"""What measures tiers sends its requests through: a client that yields to the requests of others."""
+"""A client for measuring tiers, which yields to the requests of others."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Step = Callable[[], Coroutine[Any, Any, None]]
 # Pauses between two checks whether others are served. They begin short and double.
 SHORTEST_CHECK_S = 0.05
 LONGEST_CHECK_S = 0.5
-# Pauses before a refused request is sent again, where the answer names none and at most.
+# Pauses before a refused request is sent again: where the answer does not say how long, and the longest.
 BUSY_RETRY_S = 1.0
 LONGEST_RETRY_S = 10.0
-# How long a request waits for those of others to end, or for a slot of a full or absent tier.
+# A request waits at most so long for those of others to end, or for a slot of a full or absent tier.
 MAX_WAIT_S = 600.0
 ANSWER_TIMEOUT_S = 900.0
 TAIL_BYTES = 2000

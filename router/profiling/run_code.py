@@ -97,7 +97,7 @@ def _sandbox() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _read(pipe: int, size: int, seconds: float) -> bytes:
-    """Read so many bytes from a pipe; fewer if it ends, or if the time is over."""
+    """Read ``size`` bytes from a pipe; fewer if it ends or the time is over."""
     deadline = time.monotonic() + seconds
     poll = select.poll()
     poll.register(pipe)

@@ -30,7 +30,7 @@ from simpleeval import BASIC_ALLOWED_ATTRS, DEFAULT_OPERATORS, EvalWithCompoundT
 
 from router.profiling.answer_text import FENCE
 
-# Characters, elements and 32 bits of integers of one value, all levels together.
+# The largest size of a value: 1 for each character, element and 32 bits of an integer, at all levels together.
 MAX_SIZE = 5_000
 MAX_POWER_BITS = 8_000
 MAX_WORK = 100_000  # sizes of all values that an answer computes
@@ -436,7 +436,7 @@ def compute(
     stands for all that it would return. Any ``Exception``: the text is no program, computes too much, or fails.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # doubtful escapes
+        warnings.simplefilter("ignore")  # the text may have doubtful escapes
         program = _parse(text).body
     value = _evaluate(program, function)
     if not callable(value):

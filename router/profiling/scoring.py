@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-SMALLEST_REST = (
-    1e-9  # probability of the other tokens, which rounding may make 0 or less
-)
+# The probability of the other tokens is at least this: rounding may make it 0 or less.
+SMALLEST_REST = 1e-9
 
 
 class Scores(Frozen):
