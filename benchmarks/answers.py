@@ -42,9 +42,13 @@ from classifier import PromptClass
 from router.policy.losses import losses
 from router.policy.profiles import percentile
 from router.profiling.checks import RunsCheck
-from router.profiling.client import RouterClient
-from router.profiling.measure_quality import CHARS_PER_TOKEN, Plan, measure
+from router.profiling.measure_quality import (
+    CHARS_PER_TOKEN,
+    QualityPlan,
+    measure_quality,
+)
 from router.profiling.profile_files import JOURNAL, keep_quality
+from router.profiling.router_client import RouterClient
 from router.profiling.tasks import SUITE, TASKS, Task, read_tasks
 from tiers.spec import PRECISIONS, STANDARD_TIERS, TierName
 
@@ -185,9 +189,14 @@ def halves(engines: Engines, limit: int | None) -> tuple[list[Task], list[Task]]
 
 async def profiled(running: Router, tasks: Sequence[Task]) -> QualityProfile:
     """Measure and keep the profile, every answer scored as well."""
-    plan = Plan(tuple(tasks), SUITE, running.profiles / JOURNAL, diagnosed=len(tasks))
+    plan = QualityPlan(
+        tasks=tuple(tasks),
+        name=SUITE,
+        journal=running.profiles / JOURNAL,
+        scored=len(tasks),
+    )
     async with RouterClient(running.url, "") as client:
-        found = await measure(
+        found = await measure_quality(
             client, plan, lambda step, done, total: note(f"{done} of {total}: {step}")
         )
     keep_quality(running.profiles, found)

@@ -31,7 +31,7 @@ from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.losses import CONTRADICTED, Z90, ExpectedLoss, losses, measured_loss
 from router.policy.published import published_loss
-from router.profiling.scoring import Judged, count
+from router.profiling.scoring import JudgedAnswer, count_answers
 from tiers.spec import PRECISIONS, STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -98,16 +98,18 @@ def main() -> None:
         )
 
 
-def read_answers(journal: Path) -> list[Judged]:
+def read_answers(journal: Path) -> list[JudgedAnswer]:
     """Read the last answer of each tier to each task."""
-    answers: dict[tuple[str, TierName], Judged] = {}
+    answers: dict[tuple[str, TierName], JudgedAnswer] = {}
     for line in journal.read_text("utf-8").splitlines():
-        answer = Judged.model_validate(json.loads(line)["answer"])
+        answer = JudgedAnswer.model_validate(json.loads(line)["answer"])
         answers[answer.task, answer.tier] = answer
     return list(answers.values())
 
 
-def halves(answers: Iterable[Judged], seed: int) -> tuple[list[Judged], list[Judged]]:
+def halves(
+    answers: Iterable[JudgedAnswer], seed: int
+) -> tuple[list[JudgedAnswer], list[JudgedAnswer]]:
     """Split the tasks of each kind in halves at random, with all tiers' answers to them."""
     tasks_by_kind: dict[Kind, set[str]] = defaultdict(set)
     answers = list(answers)
@@ -125,8 +127,8 @@ def halves(answers: Iterable[Judged], seed: int) -> tuple[list[Judged], list[Jud
 
 def check(
     tier: TierName,
-    measured: Sequence[Judged],
-    checked: Sequence[Judged],
+    measured: Sequence[JudgedAnswer],
+    checked: Sequence[JudgedAnswer],
     parameters: float,
     by_tier: dict[str, Coverage],
 ) -> None:
@@ -151,9 +153,9 @@ def check(
             )
 
 
-def of_tier(tier: TierName, answers: Iterable[Judged]) -> list[AnswerCount]:
+def of_tier(tier: TierName, answers: Iterable[JudgedAnswer]) -> list[AnswerCount]:
     """Return the counts of one tier."""
-    return [each for each in count(answers, LOWER_TIERS) if each.tier is tier]
+    return [each for each in count_answers(answers, LOWER_TIERS) if each.tier is tier]
 
 
 def published_as_before(

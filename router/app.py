@@ -59,8 +59,7 @@ from router.pipeline.shared_load import SharedLoad
 from router.policy.decision_log import DecisionLog
 from router.policy.table import PolicyStore
 from router.profiling.auto_profile import AutoProfile
-from router.profiling.prompt_samples import PromptSamples
-from router.profiling.shadow_evaluation import ShadowEvaluation
+from router.profiling.idle_client import RequestCounts
 from router.reload import ReloadError, Reloads
 from router.server.memory import keep_handing_back
 from router.server.tls import Tls, TlsError, load_pair
@@ -176,9 +175,6 @@ class App:
         if kept.decision_log is not None:
             decisions = DecisionLog(kept.decision_log, DECISION_LOG_BYTES)
             registry.observers.append(partial(log_outcome, decisions))
-        self._samples = None
-        if kept.sampled_prompts is not None and kept.prompt_share:
-            self._samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
         reservations = Reservations(
             ledger_of(settings, self._database), settings.budgets
         )
@@ -210,12 +206,10 @@ class App:
             registry=registry,
             decisions=decisions,
             telemetry=telemetry,
-            prompt_observer=None if self._samples is None else self._samples.offer,
-            answer_observer=None,
         )
 
     def _run_beside(self, settings: Settings) -> None:
-        """Make what runs beside requests: measurements, shadow evaluation, shared load, the usage log, the live stream."""
+        """Make what runs beside requests: measurements, shared load, the usage log, the live stream."""
         pipeline = self.pipeline
         registry = pipeline.registry
         self._profiling = AutoProfile(
@@ -223,13 +217,9 @@ class App:
             pipeline.fleet,
             policy=pipeline.policy,
             model=self._about["model"],
-            requests=lambda: (registry.totals["requests"], len(registry.open)),
-        )
-        self._evaluation = ShadowEvaluation(
-            settings.policy.live_check_share,
-            pipeline.fleet,
-            client=self._profiling.client,
-            telemetry=pipeline.telemetry,
+            request_counts=lambda: RequestCounts(
+                total=registry.totals["requests"], open=len(registry.open)
+            ),
         )
         redis_url = settings.state.redis_url.get_secret_value()
         self._shared = SharedLoad(
@@ -240,7 +230,6 @@ class App:
         self._live = Live(
             pipeline,
             self._profiling,
-            self._evaluation,
             server_state=self.state,
             keys=self._keys,
             settings=settings.telemetry,
@@ -263,10 +252,7 @@ class App:
         """Make what shows the router's state: metrics, and the routes of pages and figures."""
         pipeline = self.pipeline
         self._metrics = Metrics(
-            pipeline,
-            self._evaluation,
-            retries=self._upstream.retries,
-            about=self._about,
+            pipeline, retries=self._upstream.retries, about=self._about
         )
         reservations = pipeline.charging.reservations
         redis_uses = (pipeline.quotas, reservations, self._shared)
@@ -342,10 +328,7 @@ class App:
             attempts=settings.upstream.attempts,
             default_max_tokens=settings.limits.default_max_tokens,
         )
-        observer = None
-        if settings.policy.live_check_share:
-            observer = self._evaluation.offer
-        return replace(self.pipeline, failover=failover, answer_observer=observer)
+        return replace(self.pipeline, failover=failover)
 
     def _engine_routes(self, settings: Settings) -> list[Route]:
         """Return the routes of what engines answer without a decision, and of the models that they serve."""
@@ -404,7 +387,6 @@ class App:
             pipeline.admission.use(settings.admission)
             self._upstream.use(settings.upstream)
             pipeline.overflow.client.use(settings.overflow, settings.upstream)
-            self._evaluation.share = settings.policy.live_check_share
             pipeline.telemetry.record_prompts = settings.telemetry.record_prompts
             if Logging.current is not None:
                 Logging.current.set_level(settings.telemetry)
@@ -420,7 +402,6 @@ class App:
             "sharing load": self._shared.run,
             "the live stream": self._live.run,
             "returning memory": keep_handing_back,
-            "shadow evaluation": self._evaluation.run,
             "measuring": self._profiling.run,
             "looking at budgets": self._key_metrics.run,
             "writing usage": self._usage.run,
@@ -454,9 +435,8 @@ class App:
             await self._otlp.aclose()
         await self._usage.aclose()
         await self._database.aclose()
-        for writer in (pipeline.decisions, self._samples):
-            if writer is not None:
-                await asyncio.to_thread(writer.close)
+        if pipeline.decisions is not None:
+            await asyncio.to_thread(pipeline.decisions.close)
 
 
 def _second_look(settings: Settings) -> SecondLook | None:

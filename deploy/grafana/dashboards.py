@@ -258,11 +258,6 @@ QUALITY: dict[str, tuple[Chart, ...]] = {
               ((seen("qarr_expected_loss_ratio", "class, tier"), ""),), "matrix", 12, height=11, columns=CLASS_BY_TIER, decimals=1),
         Chart("Measured answers", COUNT, "That the expected loss rests on; of a class, all complexities. 0: it is published.",
               ((f"sum by (class, tier) (max by (class, complexity, tier) (qarr_expected_loss_answers{{{J}}}))", ""),), "matrix", 12, height=11, columns=CLASS_BY_TIER),
-        Chart("Live answers that differ", SHARE, "Of the last compared ones. An upper bound of the loss, to show drift; alert over 20 % and 3 times the expected loss.",
-              ((seen("qarr_live_differing_ratio", "class, tier"), "{{class}} on {{tier}}"),), limit=0.2, alerts=("QarrLiveAnswersDrift",)),
-        Chart("Live regret", COUNT, "Log-probability a token, in nats, that the highest precision gives up.", ((seen("qarr_live_regret_nats", "class, tier"), "{{class}} on {{tier}}"),)),
-        Chart("Live answers checked", PER_S, "Prompts that were answered again.",
-              ((rate("qarr_live_checked_answers_total", "class, tier"), "{{class}} on {{tier}}"),), "stacked"),
     ),
     "Answers that changed tier": (
         Chart("Continuations", PER_S, "Answers that another engine went on with.",

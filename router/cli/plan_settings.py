@@ -50,7 +50,6 @@ IGNORED: dict[str, str] = {
     "policy.prices": _PRICES,
     "policy.max_slowdown": "planned speeds count as known",
     "policy.model_parameters": "the model's own size counts",
-    "policy.live_check_share": "checks run while engines are idle, and are left out",
     "overflow.url": "all requests are planned for here; none goes to the overflow",
     "lora.adapters": _ADAPTERS,
     "lora.at_run_time": _ADAPTERS,

@@ -21,11 +21,11 @@ from router.policy.profiles import (
     QualityProfile,
     load_latency,
 )
-from router.profiling.client import NoRouterError, RouterClient
-from router.profiling.lm_eval import CLASSES, import_runs, read_classes
+from router.profiling.lm_eval import CLASSES, HarnessRun, import_runs, read_classes
 from router.profiling.measure_latency import LatencyPlan, measure_latency
-from router.profiling.measure_quality import Plan, measure
+from router.profiling.measure_quality import QualityPlan, measure_quality
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
+from router.profiling.router_client import NoRouterError, RouterClient
 from router.profiling.run_code import passes
 from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import load_settings
@@ -68,13 +68,13 @@ def profile_quality(
     """
     folder = load_settings(config).policy.profiles
     log = Progress()
-    plan = Plan(
+    plan = QualityPlan(
         tasks=read_tasks(tasks),
         name=SUITE if tasks == TASKS else tasks.name,
         journal=folder / JOURNAL,
         parallel=parallel,
         adapter=adapter,
-        runs=passes if run_code else None,
+        run_code=passes if run_code else None,
     )
     if run_code:
         log(
@@ -86,7 +86,7 @@ def profile_quality(
 
     with only_one(folder):
         profile = _connected(
-            url, config, lambda client: measure(client, plan, progress)
+            url, config, lambda client: measure_quality(client, plan, progress)
         )
         path = keep_quality(folder, profile)
     _show(profile)
@@ -155,13 +155,13 @@ def profile_latency(
     log(str(path))
 
 
-def _tier_and_folder(text: str) -> tuple[TierName | None, Path]:
+def _tier_and_folder(text: str) -> HarnessRun:
     """Read ``[TIER=]DIR``; a folder's own name may hold an equals sign after a slash."""
     tier, equals, path = text.partition("=")
     if not equals or "/" in tier:
-        return None, Path(text)
+        return HarnessRun(None, Path(text))
     try:
-        return TierName(tier), Path(path)
+        return HarnessRun(TierName(tier), Path(path))
     except ValueError:
         raise typer.BadParameter(
             f"{tier!r} is no tier's name", param_hint="--lm-eval"

@@ -58,12 +58,10 @@ class StartError(Exception):
 def check_files(settings: Settings) -> None:
     """Raise ``SettingsError`` for paths that would otherwise fail only at the first request."""
     telemetry, profiles = settings.telemetry, settings.policy.profiles
-    written = {"telemetry.decision_log": telemetry.decision_log}
-    if telemetry.prompt_share:
-        written["telemetry.sampled_prompts"] = telemetry.sampled_prompts
-    for key, path in written.items():
-        if path is None or path.is_fifo():  # opening one waits for a reader
-            continue
+    path = telemetry.decision_log
+    # Opening a pipe waits for a reader.
+    if path is not None and not path.is_fifo():
+        key = "telemetry.decision_log"
         try:
             PrivateFile(path, 0, 0, key).close()
         except OSError as error:

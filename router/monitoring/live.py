@@ -37,7 +37,6 @@ from router.pipeline.registry import WINDOW_S, ActiveRequest
 from router.policy.profiles import percentile
 from router.policy.render import render_budget, render_loss
 from router.profiling.auto_profile import AutoProfile
-from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.telemetry.record import Outcome, RequestRecord, Times, render_record
 from router.telemetry.request_trace import (
     UnknownTraceError,
@@ -107,18 +106,14 @@ class Live:
         self,
         pipeline: Pipeline,
         profiling: AutoProfile,
-        evaluation: ShadowEvaluation,
         *,
         server_state: ServerState,
         keys: KeyStore,
         settings: TelemetrySettings,
         about: Mapping[str, str],
     ) -> None:
-        self._pipeline, self._profiling, self._evaluation = (
-            pipeline,
-            profiling,
-            evaluation,
-        )
+        self._pipeline = pipeline
+        self._profiling = profiling
         self._server_state, self._keys, self._settings, self._about = (
             server_state,
             keys,
@@ -321,10 +316,6 @@ class Live:
                     for tier, of_tier in table.losses.items()
                 },
                 "pointless": self._pipeline.policy.pointless,
-                "live": [
-                    {"class": kind.value, "tier": tier, **drift.render()}
-                    for (kind, tier), drift in self._evaluation.drifts.items()
-                ],
                 "sla_confidence": table.sla_confidence,
             }
         )

@@ -38,7 +38,6 @@ from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import ENGINE_REFUSED, OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import SLA_IMPOSSIBLE, TIER_ABSENT, Refusal
 from router.policy.table import PolicyStore
-from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.redis_link import CAUSES, RedisState
 from router.telemetry.record import Outcome, RequestRecord
 from tiers.breaker import BreakerState
@@ -266,8 +265,8 @@ _counter = partial(_gauge, family=CounterMetricFamily)
 
 
 class Losses(Collector):
-    def __init__(self, evaluation: ShadowEvaluation, policy: PolicyStore) -> None:
-        self._evaluation, self._policy = evaluation, policy
+    def __init__(self, policy: PolicyStore) -> None:
+        self._policy = policy
 
     def collect(self) -> Iterable[Metric]:
         table, tally = self._policy.table, self._policy.tally
@@ -305,41 +304,6 @@ class Losses(Collector):
         yield CounterMetricFamily("qarr_loss_expected_answers", text, tally.lost)
         text = "Answers whose tier the policy chose that the loss budget would have allowed to be worse."
         yield CounterMetricFamily("qarr_loss_allowed_answers", text, tally.allowed)
-        drifts = [
-            ([kind.value, tier], drift)
-            for (kind, tier), drift in self._evaluation.drifts.items()
-        ]
-        text = "Live prompts that a tier and the highest precision answered again."
-        yield _counter(
-            "live_checked_answers",
-            text,
-            KIND,
-            [(values, drift.checked) for values, drift in drifts],
-        )
-        text = "Live prompts answered again whose answers could be compared."
-        yield _counter(
-            "live_compared_answers",
-            text,
-            KIND,
-            [(values, drift.compared) for values, drift in drifts],
-        )
-        text, known = (
-            "Rolling share of compared answers that differ.",
-            [(v, d.differing) for v, d in drifts],
-        )
-        yield _gauge(
-            "live_differing_ratio",
-            text,
-            KIND,
-            [(v, share) for v, share in known if share is not None],
-        )
-        text = "Rolling mean of the log-probability a token that the highest precision gives up."
-        yield _gauge(
-            "live_regret_nats",
-            text,
-            KIND,
-            [(values, drift.regret) for values, drift in drifts],
-        )
 
 
 class Load(Collector):
@@ -563,7 +527,6 @@ class Metrics:
     def __init__(
         self,
         pipeline: Pipeline,
-        evaluation: ShadowEvaluation,
         retries: Mapping[TierName, int],
         about: Mapping[str, str],
     ) -> None:
@@ -579,7 +542,7 @@ class Metrics:
         registry.register(gen_ai)
         ProcessCollector(registry=registry)
         registry.register(Load(pipeline, retries, about))
-        registry.register(Losses(evaluation, pipeline.policy))
+        registry.register(Losses(pipeline.policy))
 
     def count_keys(
         self, usage: UsageLog, charging: Charging, labels: Labels

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -50,10 +49,6 @@ class Pipeline:
     registry: RequestRegistry
     decisions: DecisionLog | None  # the decision log; None: none is written
     telemetry: Telemetry
-    # gets every prompt of a served request
-    prompt_observer: Callable[[str, PromptFeatures], None] | None
-    # Gets every complete answer: its decision, the tier that served it, and the messages that it answers, if known.
-    answer_observer: Callable[[Decision, TierName, Sequence[Any] | None], None] | None
 
     async def decide(self, call: Call, *, serve: bool = True) -> Decision:
         """Classify a request and decide; unless it is to be served (``serve``), it leaves no record.
@@ -78,8 +73,6 @@ class Pipeline:
         decision = decide(query, fleet, table)
         if serve:
             self._begin_journey(call, began, classified)
-            if self.prompt_observer is not None:
-                self.prompt_observer(call.prompt.text, features)
             if self.decisions is not None:
                 self.decisions.decided(
                     call.context.request_id,
@@ -156,7 +149,7 @@ class Pipeline:
             raise
         finally:
             try:
-                await self._close(active, engine_request, error)
+                await self._close(active, error)
             finally:
                 self.registry.end(active, error)
                 # break the reference cycle between the exception and this frame
@@ -228,16 +221,11 @@ class Pipeline:
             )
             answer.continuation = continuation.relay
 
-    async def _close(
-        self,
-        active: ActiveRequest,
-        engine_request: EngineRequest,
-        error: BaseException | None,
-    ) -> None:
+    async def _close(self, active: ActiveRequest, error: BaseException | None) -> None:
         """Close the answer and give back what the request took. Every step is taken, even if an earlier one fails."""
         try:
             if active.answer is not None:
-                await self._close_answer(active, active.answer, engine_request, error)
+                await self._close_answer(active, active.answer, error)
             elif isinstance(error, asyncio.CancelledError | EngineTooSlowError):
                 _count_unanswered(active)
         finally:
@@ -250,10 +238,9 @@ class Pipeline:
         self,
         active: ActiveRequest,
         answer: EngineAnswer,
-        engine_request: EngineRequest,
         error: BaseException | None,
     ) -> None:
-        """Count what an answer has used, show it to the observer if it is complete, and close it."""
+        """Count what an answer has used, and close it."""
         try:
             is_from_fleet = answer.overflow is None
             if is_from_fleet and active.context.caller.key_id:
@@ -262,8 +249,6 @@ class Pipeline:
             if answer.usage:
                 prompt_tokens = answer.usage["prompt_tokens"]
             active.used = prompt_tokens + answer.output_tokens
-            if is_from_fleet and answer.complete and self.answer_observer is not None:
-                self.answer_observer(active.decision, answer.tier, engine_request.chat)
         finally:
             await answer.aclose(error or answer.error)
 

@@ -85,12 +85,6 @@ class PolicySettings(Section, reloads=AllBut({"profiles", "second_look"})):
         description="Whether a small transformer reads a prompt again where fastText is not sure that it has code and the "
         "tier depends on it. `false` saves its memory; docs/classifier.md says what both cost.",
     )
-    live_check_share: Share = Field(
-        0,
-        description="Shadow evaluation: share of prompts served by a lower precision that this and the highest one "
-        "answer again while the engines are idle. Numbers, choices, JSON and code in the answers are compared; of others, "
-        "the regret is reported. It shows drift, and decides nothing. 0: off.",
-    )
 
     @field_validator("loss_budget", mode="wrap")
     @classmethod

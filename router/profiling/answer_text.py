@@ -1,9 +1,8 @@
 # ruff: noqa: RUF001  signs that answers have
-"""Reads the text of answers: normal forms, whole words, numbers, JSON, sentences. Nothing here hangs on any text."""
+"""Reads the text of answers: normal forms, complete words, numbers, JSON, sentences. Nothing here hangs on any text."""
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import unicodedata
@@ -11,14 +10,12 @@ from typing import Any
 
 import regex
 
-MAX_COMPARED = 20_000  # characters of an answer that are compared
-SHORT = 60  # characters: a longer answer in prose can be worded in many ways
 MAX_STARTS = 50  # places where JSON may begin that are tried
 FENCE = regex.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", regex.DOTALL)
 CLOSING = " .!?,;:。！？…"
 EDGES = " \t\r\n*_`\"'"
 
-_SIGNS = str.maketrans(
+_PLAIN_SIGNS = str.maketrans(
     {
         **dict.fromkeys("‘’‚‛", "'"),
         **dict.fromkeys("“”„«»‹›「」『』", '"'),
@@ -26,7 +23,7 @@ _SIGNS = str.maketrans(
     }
 )
 _EMPHASIS = regex.compile(r"(?<!\w)[*_`]+|[*_`]+(?!\w)")
-# What words are made of, in scripts that put spaces between words.
+# Words are made of these, in scripts that put spaces between words.
 _LETTER = r"[[\p{L}\p{M}\p{N}_]--[\p{Han}\p{Hiragana}\p{Katakana}\p{Hangul}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]]"
 
 _LATEX = (
@@ -45,7 +42,7 @@ _NUMBER = regex.compile(
     rf"(?:(?P<whole>\d+) (?=\d+/\d))?(?P<top>{_DIGITS})(?:\s?/\s?(?P<under>{_DIGITS}))?"
     r"(?:\s?(?:[×·*]|\\times|\\cdot)\s?10\^\{?(?P<power>[-+]?\d{1,3}))?"
 )
-_WORDS = (
+_NUMBER_WORDS = (
     "zero",
     "one",
     "two",
@@ -61,129 +58,133 @@ _WORDS = (
     "twelve",
 )
 
-_MARK = regex.compile(r"^[ \t]*(?:[-*•+]|\d{1,3}[.)])[ \t]+", regex.MULTILINE)
-_SHORT = regex.compile(
+_BULLET = regex.compile(r"^[ \t]*(?:[-*•+]|\d{1,3}[.)])[ \t]+", regex.MULTILINE)
+_ABBREVIATION = regex.compile(
     r"\b(?:(?:Mrs?|Ms|Dr|Prof|St)\.(?=\s)|(?:etc|vs|e\.g|i\.e|[ap]\.m|[A-Z]\.[A-Z])\.(?=\s+\p{Ll}))"
 )
 _SENTENCE_END = regex.compile(r"(?<=[.!?…]['\")\]*]?)\s+|(?<=[。！？])|\n+")
 
 
-def signs(text: str) -> str:
-    return text.translate(_SIGNS)
+def plain_signs(text: str) -> str:
+    """Return a text with plain quotes and minus signs."""
+    return text.translate(_PLAIN_SIGNS)
 
 
 def normal(text: str) -> str:
-    return " ".join(signs(unicodedata.normalize("NFKC", text)).casefold().split())
+    """Return a text's normal form: NFKC, plain signs, no case, single blanks."""
+    composed = unicodedata.normalize("NFKC", text)
+    return " ".join(plain_signs(composed).casefold().split())
 
 
 def bare(text: str) -> str:
     """Return a text's normal form without emphasis, quotes around it and closing punctuation."""
-    return _EMPHASIS.sub("", normal(text)).lstrip(EDGES).rstrip(EDGES + CLOSING) or text
+    unmarked = _EMPHASIS.sub("", normal(text))
+    return unmarked.lstrip(EDGES).rstrip(EDGES + CLOSING) or text
 
 
-def whole(text: str) -> str:
-    before, after = (
-        regex.match(_LETTER, edge, regex.V1) is not None
-        for edge in (text[:1], text[-1:])
-    )
-    return (
-        (f"(?<!{_LETTER})" if before else "")
-        + regex.escape(text)
-        + (f"(?!{_LETTER})" if after else "")
-    )
+def word_pattern(text: str) -> str:
+    """Return a pattern that finds a text where it is no part of a longer word."""
+    pattern = regex.escape(text)
+    if _is_letter(text[:1]):
+        pattern = f"(?<!{_LETTER}){pattern}"
+    if _is_letter(text[-1:]):
+        pattern = f"{pattern}(?!{_LETTER})"
+    return pattern
 
 
-def holds(answer: str, text: str) -> bool:
-    return regex.search(whole(normal(text)), answer, regex.V1) is not None
+def _is_letter(character: str) -> bool:
+    return regex.match(_LETTER, character, regex.V1) is not None
+
+
+def has_words(answer: str, text: str) -> bool:
+    """Tell whether an answer in normal form has a text in it, as complete words."""
+    return regex.search(word_pattern(normal(text)), answer, regex.V1) is not None
 
 
 def last_number(text: str) -> float:
-    text = signs(text)
-    for pattern, new in _LATEX:
-        text = regex.sub(pattern, new, text)
-    if boxes := regex.findall(r"\\boxed\s?\{([^{}]*)\}", text):
-        text = boxes[-1]
-    last = None
-    for last in _NUMBER.finditer(text):  # noqa: B007  the last one stays
+    """Return the number that a text ends with: in a box, in digits or as a word up to twelve; NaN: there is none."""
+    plain_text = _without_latex(plain_signs(text))
+    number = None
+    for number in _NUMBER.finditer(plain_text):  # noqa: B007  the last one stays
         pass
-    if last is None:
-        words = [word for word in regex.findall(r"\w+", text.lower()) if word in _WORDS]
-        return float(_WORDS.index(words[-1])) if words else math.nan
-    value = _value(last["top"])
-    if last["under"]:
-        under = _value(last["under"])
-        value = value / under if under else math.nan
-    value = (value + float(last["whole"] or 0)) * 10.0 ** int(last["power"] or 0)
-    return -value if last["sign"] not in {None, "+"} else value
+    if number is None:
+        return _last_number_word(plain_text)
+    return _value_of(number)
 
 
-def _value(digits: str) -> float:
-    if regex.fullmatch(r"[\d.]+,\d{1,2}", digits):  # a decimal comma
+def _without_latex(text: str) -> str:
+    """Return a text with fractions and separators of LaTeX as plain text; of a text with boxes, the last box."""
+    for pattern, replacement in _LATEX:
+        text = regex.sub(pattern, replacement, text)
+    boxes = regex.findall(r"\\boxed\s?\{([^{}]*)\}", text)
+    return boxes[-1] if boxes else text
+
+
+def _last_number_word(text: str) -> float:
+    number_words = [
+        word for word in regex.findall(r"\w+", text.lower()) if word in _NUMBER_WORDS
+    ]
+    if not number_words:
+        return math.nan
+    return float(_NUMBER_WORDS.index(number_words[-1]))
+
+
+def _value_of(number: regex.Match[str]) -> float:
+    """Return the value of a match of ``_NUMBER``: a mixed number, a fraction or a power of ten."""
+    value = _value_of_digits(number["top"])
+    if number["under"]:
+        divisor = _value_of_digits(number["under"])
+        value = value / divisor if divisor else math.nan
+    value += float(number["whole"] or 0)
+    value *= 10.0 ** int(number["power"] or 0)
+    is_negative = number["sign"] not in {None, "+"}
+    return -value if is_negative else value
+
+
+def _value_of_digits(digits: str) -> float:
+    has_decimal_comma = regex.fullmatch(r"[\d.]+,\d{1,2}", digits)
+    if has_decimal_comma:
         digits = digits.replace(".", "").replace(",", ".")
     return float(regex.sub(r"[,'\s]", "", digits))
 
 
 def first_json(text: str) -> Any:
     """Return the first JSON value of a text: all of it, else in a fence, else in prose; ``ValueError``: none."""
-    decoder = json.JSONDecoder(parse_constant=_refuse)
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     block = FENCE.search(text)
-    for candidate in (text, block[1].strip() if block else ""):
+    fenced = block[1].strip() if block else ""
+    for candidate in (text, fenced):
         try:
             return decoder.decode(candidate)
         except (ValueError, RecursionError):
             continue
-    for start in [match.start() for match in regex.finditer(r"[\[{]", text)][
-        :MAX_STARTS
-    ]:
+    starts = [match.start() for match in regex.finditer(r"[\[{]", text)]
+    for start in starts[:MAX_STARTS]:
         try:
-            return decoder.raw_decode(text, start)[0]
+            value, _end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
+        return value
     raise ValueError("no JSON")
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)  # NaN and the like
+def _refuse_constant(constant: str) -> None:
+    """Refuse NaN and the like, which are no JSON."""
+    raise ValueError(constant)
 
 
-def words(text: str) -> int:
-    return sum(1 for word in text.split() if any(map(str.isalnum, word)))
+def count_words(text: str) -> int:
+    return sum(1 for word in text.split() if _has_letter_or_digit(word))
 
 
-def sentences(text: str) -> int:
-    return sum(
-        1
-        for part in _SENTENCE_END.split(_SHORT.sub("", _MARK.sub("", text)))
-        if words(part)
-    )
+def _has_letter_or_digit(word: str) -> bool:
+    return any(character.isalnum() for character in word)
 
 
-def bullets(text: str) -> int:
-    return len(_MARK.findall(text))
+def count_sentences(text: str) -> int:
+    prose = _ABBREVIATION.sub("", _BULLET.sub("", text))
+    return sum(1 for part in _SENTENCE_END.split(prose) if count_words(part))
 
 
-def same_answer(one: str, other: str, *, numbers: bool) -> bool | None:
-    """Tell whether two answers to a prompt say the same; None: they are of no kind that can be compared.
-
-    ``numbers``: the last number is what an answer says.
-    """
-    pair = one[:MAX_COMPARED].strip(), other[:MAX_COMPARED].strip()
-    if numbers:
-        first, second = map(last_number, pair)
-        if not math.isnan(first) and not math.isnan(second):
-            return math.isclose(first, second, rel_tol=1e-9)
-    for read in (first_json, _code):
-        try:
-            return bool(read(pair[0]) == read(pair[1]))
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-    if max(map(len, pair)) > SHORT:
-        return None
-    return bare(pair[0]) == bare(pair[1])
-
-
-def _code(text: str) -> str:
-    block = FENCE.search(text)
-    if block is None:
-        raise ValueError("no code")
-    return ast.dump(ast.parse(block[1]))
+def count_bullets(text: str) -> int:
+    return len(_BULLET.findall(text))

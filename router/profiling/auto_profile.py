@@ -11,14 +11,15 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
 from router.policy.table import PolicyStore
-from router.profiling.idle_client import IdleClient
+from router.profiling.idle_client import IdleClient, RequestCounts
 from router.profiling.measure_latency import LatencyPlan, measure_latency
-from router.profiling.measure_quality import Plan, measure
+from router.profiling.measure_quality import QualityPlan, measure_quality
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
 from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import Settings
@@ -26,14 +27,15 @@ from tiers.fleet import Fleet
 from tiers.spec import ReplicaStatus, TierName, in_order
 
 log = logging.getLogger(f"qarr.{__name__}")
-# that share the time for measuring speed: there are more, but most are shorter
-STEPS = 40
-PROMPT_S = 1.0
-# tasks: a request cancels them, and what an engine has begun delays the request
-PARALLEL = 8
-LOOK_S = 1.0
+# Measuring speed has time for so many steps. There are more, but most are shorter.
+LATENCY_STEPS = 40
+LONGEST_PROMPT_S = 1.0
+# Few tasks at a time: a request cancels them, but what an engine has begun delays the request.
+PARALLEL_TASKS = 8
+CHECK_S = 1.0  # between two checks whether something is to be measured
 ELSEWHERE = "some engines were not started by this router: 'qarr profile' measures them"
-FIRST_PAUSE_S = 5.0  # after an error; doubled after each further one
+# Pauses after an error: the first, and the longest. Each further error doubles them.
+FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 SETTLED = set(ReplicaStatus) - {
     ReplicaStatus.PREPARING,
@@ -41,16 +43,41 @@ SETTLED = set(ReplicaStatus) - {
     ReplicaStatus.WARMING,
     ReplicaStatus.STOPPED,
 }
-What = Literal["latency", "quality"]
-# tiers, and the identities of all
-Attempt = tuple[What, frozenset[TierName], tuple[str | None, ...]]
+Measurement = Literal["latency", "quality"]
+ProgressState = Literal["off", "waiting", "running", "done"]
+
+
+class MeasurementAttempt(NamedTuple):
+    """A measurement of some tiers, while all tiers served certain checkpoints."""
+
+    measurement: Measurement
+    tiers: frozenset[TierName]
+    identities: tuple[str | None, ...]
+
+
+@dataclass(slots=True)
+class MeasurementProgress:
+    """How far the measurements are.
+
+    Attributes:
+        state: Whether they are off, wait or are done. While one is under way, ``AutoProfile.render`` tells whether it runs.
+        detail: Why, for people.
+        measurement: What is measured now; None: nothing.
+        since: Unix time in seconds from which this has been so.
+        steps_done: Steps (speed) or tasks (loss) that are done.
+        steps_total: Steps or tasks in all; fewer may do.
+    """
+
+    state: ProgressState
+    detail: str
+    measurement: Measurement | None
+    since: float
+    steps_done: int = 0
+    steps_total: int = 0
 
 
 class AutoProfile:
-    """Measures what no profile has, and reports its progress. One event loop owns it.
-
-    ``requests`` returns the number of requests so far, and of those that are open.
-    """
+    """Measures what no profile has, and reports its progress. One event loop owns it."""
 
     def __init__(
         self,
@@ -58,43 +85,41 @@ class AutoProfile:
         fleet: Fleet,
         policy: PolicyStore,
         model: str,
-        requests: Callable[[], tuple[int, int]],
+        request_counts: Callable[[], RequestCounts],
     ) -> None:
-        self._fleet, self._policy = fleet, policy
-        self._folder, self._latency_s = (
-            settings.policy.profiles,
-            settings.profile.latency_s,
+        self._fleet = fleet
+        self._policy = policy
+        self._folder = settings.policy.profiles
+        self._latency_s = settings.profile.latency_s
+        self._client = IdleClient(
+            fleet, model, idle_s=settings.profile.idle_s, request_counts=request_counts
         )
-        # of the engines, while they are idle
-        self.client = IdleClient(fleet, model, settings.profile.idle_s, requests)
-        self._tried: set[Attempt] = set()
-        why = ""
-        if not settings.profile.auto:
-            why = "profile.auto is false"
-        elif any(spec.urls or spec.named_by for spec in fleet.specs):
-            why = ELSEWHERE
-        self._on, self._since = not why, time.time()
-        self._what: What | None = None  # is measured now
-        # steps (speed) or tasks (loss), of which fewer may do
-        self._done = self._total = 0
-        self._state, self._detail = (
-            ("off", why) if why else ("waiting", "tiers are starting")
+        self._attempts: set[MeasurementAttempt] = set()
+        why_off = _why_off(settings, fleet)
+        self._progress = MeasurementProgress(
+            state="waiting",
+            detail="tiers are starting",
+            measurement=None,
+            since=time.time(),
         )
+        if why_off is not None:
+            self._progress.state = "off"
+            self._progress.detail = why_off
 
     def render(self, *, inside: bool) -> dict[str, Any]:
         """Return the progress and the measured tiers as JSON values; ``inside``: details may quote paths."""
-        state, detail = self._state, self._detail
-        if self._what is not None:
-            running = self.client.asking or 0 < self._total == self._done
-            state, detail = (
-                ("running", "") if running else ("waiting", "requests go first")
-            )
+        progress = self._progress
+        state = progress.state
+        detail = progress.detail
+        if progress.measurement is not None:
+            state = "running" if self._is_running() else "waiting"
+            detail = "" if state == "running" else "requests go first"
         return {
             "state": state,
-            "what": self._what,
-            "done": self._done,
-            "total": self._total,
-            "since": round(self._since, 3),
+            "what": progress.measurement,
+            "done": progress.steps_done,
+            "total": progress.steps_total,
+            "since": round(progress.since, 3),
             "detail": detail if inside else "",
             "measured": {
                 "latency": in_order(self._fleet.speeds),
@@ -103,15 +128,21 @@ class AutoProfile:
             "pointless": self._policy.pointless,
         }
 
+    def _is_running(self) -> bool:
+        """Tell whether a measurement under way is working, rather than waiting for requests."""
+        progress = self._progress
+        has_no_step_left = 0 < progress.steps_total == progress.steps_done
+        return self._client.is_asking or has_no_step_left
+
     async def run(self) -> None:
-        if not self._on:
+        if self._progress.state == "off":
             return
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                await self._look()
+                await self._measure_missing()
                 pause_s = FIRST_PAUSE_S
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_S)
             except ProfileError as error:
                 log.warning("measuring waits: %s", error)
                 self._show("waiting", str(error))
@@ -119,11 +150,12 @@ class AutoProfile:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def aclose(self) -> None:
-        await self.client.aclose()
+        await self._client.aclose()
 
-    async def _look(self) -> None:
+    async def _measure_missing(self) -> None:
+        """Measure what no profile has, once all tiers have settled; else show what is waited for."""
         states = {tier.status for tier in self._fleet.snapshot().tiers}
-        # added while the router runs
+        # A replica with a source was added while the router runs.
         if any(replica.source is not None for replica in self._fleet.replicas):
             self._show("waiting", ELSEWHERE)
         elif ReplicaStatus.READY not in states or not states <= SETTLED:
@@ -132,72 +164,100 @@ class AutoProfile:
             self._show("done", "")
         else:
             with only_one(self._folder):
-                self._policy.reload()  # profiles made by hand since then
-                if missing := self._missing("latency"):
-                    await self._latency(missing)
-                if missing := self._missing("quality"):
-                    await self._quality(missing)
+                self._policy.reload()  # profiles may have been made by hand since then
+                if unmeasured := self._missing("latency"):
+                    await self._measure_latency(unmeasured)
+                if unmeasured := self._missing("quality"):
+                    await self._measure_quality(unmeasured)
 
-    def _missing(self, what: What) -> tuple[TierName, ...]:
+    def _missing(self, measurement: Measurement) -> tuple[TierName, ...]:
         """Return the ready tiers that are to be measured: not measured, and not tried before in vain."""
         ready = [
             spec.name for spec in self._fleet.specs if self._fleet.is_ready(spec.name)
         ]
-        known: Collection[TierName] = (
-            self._fleet.speeds if what == "latency" else self._policy.measured
-        )
-        missing = tuple(tier for tier in ready if tier not in known)
-        if what == "quality" and REFERENCE not in ready:
+        if measurement == "quality" and REFERENCE not in ready:
             return ()
-        return () if self._attempt(what, missing) in self._tried else missing
+        measured: Collection[TierName] = self._policy.measured
+        if measurement == "latency":
+            measured = self._fleet.speeds
+        unmeasured = tuple(tier for tier in ready if tier not in measured)
+        if self._attempt(measurement, unmeasured) in self._attempts:
+            return ()
+        return unmeasured
 
-    def _attempt(self, what: What, tiers: tuple[TierName, ...]) -> Attempt:
-        return (
-            what,
-            frozenset(tiers),
-            tuple(spec.identity for spec in self._fleet.specs),
-        )
+    def _attempt(
+        self, measurement: Measurement, tiers: tuple[TierName, ...]
+    ) -> MeasurementAttempt:
+        identities = tuple(spec.identity for spec in self._fleet.specs)
+        return MeasurementAttempt(measurement, frozenset(tiers), identities=identities)
 
-    async def _latency(self, tiers: tuple[TierName, ...]) -> None:
+    async def _measure_latency(self, tiers: tuple[TierName, ...]) -> None:
         plan = LatencyPlan(
-            self._latency_s / STEPS, tiers, self._latency_s, PROMPT_S, math.inf
+            step_s=self._latency_s / LATENCY_STEPS,
+            tiers=tiers,
+            budget_s=self._latency_s,
+            prompt_s=LONGEST_PROMPT_S,
+            attempts=math.inf,
         )
         async with self._fleet.measuring:
-            self._show("waiting", "", "latency")
-            profile = await measure_latency(self.client, plan, self._step)
-        self._keep("latency", tiers, keep_latency(self._folder, profile))
+            self._begin("latency")
+            profile = await measure_latency(self._client, plan, self._report_step)
+        self._end("latency", tiers, keep_latency(self._folder, profile))
 
-    async def _quality(self, tiers: tuple[TierName, ...]) -> None:
-        tasks = await asyncio.to_thread(read_tasks, TASKS)
-        journal = self._folder / JOURNAL
-        plan = Plan(
-            tasks, SUITE, journal, PARALLEL, worth=self._policy.worth, keep=self._learn
+    async def _measure_quality(self, tiers: tuple[TierName, ...]) -> None:
+        plan = QualityPlan(
+            tasks=await asyncio.to_thread(read_tasks, TASKS),
+            name=SUITE,
+            journal=self._folder / JOURNAL,
+            parallel=PARALLEL_TASKS,
+            worth=self._policy.worth,
+            keep=self._keep_so_far,
         )
-        self._show("waiting", "", "quality")
-        profile = await measure(self.client, plan, self._step)
-        self._keep("quality", tiers, keep_quality(self._folder, profile))
+        self._begin("quality")
+        profile = await measure_quality(self._client, plan, self._report_step)
+        self._end("quality", tiers, keep_quality(self._folder, profile))
 
-    def _learn(self, profile: QualityProfile) -> None:
+    def _keep_so_far(self, profile: QualityProfile) -> None:
         keep_quality(self._folder, profile)
         self._policy.reload()
 
-    def _keep(self, what: What, tiers: tuple[TierName, ...], path: Path) -> None:
-        self._tried.add(self._attempt(what, tiers))
-        log.info("measured %s in %.0f s: %s", what, time.time() - self._since, path)
+    def _begin(self, measurement: Measurement) -> None:
+        log.info("measuring %s while it is quiet (profile.auto)", measurement)
+        self._show("waiting", "", measurement)
+
+    def _end(
+        self, measurement: Measurement, tiers: tuple[TierName, ...], path: Path
+    ) -> None:
+        self._attempts.add(self._attempt(measurement, tiers))
+        took_s = time.time() - self._progress.since
+        log.info("measured %s in %.0f s: %s", measurement, took_s, path)
         self._policy.reload()
-        self._what = None
+        self._progress.measurement = None
 
-    def _step(self, _step: str, done: int, total: int) -> None:
-        self._done, self._total = done, total
+    def _report_step(self, _step: str, done: int, total: int) -> None:
+        self._progress.steps_done = done
+        self._progress.steps_total = total
 
-    def _show(self, state: str, detail: str, what: What | None = None) -> None:
-        if what is not None:
-            log.info("measuring %s while it is quiet (profile.auto)", what)
-        if (self._state, self._what, self._detail) != (state, what, detail):
-            self._state, self._what, self._detail, self._since = (
-                state,
-                what,
-                detail,
-                time.time(),
+    def _show(
+        self, state: ProgressState, detail: str, measurement: Measurement | None = None
+    ) -> None:
+        """Show what is done now; counts and time begin anew if it is something else than before."""
+        progress = self._progress
+        is_news = (
+            state != progress.state
+            or detail != progress.detail
+            or measurement != progress.measurement
+        )
+        if is_news:
+            self._progress = MeasurementProgress(
+                state=state, detail=detail, measurement=measurement, since=time.time()
             )
-            self._done = self._total = 0
+
+
+def _why_off(settings: Settings, fleet: Fleet) -> str | None:
+    """Return why the router does not measure itself; None: it does."""
+    if not settings.profile.auto:
+        return "profile.auto is false"
+    if any(spec.urls or spec.named_by for spec in fleet.specs):
+        return ELSEWHERE
+    return None

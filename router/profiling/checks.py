@@ -14,20 +14,26 @@ from router.profiling.answer_text import (
     CLOSING,
     EDGES,
     bare,
-    bullets,
+    count_bullets,
+    count_sentences,
+    count_words,
     first_json,
-    holds,
+    has_words,
     last_number,
     normal,
-    sentences,
-    signs,
-    whole,
-    words,
+    plain_signs,
+    word_pattern,
 )
 from router.profiling.safe_code import compute
 
 MAX_ANSWER = 20_000  # characters of an answer that are read
 REGEX_S = 0.2
+SAYS_ANSWER = (
+    r"(?i:\banswer(?: is| would be| must be|:| =)"
+    r"(?: clearly| option| choice|:| the)*[ (\['\n]*)"
+)
+COMMA = "[,\uff0c\u3001\u060c]"
+MARKUP = r"\\(?:boxed|text|textbf|mathrm)\b|[*_`{}$\"]"
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0)] | None
@@ -37,36 +43,41 @@ class NeedsRunError(Exception):
     """The check runs the answer, which is not done here."""
 
 
-def same(found: Any, wanted: Any) -> bool:
+def is_same(value: Any, wanted_value: Any) -> bool:
     """Compare a value with one from JSON: tuples are lists, keys are texts, and numbers are equal but for rounding."""
-    if isinstance(wanted, list):
-        return (
-            isinstance(found, list | tuple)
-            and len(found) == len(wanted)
-            and all(map(same, found, wanted))
-        )
-    if isinstance(wanted, dict):
-        named = (
-            {str(key): value for key, value in found.items()}
-            if isinstance(found, dict)
-            else {}
-        )
-        return (
-            isinstance(found, dict)
-            and named.keys() == wanted.keys()
-            and all(same(named[k], wanted[k]) for k in named)
-        )
-    if isinstance(wanted, bool | str | None) or isinstance(found, bool):
-        return type(found) is type(wanted) and bool(found == wanted)
-    return isinstance(found, int | float) and (
-        found == wanted or math.isclose(found, wanted, rel_tol=1e-9)
-    )
+    if isinstance(wanted_value, list):
+        return _is_same_list(value, wanted_value)
+    if isinstance(wanted_value, dict):
+        return _is_same_dict(value, wanted_value)
+    if isinstance(wanted_value, bool | str | None) or isinstance(value, bool):
+        return type(value) is type(wanted_value) and bool(value == wanted_value)
+    if not isinstance(value, int | float):
+        return False
+    return value == wanted_value or math.isclose(value, wanted_value, rel_tol=1e-9)
+
+
+def _is_same_list(value: Any, wanted_value: list[Any]) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != len(wanted_value):
+        return False
+    return all(map(is_same, value, wanted_value))
+
+
+def _is_same_dict(value: Any, wanted_value: dict[str, Any]) -> bool:
+    if not isinstance(value, dict):
+        return False
+    by_name = {str(key): item for key, item in value.items()}
+    if by_name.keys() != wanted_value.keys():
+        return False
+    return all(is_same(item, wanted_value[name]) for name, item in by_name.items())
 
 
 class _Check(Frozen):
+    """What tells whether an answer to a task is right."""
+
     def passes(self, answer: str) -> bool:
-        answer = answer[:MAX_ANSWER].strip()
-        return bool(answer) and self._passes(answer)
+        """Tell whether an answer is right; one without text is not."""
+        text = answer[:MAX_ANSWER].strip()
+        return bool(text) and self._passes(text)
 
     def _passes(self, answer: str) -> bool:
         raise NotImplementedError
@@ -80,9 +91,9 @@ class NumberCheck(_Check):
     tolerance: float = Field(default=0, ge=0, allow_inf_nan=False)
 
     def _passes(self, answer: str) -> bool:
-        found = last_number(answer)
-        close = math.isclose(found, self.value, rel_tol=1e-9, abs_tol=1e-12)
-        return close or abs(found - self.value) <= self.tolerance
+        number = last_number(answer)
+        is_equal = math.isclose(number, self.value, rel_tol=1e-9, abs_tol=1e-12)
+        return is_equal or abs(number - self.value) <= self.tolerance
 
 
 class ChoiceCheck(_Check):
@@ -101,36 +112,44 @@ class ChoiceCheck(_Check):
         return self
 
     def _passes(self, answer: str) -> bool:
-        answer = regex.sub(
-            r"\\(?:boxed|text|textbf|mathrm)\b|[*_`{}$\"]", "", signs(answer)
-        ).strip()
+        text = regex.sub(MARKUP, "", plain_signs(answer)).strip()
+        # A longer option may have a shorter one in it.
         options = sorted(self.options, key=len, reverse=True)
+        bare_answer = text.strip(CLOSING + "()[]'").casefold()
         for option in options:
-            if answer.strip(CLOSING + "()[]'").casefold() == option.casefold():
+            if bare_answer == option.casefold():
                 return option == self.value
-        names = "|".join(
-            f"(?P<o{number}>{_option(option)})" for number, option in enumerate(options)
-        )
-        said = r"(?i:\banswer(?: is| would be| must be|:| =)(?: clearly| option| choice|:| the)*[ (\['\n]*)"
-        named = [*regex.finditer(f"{said}(?:{names})", answer, regex.V1)]
-        first = named or [*regex.finditer(names, answer, regex.V1)][:1]
-        return {options[int(str(match.lastgroup)[1:])] for match in first} == {
-            self.value
-        }
+        return _named_options(text, options) == {self.value}
 
 
-def _option(text: str) -> str:
-    """Return a pattern of an option; of a letter, where it is no article and no part of a word."""
-    if len(text) > 1 or not (text.isascii() and text.isalpha()):
-        return f"(?i:{whole(text)})"
-    article = (
-        r"(?!\s+(?!(?:because|since|as|is|and|with)\b)\p{Ll})" if text in "AIai" else ""
+def _named_options(text: str, options: list[str]) -> set[str]:
+    """Return the options that are said to be the answer; where none is, the first that is named."""
+    any_option = "|".join(
+        f"(?P<o{number}>{_option_pattern(option)})"
+        for number, option in enumerate(options)
     )
-    return rf"(?<!\w'|[\w.])(?:{text.upper()}(?!\w|'\w)|{text.lower()}(?=[.):]|\Z)){article}"
+    matches = list(regex.finditer(f"{SAYS_ANSWER}(?:{any_option})", text, regex.V1))
+    if not matches:
+        matches = list(regex.finditer(any_option, text, regex.V1))[:1]
+    numbers = [int(str(match.lastgroup)[1:]) for match in matches]
+    return {options[number] for number in numbers}
+
+
+def _option_pattern(option: str) -> str:
+    """Return a pattern of an option; of a letter, where it is no article and no part of a word."""
+    is_letter = len(option) == 1 and option.isascii() and option.isalpha()
+    if not is_letter:
+        return f"(?i:{word_pattern(option)})"
+    no_article = ""
+    if option in "AIai":
+        no_article = r"(?!\s+(?!(?:because|since|as|is|and|with)\b)\p{Ll})"
+    upper = rf"{option.upper()}(?!\w|'\w)"
+    lower = rf"{option.lower()}(?=[.):]|\Z)"
+    return rf"(?<!\w'|[\w.])(?:{upper}|{lower}){no_article}"
 
 
 class ExactCheck(_Check):
-    """The whole answer, but for case, quotes, white space, emphasis and closing punctuation."""
+    """The complete answer, but for case, quotes, white space, emphasis and closing punctuation."""
 
     type: Literal["exact"]
     values: tuple[Text, ...] = Field(min_length=1)
@@ -140,7 +159,7 @@ class ExactCheck(_Check):
 
 
 class ContainsCheck(_Check):
-    """Texts that are in the answer, as whole words, and texts that are not."""
+    """Texts that are in the answer, as complete words, and texts that are not."""
 
     type: Literal["contains"]
     all: tuple[Text, ...] = ()
@@ -154,12 +173,12 @@ class ContainsCheck(_Check):
         return self
 
     def _passes(self, answer: str) -> bool:
-        answer = normal(answer)
-        return (
-            all(holds(answer, text) for text in self.all)
-            and (not self.any or any(holds(answer, text) for text in self.any))
-            and not any(holds(answer, text) for text in self.none)
-        )
+        normal_answer = normal(answer)
+        if not all(has_words(normal_answer, text) for text in self.all):
+            return False
+        if self.any and not any(has_words(normal_answer, text) for text in self.any):
+            return False
+        return not any(has_words(normal_answer, text) for text in self.none)
 
 
 class RegexCheck(_Check):
@@ -194,44 +213,45 @@ class JsonCheck(_Check):
     @field_validator("json_schema")
     @classmethod
     def _is_schema(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        # says what is wrong in a ValueError
+        # A schema that is none raises a ValueError that says what is wrong.
         jsonschema_rs.validator_for(schema, offline=True)
         return schema
 
     @field_validator("values")
     @classmethod
     def _are_pointers(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if bad := [
-            pointer for pointer in values if pointer and not pointer.startswith("/")
-        ]:
-            raise ValueError(f"{bad[0]!r} is no JSON pointer: they begin with /")
+        for pointer in values:
+            if pointer and not pointer.startswith("/"):
+                raise ValueError(f"{pointer!r} is no JSON pointer: they begin with /")
         return values
 
     def _passes(self, answer: str) -> bool:
         try:
-            found = first_json(answer)
-            right = jsonschema_rs.validator_for(
-                self.json_schema, offline=True
-            ).is_valid(found)
-            return right and all(
-                same(_at(found, pointer), wanted)
-                for pointer, wanted in self.values.items()
-            )
+            value = first_json(answer)
+            validator = jsonschema_rs.validator_for(self.json_schema, offline=True)
+            return validator.is_valid(value) and self._has_values(value)
         except (LookupError, ValueError, TypeError, RecursionError, OverflowError):
             return False
 
+    def _has_values(self, value: Any) -> bool:
+        return all(
+            is_same(_value_at(value, pointer), wanted_value)
+            for pointer, wanted_value in self.values.items()
+        )
 
-def _at(value: Any, pointer: str) -> Any:
+
+def _value_at(value: Any, pointer: str) -> Any:
+    """Return the value that a JSON pointer leads to; ``LookupError``, ``ValueError``, ``TypeError``: it leads nowhere."""
     for part in pointer.split("/")[1:]:
-        value = value[
-            int(part)
-            if isinstance(value, list)
-            else part.replace("~1", "/").replace("~0", "~")
-        ]
+        is_index = isinstance(value, list)
+        key = int(part) if is_index else part.replace("~1", "/").replace("~0", "~")
+        value = value[key]
     return value
 
 
 class ConstraintsCheck(_Check):
+    """Counts, beginning, end, words and case of the answer."""
+
     type: Literal["constraints"]
     min_words: Count = None
     max_words: Count = None
@@ -254,38 +274,56 @@ class ConstraintsCheck(_Check):
         return self
 
     def _passes(self, answer: str) -> bool:
-        found = words(answer)
-        counts = (
-            (self.sentences, sentences(answer)),
-            (self.bullets, bullets(answer)),
-            (self.lines, sum(1 for line in answer.splitlines() if line.strip())),
-            (self.paragraphs, len(regex.split(r"\n\s*\n", answer))),
-        )
         text = normal(answer)
         return (
-            max(self.min_words or 0, 1)
-            <= found
-            <= (found if self.max_words is None else self.max_words)
-            and all(wanted in {None, count} for wanted, count in counts)
-            and self._framed(text)
-            and all(holds(text, word) for word in self.include)
-            and not any(holds(text, word) for word in self.exclude)
-            and (not self.lowercase or answer == answer.lower())
-            and (not self.uppercase or answer == answer.upper())
-            and (
-                not self.no_commas
-                or regex.search("[,\uff0c\u3001\u060c]", answer) is None
-            )
+            self._has_length(answer)
+            and self._has_counts(answer)
+            and self._is_framed(text)
+            and all(has_words(text, word) for word in self.include)
+            and not any(has_words(text, word) for word in self.exclude)
+            and self._has_style(answer)
         )
 
-    def _framed(self, text: str) -> bool:
-        start, end = normal(self.starts_with or ""), normal(self.ends_with or "")
-        before = "" if start[:1] in EDGES else EDGES + "#>"
-        after = EDGES if end[-1:] in CLOSING else EDGES + CLOSING
-        return bool(
-            regex.match(whole(start), text.lstrip(before), regex.V1)
-            and regex.search(whole(end) + r"\Z", text.rstrip(after), regex.V1)
+    def _has_length(self, answer: str) -> bool:
+        words = count_words(answer)
+        if words < max(self.min_words or 0, 1):
+            return False
+        return self.max_words is None or words <= self.max_words
+
+    def _has_counts(self, answer: str) -> bool:
+        lines = [line for line in answer.splitlines() if line.strip()]
+        paragraphs = regex.split(r"\n\s*\n", answer)
+        wanted_and_counted = (
+            (self.sentences, count_sentences(answer)),
+            (self.bullets, count_bullets(answer)),
+            (self.lines, len(lines)),
+            (self.paragraphs, len(paragraphs)),
         )
+        return all(
+            wanted_value in {None, counted}
+            for wanted_value, counted in wanted_and_counted
+        )
+
+    def _is_framed(self, text: str) -> bool:
+        """Tell whether a text in normal form begins and ends as wanted, but for quotes, emphasis and punctuation."""
+        start = normal(self.starts_with or "")
+        end = normal(self.ends_with or "")
+        ignored_before = "" if start[:1] in EDGES else EDGES + "#>"
+        ignored_after = EDGES if end[-1:] in CLOSING else EDGES + CLOSING
+        has_start = regex.match(
+            word_pattern(start), text.lstrip(ignored_before), regex.V1
+        )
+        has_end = regex.search(
+            word_pattern(end) + r"\Z", text.rstrip(ignored_after), regex.V1
+        )
+        return has_start is not None and has_end is not None
+
+    def _has_style(self, answer: str) -> bool:
+        if self.lowercase and answer != answer.lower():
+            return False
+        if self.uppercase and answer != answer.upper():
+            return False
+        return not self.no_commas or regex.search(COMMA, answer) is None
 
 
 class CodeCheck(_Check):
@@ -296,17 +334,19 @@ class CodeCheck(_Check):
     cases: tuple[tuple[list[Any], Any], ...] = Field(min_length=1)
 
     def _passes(self, answer: str) -> bool:
+        arguments = [call_arguments for call_arguments, _ in self.cases]
+        wanted_values = [wanted_value for _, wanted_value in self.cases]
         try:
-            found = compute(answer, self.function, [args for args, _ in self.cases])
-            return all(
-                same(value, wanted)
-                for value, (_, wanted) in zip(found, self.cases, strict=True)
-            )
+            values = compute(answer, self.function, arguments)
+            pairs = zip(values, wanted_values, strict=True)
+            return all(is_same(value, wanted_value) for value, wanted_value in pairs)
         except Exception:  # noqa: BLE001  whatever is wrong with the answer, it is wrong
             return False
 
 
 class RunsCheck(_Check):
+    """Python that comes to the end of a test, which is run elsewhere."""
+
     type: Literal["runs"]
     test: Text
 

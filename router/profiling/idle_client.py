@@ -9,106 +9,137 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError
-from router.profiling.client import Client, FleetState, MeasuredTier
+from router.profiling.measuring_client import (
+    FleetState,
+    MeasuredTier,
+    MeasuringClient,
+    Step,
+    ignore_waiting,
+)
 from tiers.fleet import Fleet, Lease
-from tiers.spec import ReplicaStatus, TierName
+from tiers.replica import Replica
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 LONGEST_IDLE_S = 60.0
 STARTING = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
 
 
-class IdleClient(Client):
-    """A client of the fleet's engines that works once the router was idle for ``idle_s``.
+class RequestCounts(NamedTuple):
+    """Requests of callers since the router started."""
 
-    ``requests`` returns the number of requests so far, and of those that are open.
-    """
+    total: int
+    open: int
 
-    # a step that waits for a slot is not alone any more
-    patience_s, slot_patience_s = math.inf, 0.0
+
+class IdleClient(MeasuringClient):
+    """A client of the fleet's engines that works once the router was idle for ``idle_s``."""
+
+    patience_s = math.inf
+    slot_patience_s = 0.0  # a step that waits for a slot is not alone any more
 
     def __init__(
         self,
         fleet: Fleet,
         model: str,
         idle_s: float,
-        requests: Callable[[], tuple[int, int]],
+        request_counts: Callable[[], RequestCounts],
     ) -> None:
         super().__init__()
-        self._fleet, self._model, self._idle_s, self._requests = (
-            fleet,
-            model,
-            idle_s,
-            requests,
-        )
-        self._leases: dict[Lease, asyncio.Timeout] = {}
-        self._busy_at, self._seen, self._preemptions = time.monotonic(), requests(), 0
-        # longer after a cancellation: if pauses are short, little is started in vain
-        self._wait_s = idle_s
+        self._fleet = fleet
+        self._model = model
+        self._idle_s = idle_s
+        self._request_counts = request_counts
+        self._timeouts: dict[Lease, asyncio.Timeout] = {}
+        self._last_busy_at = time.monotonic()
+        self._last_counts = request_counts()
+        self._preemptions = 0
+        # It doubles with each cancellation, so that little is started in vain where pauses are short.
+        self._quiet_s = idle_s
 
     @property
-    def asking(self) -> bool:
-        return bool(self._leases)
+    def is_asking(self) -> bool:
+        return bool(self._timeouts)
 
     def preempt(self) -> None:
         """Cancel its requests: another one has arrived. Their slots are free when this returns."""
-        self._fleet.preempt, self._busy_at = None, time.monotonic()
+        self._fleet.preempt = None
+        self._last_busy_at = time.monotonic()
         self._preemptions += 1
-        self._wait_s = max(min(2 * self._wait_s, LONGEST_IDLE_S), self._idle_s)
-        for lease, running in self._leases.items():
+        self._quiet_s = max(min(2 * self._quiet_s, LONGEST_IDLE_S), self._idle_s)
+        for lease, timeout in self._timeouts.items():
             lease.release()
-            running.reschedule(0)
-        self._leases.clear()
+            timeout.reschedule(0)
+        self._timeouts.clear()
 
     async def fleet(self) -> FleetState:
-        fleet = self._fleet
-        ready = [
-            r.spec.name for r in fleet.replicas if r.state.status is ReplicaStatus.READY
-        ]
+        checkpoints: dict[TierName, str | None] = {}
+        ready_tiers: dict[TierName, MeasuredTier] = {}
+        for spec in self._fleet.specs:
+            checkpoints[spec.name] = spec.identity
+            if self._fleet.is_ready(spec.name):
+                ready_tiers[spec.name] = self._measured_tier(spec)
         return FleetState(
-            self._model,
-            fleet.machine,
-            {spec.name: spec.identity for spec in fleet.specs},
-            {
-                spec.name: MeasuredTier(
-                    spec.identity,
-                    ready.count(spec.name),
-                    spec.max_num_seqs,
-                    spec.max_model_len,
-                    spec.adapters,
-                )
-                for spec in fleet.specs
-                if fleet.is_ready(spec.name)
-            },
+            model=self._model,
+            machine=self._fleet.machine,
+            checkpoints=checkpoints,
+            tiers=ready_tiers,
         )
 
-    async def ask(self, *args: Any, **named: Any) -> Any:
+    def _measured_tier(self, spec: TierSpec) -> MeasuredTier:
+        ready_tiers = [
+            replica.spec.name
+            for replica in self._fleet.replicas
+            if replica.state.status is ReplicaStatus.READY
+        ]
+        return MeasuredTier(
+            identity=spec.identity,
+            replicas=ready_tiers.count(spec.name),
+            max_num_seqs=spec.max_num_seqs,
+            max_model_len=spec.max_model_len,
+            adapters=spec.adapters,
+        )
+
+    async def ask(
+        self,
+        path: str,
+        tier: TierName,
+        body: Mapping[str, Any],
+        report_waiting: Callable[[], None] = ignore_waiting,
+        adapter: str | None = None,
+    ) -> Any:
+        """Ask as every measuring client does, again whenever the request is cancelled for somebody else's."""
         while True:
             with suppress(TimeoutError):
-                answer = await super().ask(*args, **named)
-                self._wait_s = self._idle_s
+                answer = await super().ask(
+                    path, tier, body, report_waiting=report_waiting, adapter=adapter
+                )
+                self._quiet_s = self._idle_s
                 return answer
 
-    async def undisturbed(
-        self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]
-    ) -> bool:
-        await self.until_quiet(waiting)
-        before = self._preemptions, self._requests()
+    async def undisturbed(self, step: Step, report_waiting: Callable[[], None]) -> bool:
+        await self._wait_until_quiet(report_waiting)
+        preemptions_before = self._preemptions
+        counts_before = self._request_counts()
         try:
             await step()
         except (TimeoutError, ProfileError, ExceptionGroup):
-            if self._preemptions == before[0]:
+            if self._preemptions == preemptions_before:
                 raise
         else:
-            self._wait_s = self._idle_s
-        return (self._preemptions, self._requests()) == before and not self._others()
+            self._quiet_s = self._idle_s
+        return (
+            self._preemptions == preemptions_before
+            and self._request_counts() == counts_before
+            and not self._has_other_work()
+        )
 
     @asynccontextmanager
     async def _send(
@@ -118,7 +149,9 @@ class IdleClient(Client):
         body: Mapping[str, Any],
         adapter: str | None = None,
     ) -> AsyncIterator[httpx.Response]:
-        """Send a request whatever the replica's limit: nobody is served. Without tokens it does not affect predictions.
+        """Send a request, beyond the replica's limit if need be: nobody else is served.
+
+        Its lease has no tokens, so that predictions do not count it.
 
         ``TimeoutError``: it was cancelled for somebody else's request.
         """
@@ -129,16 +162,15 @@ class IdleClient(Client):
             )
             return
         replica = lease.replica
-        priority = {"priority": PRIORITIES["batch"]} if replica.takes_priority else {}
-        headers = (
-            {"authorization": f"Bearer {replica.api_key}"} if replica.api_key else {}
-        )
-        body = {**body, "temperature": 0, "model": adapter or replica.model, **priority}
         try:
-            async with asyncio.timeout(None) as running:
-                self._leases[lease], self._fleet.preempt = running, self.preempt
+            async with asyncio.timeout(None) as timeout:
+                self._timeouts[lease] = timeout
+                self._fleet.preempt = self.preempt
                 async with self._http.stream(
-                    "POST", f"{replica.url}{path}", json=body, headers=headers
+                    "POST",
+                    f"{replica.url}{path}",
+                    json=_engine_body(replica, body, adapter),
+                    headers=_engine_headers(replica),
                 ) as response:
                     if response.status_code == httpx.codes.OK:
                         lease.first_token()
@@ -149,22 +181,38 @@ class IdleClient(Client):
             ) from error
         finally:
             lease.release()
-            self._leases.pop(lease, None)
-            if not self._leases:
+            self._timeouts.pop(lease, None)
+            if not self._timeouts:
                 self._fleet.preempt = None
 
     async def _is_quiet(self) -> bool:
         now = time.monotonic()
-        if self._others() or self._requests() != self._seen:
-            self._seen, self._busy_at = self._requests(), now
+        if self._has_other_work() or self._request_counts() != self._last_counts:
+            self._last_counts = self._request_counts()
+            self._last_busy_at = now
             return False
-        return now >= self._busy_at + self._wait_s
+        return now >= self._last_busy_at + self._quiet_s
 
-    def _others(self) -> bool:
-        """Tell whether there is other work: requests, checks of live answers, engines that start."""
-        replicas = self._fleet.replicas
-        return (
-            self._requests()[1] > 0
-            or sum(r.state.in_flight for r in replicas) > len(self._leases)
-            or any(r.state.status in STARTING for r in replicas)
-        )
+    def _has_other_work(self) -> bool:
+        """Tell whether there is other work: requests of callers, leases of others, engines that start."""
+        if self._request_counts().open > 0:
+            return True
+        states = [replica.state for replica in self._fleet.replicas]
+        if sum(state.in_flight for state in states) > len(self._timeouts):
+            return True
+        return any(state.status in STARTING for state in states)
+
+
+def _engine_body(
+    replica: Replica, body: Mapping[str, Any], adapter: str | None
+) -> dict[str, Any]:
+    engine_body = {**body, "temperature": 0, "model": adapter or replica.model}
+    if replica.takes_priority:
+        engine_body["priority"] = PRIORITIES["batch"]
+    return engine_body
+
+
+def _engine_headers(replica: Replica) -> dict[str, str]:
+    if not replica.api_key:
+        return {}
+    return {"authorization": f"Bearer {replica.api_key}"}

@@ -11,84 +11,134 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from router.policy.profiles import LatencyProfile, ProfileError, SpeedSample
-from router.profiling.client import Client, FleetState, Timed, first_of
-from router.profiling.latency import fit_all
+from router.profiling.fit_latency import LEAST_VALUES, fit_tiers
+from router.profiling.measuring_client import (
+    FleetState,
+    MeasuringClient,
+    TimedAnswer,
+    first_of,
+)
 from tiers.spec import TierName
 
-LENGTHS = (16, 64, 256, 1024)
+PROMPT_LENGTHS = (16, 64, 256, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT_TOKENS = 24
-TIMES = 3  # that each prompt length is measured
-LEAST = 2  # lengths and batches that a fit needs
-ALONE_SHARE = 0.8  # of the budget, for measuring each tier alone
+LENGTH_REPEATS = 3  # how often each prompt length is measured
+OTHER_STEPS = 2  # the warm-up, and prompts that arrive while others are decoded
+ALONE_SHARE = 0.8  # share of the budget for measuring each tier alone
 TOGETHER_BATCHES = (1, 4)
-# ordinary tokens in every large tokenizer; random, so that no prefix is cached
-FIRST_ID, LAST_ID = 1000, 20000
-T = TypeVar("T")
+BACKGROUND_BATCH = 4  # sequences that are decoded while further prompts arrive
+# Ids of tokens that are ordinary in every large tokenizer. Prompts are random, so that no prefix is cached.
+FIRST_ID = 1000
+LAST_ID = 20000
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyPlan:
-    # approximate duration of one step in seconds; bounds prompt and answer lengths on slow tiers
+    """What is measured, and how long that may take.
+
+    Attributes:
+        step_s: Approximate duration of one step; bounds prompt and answer lengths on slow tiers.
+        tiers: The tiers to measure; empty: all ready ones.
+        budget_s: Approximate duration of all steps. Long prompts and large batches that the fit does not need are skipped
+            for it.
+        prompt_s: Longest time of a prompt; a request that comes meanwhile waits for it.
+        attempts: How often a step is tried that others' requests disturb.
+    """
+
     step_s: float
-    tiers: tuple[TierName, ...] = ()  # the tiers to measure; empty: all ready ones
-    # approximate duration of all steps in seconds; long prompts and large batches that the fit does not need are
-    # skipped for it
+    tiers: tuple[TierName, ...] = ()
     budget_s: float = math.inf
-    # longest time of a prompt; a request that comes meanwhile waits for it
     prompt_s: float = math.inf
-    attempts: float = 3  # at a step that others' requests disturb
+    attempts: float = 3
 
 
 async def measure_latency(
-    client: Client, plan: LatencyPlan, progress: Callable[[str, int, int], None]
+    client: MeasuringClient,
+    plan: LatencyPlan,
+    report_progress: Callable[[str, int, int], None],
 ) -> LatencyProfile:
     """Measure the tiers of the plan, and return the profile.
 
-    ``progress`` is called with the next step, the number of steps done, and their approximate total. ``ProfileError``: the
-    router does not answer, a tier is not ready, or others' requests do not end.
+    Args:
+        client: The client of the fleet.
+        plan: What to measure.
+        report_progress: Called with the next step, the number of steps done, and their approximate total.
+
+    Raises:
+        ProfileError: The router does not answer, a tier is not ready, or others' requests do not end.
     """
     fleet = await client.fleet()
+    tiers = _tiers_to_measure(fleet, plan)
+    measurement = _LatencyMeasurement(
+        client, fleet, plan=plan, tiers=tiers, report_progress=report_progress
+    )
+    for tier in tiers:
+        await measurement.measure_alone(tier)
+    if len(tiers) > 1:
+        await measurement.measure_together()
+    samples = measurement.samples
+    max_num_seqs = {tier: fleet.tiers[tier].max_num_seqs for tier in tiers}
+    return LatencyProfile(
+        created=datetime.now(UTC),
+        model=fleet.model,
+        machine=fleet.machine,
+        checkpoints=dict(fleet.checkpoints),
+        fits=fit_tiers(samples, max_num_seqs),
+        samples=tuple(samples),
+    )
+
+
+def _tiers_to_measure(fleet: FleetState, plan: LatencyPlan) -> tuple[TierName, ...]:
+    """Return the tiers of the plan; ``ProfileError``: one is not ready, or has several replicas."""
     if not fleet.tiers:
         raise ProfileError("no tier is ready")
     tiers = plan.tiers or tuple(fleet.tiers)
     for tier in tiers:
         if tier not in fleet.tiers:
             raise ProfileError(f"tier {tier} is not ready")
-        if (replicas := fleet.tiers[tier].replicas) > 1:
+        replicas = fleet.tiers[tier].replicas
+        if replicas > 1:
             raise ProfileError(
                 f"tier {tier} has {replicas} replicas that requests are spread over: measure with one each"
             )
-    run = _Run(client, fleet, plan, tiers, progress)
-    for tier in tiers:
-        await run.alone(tier)
-    if len(tiers) > 1:
-        await run.together()
-    return LatencyProfile(
-        created=datetime.now(UTC),
-        model=fleet.model,
-        machine=fleet.machine,
-        checkpoints=dict(fleet.checkpoints),
-        fits=fit_all(
-            run.samples, {tier: fleet.tiers[tier].max_num_seqs for tier in tiers}
-        ),
-        samples=tuple(run.samples),
-    )
+    return tiers
+
+
+class Measured(NamedTuple):
+    """A timed answer, and the sample that it makes."""
+
+    sample: SpeedSample
+    answer: TimedAnswer
 
 
 @dataclass(slots=True)
 class _Bench:
-    client: Client
+    """One tier during one step: the requests that it has, and what was measured of them.
+
+    Attributes:
+        client: The client of the fleet.
+        tier: The tier.
+        sequences: Number of open requests.
+        waiting_tokens: Tokens of prompts that are not computed yet.
+        sent: Number of requests ever sent.
+        last_answer: The answer that ended last; None: none has ended.
+        all_computed: Set while no prompt waits to be computed.
+        measured: What was measured, in the order in which answers ended.
+    """
+
+    client: MeasuringClient
     tier: TierName
     sequences: int = 0
-    waiting: int = 0
-    asked: int = 0
-    last: Timed | None = None
-    computed: asyncio.Event = field(default_factory=asyncio.Event)
-    found: list[tuple[SpeedSample, Timed]] = field(default_factory=list)
+    waiting_tokens: int = 0
+    sent: int = 0
+    last_answer: TimedAnswer | None = None
+    all_computed: asyncio.Event = field(default_factory=asyncio.Event)
+    measured: list[Measured] = field(default_factory=list)
 
     async def request(
         self, prompt_tokens: int, tokens: int, batch: int, *, neighbours: float = 0.0
@@ -98,44 +148,46 @@ class _Bench:
         TTFT is left out if another request came before the first token: engines compute waiting prompts together, and a
         prediction knows of no later request.
         """
-        sequences, waiting, left, alone = (
-            self.sequences,
-            self.waiting,
-            prompt_tokens,
-            False,
-        )
+        sequences_before = self.sequences
+        waiting_tokens_before = self.waiting_tokens
         self.sequences += 1
-        self.asked += 1
-        number = self.asked
-        self.waiting += prompt_tokens
-        self.computed.clear()
-        prompt = [random.randint(FIRST_ID, LAST_ID) for _ in range(prompt_tokens)]  # noqa: S311  no secret
+        self.sent += 1
+        self.waiting_tokens += prompt_tokens
+        self.all_computed.clear()
+        number = self.sent
+        is_computed = False
+        is_newest_at_first_token = False
 
-        def begun() -> None:
-            nonlocal left, alone
-            alone = self.asked == number
-            self.waiting -= left
-            left = 0
-            if not self.waiting:
-                self.computed.set()
+        def note_first_token() -> None:
+            nonlocal is_computed, is_newest_at_first_token
+            is_newest_at_first_token = self.sent == number
+            if not is_computed:
+                self.waiting_tokens -= prompt_tokens
+                is_computed = True
+            if not self.waiting_tokens:
+                self.all_computed.set()
 
         try:
-            timed = await self.client.time(self.tier, prompt, tokens, begun)
+            answer = await self.client.time(
+                self.tier, _random_prompt(prompt_tokens), tokens, note_first_token
+            )
         finally:
-            self.waiting -= left
+            if not is_computed:
+                self.waiting_tokens -= prompt_tokens
             self.sequences -= 1
+        has_pace = answer.tpot_ms is not None
         sample = SpeedSample(
             tier=self.tier,
             prompt_tokens=prompt_tokens,
-            sequences=sequences,
-            waiting_tokens=waiting,
-            batch=batch if timed.tpot_ms is not None else 0,
+            sequences=sequences_before,
+            waiting_tokens=waiting_tokens_before,
+            batch=batch if has_pace else 0,
             neighbours=neighbours,
-            ttft_ms=round(timed.ttft_ms, 2) if alone else None,
-            tpot_ms=round(timed.tpot_ms, 3) if timed.tpot_ms is not None else None,
+            ttft_ms=round(answer.ttft_ms, 2) if is_newest_at_first_token else None,
+            tpot_ms=_rounded_tpot_ms(answer),
         )
-        self.found.append((sample, timed))
-        self.last = timed
+        self.measured.append(Measured(sample, answer))
+        self.last_answer = answer
 
     async def burst(self, batch: int, tokens: int) -> None:
         """Decode a batch, all sent at once.
@@ -145,225 +197,287 @@ class _Bench:
         async with asyncio.TaskGroup() as group:
             for _ in range(batch):
                 group.create_task(self.request(PROMPT_TOKENS, tokens, batch))
-        begun = [timed.started + timed.ttft_ms / 1000 for _, timed in self.found]
-        for number, (sample, timed) in enumerate(self.found):
-            slack_s = 2 * (timed.tpot_ms or 0.0) / 1000
-            if begun[number] < max(begun) - slack_s:
-                self.found[number] = (
-                    sample.model_copy(update={"batch": 0, "tpot_ms": None}),
-                    timed,
-                )
+        last_began_at = max(_began_at(answer) for _, answer in self.measured)
+        for number, (sample, answer) in enumerate(self.measured):
+            two_steps_s = 2 * (answer.tpot_ms or 0.0) / 1000
+            if _began_at(answer) < last_began_at - two_steps_s:
+                paceless = sample.model_copy(update={"batch": 0, "tpot_ms": None})
+                self.measured[number] = Measured(paceless, answer)
+
+    def samples_until(self, end: float) -> list[SpeedSample]:
+        """Return the samples of answers that ended by a time; all samples if there is none.
+
+        The batch of later answers was no longer full.
+        """
+        in_time = [sample for sample, answer in self.measured if answer.ended <= end]
+        return in_time or [sample for sample, _ in self.measured]
 
 
-Step = Callable[[_Bench], Coroutine[Any, Any, None]]
+def _random_prompt(tokens: int) -> list[int]:
+    return [random.randint(FIRST_ID, LAST_ID) for _ in range(tokens)]  # noqa: S311  no secret
 
 
-class _Run:
+def _rounded_tpot_ms(answer: TimedAnswer) -> float | None:
+    if answer.tpot_ms is None:
+        return None
+    return round(answer.tpot_ms, 3)
+
+
+def _began_at(answer: TimedAnswer) -> float:
+    """Return when the first token of an answer came, by the monotonic clock in seconds."""
+    return answer.started + answer.ttft_ms / 1000
+
+
+BenchStep = Callable[[_Bench], Coroutine[Any, Any, None]]
+
+
+class _LatencyMeasurement:
+    """One measurement of a fleet's speed."""
+
     def __init__(
         self,
-        client: Client,
+        client: MeasuringClient,
         fleet: FleetState,
         plan: LatencyPlan,
         tiers: tuple[TierName, ...],
-        progress: Callable[[str, int, int], None],
+        report_progress: Callable[[str, int, int], None],
     ) -> None:
-        self._client, self._fleet, self._plan, self._tiers, self._progress = (
-            client,
-            fleet,
-            plan,
-            tiers,
-            progress,
-        )
+        self._client = client
+        self._fleet = fleet
+        self._plan = plan
+        self._tiers = tiers
+        self._report_progress = report_progress
         self._spent_s = 0.0  # in steps, without waiting for others
-        self._done = 0
-        self._total = sum(map(self._steps, tiers)) + (
-            len(TOGETHER_BATCHES) if len(tiers) > 1 else 0
-        )
+        self._steps_done = 0
+        self._steps_total = sum(self._step_count(tier) for tier in tiers)
+        if len(tiers) > 1:
+            self._steps_total += len(TOGETHER_BATCHES)
         self.samples: list[SpeedSample] = []
 
-    def _steps(self, tier: TierName) -> int:
-        """Return the number of a tier's steps if none is skipped: warm-up, prompts, batches, arrivals."""
+    def _step_count(self, tier: TierName) -> int:
+        """Return the number of a tier's steps if none is skipped."""
         limits = self._fleet.tiers[tier]
-        lengths = sum(length < limits.max_model_len for length in LENGTHS)
-        return (
-            2 + TIMES * lengths + sum(batch <= limits.max_num_seqs for batch in BATCHES)
-        )
+        lengths = sum(length < limits.max_model_len for length in PROMPT_LENGTHS)
+        batches = sum(batch <= limits.max_num_seqs for batch in BATCHES)
+        return OTHER_STEPS + LENGTH_REPEATS * lengths + batches
 
-    async def alone(self, tier: TierName) -> None:
-        until_s = self._spent_s + self._plan.budget_s * ALONE_SHARE / len(self._tiers)
-        through, limits = self._done + self._steps(tier), self._fleet.tiers[tier]
-        warm = await self._step(
-            f"{tier}: warming", tier, lambda bench: bench.burst(1, 4), keep=False
+    async def measure_alone(self, tier: TierName) -> None:
+        """Measure a tier while no other is asked: prompts, batches, prompts that arrive while others are decoded."""
+        budget_s = self._plan.budget_s * ALONE_SHARE / len(self._tiers)
+        end_s = self._spent_s + budget_s
+        done_at_end = self._steps_done + self._step_count(tier)
+        warm_up = await self._take_step(
+            f"{tier}: warming", tier, partial(_Bench.burst, batch=1, tokens=4)
         )
-        step_ms = warm.tpot_ms or warm.ttft_ms
-        seen: list[tuple[int, float]] = []
-        for length in LENGTHS:
-            if length + 1 > limits.max_model_len or self._too_long(
-                length, seen, until_s
-            ):
-                break
-            what = f"{tier}: prompt of {length} tokens"
-            single = partial(_Bench.request, prompt_tokens=length, tokens=1, batch=0)
-            seen.append(
-                (
-                    length,
-                    min(
-                        [
-                            (await self._step(what, tier, single)).ttft_ms
-                            for _ in range(TIMES)
-                        ]
-                    ),
-                )
-            )
-        for number, batch in enumerate(BATCHES):
-            over = number >= LEAST and self._spent_s + self._plan.step_s > until_s
-            if batch > limits.max_num_seqs or over:
-                break
-            tokens = min(
-                max(int(self._plan.step_s * 1000 / (step_ms * (1 + batch / 8))), 6), 64
-            )
-            burst = partial(_Bench.burst, batch=batch, tokens=tokens)
-            step_ms = (
-                await self._step(f"{tier}: {batch} at a time", tier, burst)
-            ).tpot_ms or step_ms
-        await self._step(
+        await self._measure_prompts(tier, end_s)
+        await self._measure_batches(tier, warm_up.tpot_ms or warm_up.ttft_ms, end_s)
+        await self._take_and_keep(
             f"{tier}: prompts while others are decoded", tier, self._arrival
         )
-        self._done = through
+        self._steps_done = done_at_end
 
-    def _too_long(
-        self, length: int, seen: list[tuple[int, float]], until_s: float
+    async def _measure_prompts(self, tier: TierName, end_s: float) -> None:
+        """Measure the TTFT of prompts of rising length, as far as there is time for them."""
+        max_model_len = self._fleet.tiers[tier].max_model_len
+        measured_ttfts: list[tuple[int, float]] = []
+        for length in PROMPT_LENGTHS:
+            if length + 1 > max_model_len:
+                break
+            if self._takes_too_long(length, measured_ttfts, end_s):
+                break
+            step_name = f"{tier}: prompt of {length} tokens"
+            single = partial(_Bench.request, prompt_tokens=length, tokens=1, batch=0)
+            ttfts_ms: list[float] = []
+            for _ in range(LENGTH_REPEATS):
+                answer = await self._take_and_keep(step_name, tier, single)
+                ttfts_ms.append(answer.ttft_ms)
+            measured_ttfts.append((length, min(ttfts_ms)))
+
+    def _takes_too_long(
+        self, length: int, measured_ttfts: list[tuple[int, float]], end_s: float
     ) -> bool:
-        if len(seen) < LEAST:
+        """Tell whether a prompt is expected to take too long, by the two lengths before it, which are always measured."""
+        if len(measured_ttfts) < LEAST_VALUES:
             return False
-        (short, quick), (long, slow) = seen[-2:]
-        expected_s = (slow + (length - long) * (slow - quick) / (long - short)) / 1000
-        return (
-            expected_s > min(self._plan.step_s, self._plan.prompt_s)
-            or self._spent_s + TIMES * expected_s > until_s
-        )
+        shorter, shorter_ms = measured_ttfts[-2]
+        longer, longer_ms = measured_ttfts[-1]
+        growth_ms = (length - longer) * (longer_ms - shorter_ms) / (longer - shorter)
+        expected_s = (longer_ms + growth_ms) / 1000
+        if expected_s > min(self._plan.step_s, self._plan.prompt_s):
+            return True
+        return self._spent_s + LENGTH_REPEATS * expected_s > end_s
 
-    async def together(self) -> None:
-        slowest_s = max(map(self._single_step, self._tiers)) / 1000
-        length_s = max(self._plan.step_s, 8 * slowest_s * len(self._tiers))
-        for batch in TOGETHER_BATCHES:
-            step = partial(self._all_busy, batch, length_s)
-            self.samples += await self._undisturbed(
-                f"all tiers together, {batch} at a time each", step
-            )
-
-    async def _all_busy(self, batch: int, length_s: float) -> list[SpeedSample]:
-        benches = [_Bench(self._client, tier) for tier in self._tiers]
-        until, others = time.monotonic() + length_s, len(self._tiers) - 1
-        async with asyncio.TaskGroup() as group:
-            for bench in benches:
-                for _ in range(batch):
-                    group.create_task(
-                        self._keep_busy(
-                            bench,
-                            batch,
-                            until,
-                            length_s * 1000 / len(self._tiers) / 2,
-                            others,
-                        )
-                    )
-        # The last samples, whose batch was no longer full, are dropped, unless a tier has no others.
-        return [
-            s
-            for b in benches
-            for s in (
-                [s for s, t in b.found if t.ended <= until] or [s for s, _ in b.found]
-            )
-        ]
-
-    async def _keep_busy(
-        self, bench: _Bench, batch: int, until: float, answer_ms: float, others: int
+    async def _measure_batches(
+        self, tier: TierName, step_ms: float, end_s: float
     ) -> None:
-        step_ms = self._single_step(bench.tier) * (1 + others)
-        tokens = min(max(int(answer_ms / step_ms), 4), 64)
-        share = others / (len(self._fleet.tiers) - 1)
-        while time.monotonic() < until:
-            await bench.request(PROMPT_TOKENS, tokens, batch, neighbours=share)
+        """Measure the pace of rising batches, as far as there is time for them.
 
-    def _single_step(self, tier: TierName) -> float:
-        alone = [
-            s.tpot_ms for s in self._own(tier) if s.tpot_ms is not None and s.batch == 1
-        ]
-        if not alone:
-            raise ProfileError(
-                f"{tier} sent every answer all at once: the machine is too busy to measure its pace"
+        Args:
+            tier: The tier.
+            step_ms: Time of its decode step, as far as known.
+            end_s: Time spent in steps at which those that a fit does not need are skipped.
+        """
+        for number, batch in enumerate(BATCHES):
+            if batch > self._fleet.tiers[tier].max_num_seqs:
+                break
+            is_needed = number < LEAST_VALUES
+            if not is_needed and self._spent_s + self._plan.step_s > end_s:
+                break
+            # A larger batch is slower: one of 8 is expected to need twice as long.
+            expected_step_ms = step_ms * (1 + batch / 8)
+            tokens = _bounded(self._plan.step_s * 1000 / expected_step_ms, 6, 64)
+            burst = partial(_Bench.burst, batch=batch, tokens=tokens)
+            answer = await self._take_and_keep(
+                f"{tier}: {batch} at a time", tier, burst
             )
-        return median(alone)
-
-    def _own(self, tier: TierName) -> list[SpeedSample]:
-        return [s for s in self.samples if s.tier is tier]
+            step_ms = answer.tpot_ms or step_ms
 
     async def _arrival(self, bench: _Bench) -> None:
-        background = min(4, self._fleet.tiers[bench.tier].max_num_seqs)
-        lengths = (PROMPT_TOKENS, 4 * PROMPT_TOKENS)
-        single = self._single_step(bench.tier)
-        first = min(
-            s.ttft_ms / s.prompt_tokens
-            for s in self._own(bench.tier)
-            if s.ttft_ms is not None
-        )
-        tokens = min(max(int(2 * first * sum(lengths) / single), 10), 200)
+        """Measure prompts that arrive while others are decoded."""
+        background = min(BACKGROUND_BATCH, self._fleet.tiers[bench.tier].max_num_seqs)
+        arriving_lengths = (PROMPT_TOKENS, 4 * PROMPT_TOKENS)
+        step_ms = self._single_step_ms(bench.tier)
+        prefill_ms = self._ttft_ms_per_token(bench.tier) * sum(arriving_lengths)
+        # The background is decoded for twice as long as the arriving prompts should take.
+        tokens = _bounded(2 * prefill_ms / step_ms, 10, 200)
         async with asyncio.TaskGroup() as group:
             decoding = [
                 group.create_task(bench.request(PROMPT_TOKENS, tokens, background))
                 for _ in range(background)
             ]
             await asyncio.sleep(0)
-            await bench.computed.wait()
-            for length in lengths:
+            await bench.all_computed.wait()
+            for length in arriving_lengths:
                 if not any(task.done() for task in decoding):
                     await bench.request(length, 1, 0)
         # The prompts disturbed the background's pace, so it does not tell how batch size affects it.
-        bench.found = [(s, t) for s, t in bench.found if s.batch == 0]
+        bench.measured = [
+            measured for measured in bench.measured if measured.sample.batch == 0
+        ]
 
-    async def _step(
-        self, what: str, tier: TierName, step: Step, *, keep: bool = True
-    ) -> Timed:
-        """Run one step of a tier while nobody else is served; return its last answer."""
+    def _ttft_ms_per_token(self, tier: TierName) -> float:
+        """Return the shortest TTFT of a tier for each token of its prompt."""
+        return min(
+            sample.ttft_ms / sample.prompt_tokens
+            for sample in self._samples_of(tier)
+            if sample.ttft_ms is not None
+        )
 
-        async def fresh() -> _Bench:
+    def _single_step_ms(self, tier: TierName) -> float:
+        """Return the time of a tier's decode step of one sequence."""
+        paces_ms = [
+            sample.tpot_ms
+            for sample in self._samples_of(tier)
+            if sample.tpot_ms is not None and sample.batch == 1
+        ]
+        if not paces_ms:
+            raise ProfileError(
+                f"{tier} sent every answer all at once: the machine is too busy to measure its pace"
+            )
+        return median(paces_ms)
+
+    def _samples_of(self, tier: TierName) -> list[SpeedSample]:
+        return [sample for sample in self.samples if sample.tier is tier]
+
+    async def measure_together(self) -> None:
+        """Measure all tiers while all of them compute."""
+        slowest_step_ms = max(self._single_step_ms(tier) for tier in self._tiers)
+        shortest_s = 8 * (slowest_step_ms / 1000) * len(self._tiers)
+        duration_s = max(self._plan.step_s, shortest_s)
+        for batch in TOGETHER_BATCHES:
+            self.samples += await self._undisturbed(
+                f"all tiers together, {batch} at a time each",
+                partial(self._keep_all_busy, batch, duration_s),
+            )
+
+    async def _keep_all_busy(self, batch: int, duration_s: float) -> list[SpeedSample]:
+        """Keep a batch in work on every tier for a while, and return the samples."""
+        benches = [_Bench(self._client, tier) for tier in self._tiers]
+        end = time.monotonic() + duration_s
+        answer_ms = duration_s * 1000 / len(self._tiers) / 2
+        async with asyncio.TaskGroup() as group:
+            for bench in benches:
+                for _ in range(batch):
+                    group.create_task(self._keep_busy(bench, batch, answer_ms, end=end))
+        samples: list[SpeedSample] = []
+        for bench in benches:
+            samples += bench.samples_until(end)
+        return samples
+
+    async def _keep_busy(
+        self, bench: _Bench, batch: int, answer_ms: float, end: float
+    ) -> None:
+        """Send a tier one request after the other, each of about ``answer_ms``, until ``end``."""
+        others = len(self._tiers) - 1
+        step_ms = self._single_step_ms(bench.tier) * (1 + others)
+        tokens = _bounded(answer_ms / step_ms, 4, 64)
+        neighbours = others / (len(self._fleet.tiers) - 1)
+        while time.monotonic() < end:
+            await bench.request(PROMPT_TOKENS, tokens, batch, neighbours=neighbours)
+
+    async def _take_and_keep(
+        self, step_name: str, tier: TierName, step: BenchStep
+    ) -> TimedAnswer:
+        """Take one step of a tier, keep its samples, and return its last answer."""
+        bench = await self._run_on_new_bench(step_name, tier, step)
+        self.samples += [sample for sample, _ in bench.measured]
+        return _last_answer(bench)
+
+    async def _take_step(
+        self, step_name: str, tier: TierName, step: BenchStep
+    ) -> TimedAnswer:
+        """Take one step of a tier without keeping its samples, and return its last answer."""
+        return _last_answer(await self._run_on_new_bench(step_name, tier, step))
+
+    async def _run_on_new_bench(
+        self, step_name: str, tier: TierName, step: BenchStep
+    ) -> _Bench:
+        async def run_step() -> _Bench:
             bench = _Bench(self._client, tier)
             await step(bench)
             return bench
 
-        bench = await self._undisturbed(what, fresh)
-        if keep:
-            self.samples += [sample for sample, _ in bench.found]
-        assert bench.last is not None
-        return bench.last
+        return await self._undisturbed(step_name, run_step)
 
     async def _undisturbed(
-        self, what: str, step: Callable[[], Coroutine[Any, Any, T]]
-    ) -> T:
+        self, step_name: str, step: Callable[[], Coroutine[Any, Any, Result]]
+    ) -> Result:
         """Run a step while nobody else is served, again if it was disturbed; return its result."""
-        results: list[T] = []
+        results: list[Result] = []
         took_s = 0.0
 
-        async def timed() -> None:
+        async def timed_step() -> None:
             nonlocal took_s
             began = time.monotonic()
             try:
                 results.append(await step())
-            except* ProfileError as several:
-                raise first_of(several) from None
+            except* ProfileError as errors:
+                raise first_of(errors) from None
             took_s = time.monotonic() - began
-
-        def waiting() -> None:
-            self._progress("waiting for others' requests", self._done, self._total)
 
         attempts = 0
         while attempts < self._plan.attempts:
             attempts += 1
-            self._progress(what, self._done, self._total)
-            if await self._client.undisturbed(timed, waiting):
-                self._done += 1
+            self._show(step_name)
+            if await self._client.undisturbed(timed_step, self._show_waiting):
+                self._steps_done += 1
                 self._spent_s += took_s
                 return results[-1]
         raise ProfileError(
-            f"others' requests disturbed '{what}' {attempts} times: measure when it is quiet"
+            f"others' requests disturbed '{step_name}' {attempts} times: measure when it is quiet"
         )
+
+    def _show(self, step_name: str) -> None:
+        self._report_progress(step_name, self._steps_done, self._steps_total)
+
+    def _show_waiting(self) -> None:
+        self._show("waiting for others' requests")
+
+
+def _bounded(tokens: float, smallest: int, largest: int) -> int:
+    return min(max(int(tokens), smallest), largest)
+
+
+def _last_answer(bench: _Bench) -> TimedAnswer:
+    assert bench.last_answer is not None
+    return bench.last_answer

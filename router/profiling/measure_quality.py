@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from router.line_file import begin_line
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
 from router.profiling.checks import RunsCheck
-from router.profiling.client import first_of
+from router.profiling.measuring_client import first_of
 from router.profiling.scoring import (
     CHAT,
     COMPLETIONS,
-    Judged,
+    JudgedAnswer,
     answer_body,
-    count,
+    count_answers,
     score,
     text_of,
 )
@@ -35,42 +35,58 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from router.policy.losses import Kind
-    from router.profiling.client import Client, FleetState
+    from router.profiling.measuring_client import FleetState, MeasuringClient
     from router.profiling.tasks import Task
     from tiers.spec import TierName
 
-FORM = "answers 1"  # of the journal: lines of another form do not count
-DIAGNOSED = 4  # answers of each kind and tier that are scored as well
+JOURNAL_FORM = "answers 1"  # lines of another form do not count
+SCORED_ANSWERS = 4  # for each kind and tier
 KEEP_EVERY = 20  # tasks, after which what is known so far is written
-# of long prompts: those that may be too long for a tier are left out
+# Prompts that may be too long for a tier by this estimate are left out.
 CHARS_PER_TOKEN = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    tasks: tuple[Task, ...]  # in the order in which they are asked, within a kind
-    name: str  # of the tasks, for people
-    journal: Path  # file of judged answers, in JSON lines
-    # tasks at a time; None: as many as the tiers' engines compute at once
+class QualityPlan:
+    """What is asked, and what becomes of the answers.
+
+    Attributes:
+        tasks: The tasks, in the order in which those of one kind are asked.
+        name: What the tasks are, for people.
+        journal: File of judged answers, in JSON lines.
+        parallel: Tasks at a time; None: as many as the tiers' engines compute at once.
+        scored: Number of answers of each kind and tier that are scored as well.
+        adapter: The LoRA adapter that answers on every tier, the reference too; None: the model itself.
+        worth: What one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything.
+        keep: Takes what is known so far, now and then.
+        run_code: Runs the code of an answer with a test; None: tasks that need it are left out.
+    """
+
+    tasks: tuple[Task, ...]
+    name: str
+    journal: Path
     parallel: int | None = None
-    diagnosed: int = DIAGNOSED  # answers of each kind and tier that are scored as well
-    # the LoRA adapter that answers on every tier, the reference too; None: the model itself
+    scored: int = SCORED_ANSWERS
     adapter: str | None = None
-    # what one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything
     worth: Callable[[TierName, Kind], float] | None = None
-    # takes what is known so far, now and then
     keep: Callable[[QualityProfile], None] | None = None
-    # runs the code of an answer with a test; None: tasks that need it are left out
-    runs: Callable[[str, str], Awaitable[bool]] | None = None
+    run_code: Callable[[str, str], Awaitable[bool]] | None = None
 
 
-async def measure(
-    client: Client, plan: Plan, progress: Callable[[str, int, int], None]
+async def measure_quality(
+    client: MeasuringClient,
+    plan: QualityPlan,
+    report_progress: Callable[[str, int, int], None],
 ) -> QualityProfile:
     """Measure every ready tier, and return the profile.
 
-    ``progress`` is called with the last step, the number of tasks done, and their total. ``ProfileError``: the router does
-    not answer, the reference is not ready, or a tier refuses.
+    Args:
+        client: The client of the fleet.
+        plan: What to ask.
+        report_progress: Called with the last step, the number of tasks done, and their total.
+
+    Raises:
+        ProfileError: The router does not answer, the reference is not ready, or a tier refuses.
     """
     fleet = await client.fleet()
     if REFERENCE not in fleet.tiers:
@@ -78,191 +94,203 @@ async def measure(
             f"tier {REFERENCE} is not ready, and the others are measured against it"
         )
     if plan.adapter is not None:
-        fleet = _having(fleet, plan.adapter)
-    run = _Run(client, plan, fleet, progress)
-    await run.all()
-    return run.profile(whole=True)
+        fleet = _with_adapter(fleet, plan.adapter)
+    measurement = _QualityMeasurement(client, plan, fleet, report_progress)
+    await measurement.ask_all()
+    return measurement.profile(is_complete=True)
 
 
-def _having(fleet: FleetState, adapter: str) -> FleetState:
-    having = {
+def _with_adapter(fleet: FleetState, adapter: str) -> FleetState:
+    """Return the fleet with those tiers alone that offer an adapter; ``ProfileError``: too few do."""
+    tiers = {
         name: tier for name, tier in fleet.tiers.items() if adapter in tier.adapters
     }
-    if REFERENCE not in having:
+    if REFERENCE not in tiers:
         raise ProfileError(
             f"tier {REFERENCE} does not offer the adapter {adapter}, and the others are measured against it"
         )
-    if len(having) == 1:
+    if len(tiers) == 1:
         raise ProfileError(
             f"no tier but {REFERENCE} offers the adapter {adapter}: there is nothing to compare"
         )
-    return replace(fleet, tiers=having)
+    return replace(fleet, tiers=tiers)
 
 
-class _Run:
+class _QualityMeasurement:
+    """One measurement of a fleet's quality."""
+
     def __init__(
         self,
-        client: Client,
-        plan: Plan,
+        client: MeasuringClient,
+        plan: QualityPlan,
         fleet: FleetState,
-        progress: Callable[[str, int, int], None],
+        report_progress: Callable[[str, int, int], None],
     ) -> None:
-        self._client, self._plan, self._fleet, self._progress = (
-            client,
-            plan,
-            fleet,
-            progress,
-        )
-        self._lower = [tier for tier in fleet.tiers if tier is not REFERENCE]
+        self._client = client
+        self._plan = plan
+        self._fleet = fleet
+        self._report_progress = report_progress
+        self._lower_tiers = [tier for tier in fleet.tiers if tier is not REFERENCE]
+        # No other tier is asked a task that none of these gets right.
+        self._first_tiers = (REFERENCE, *self._lower_tiers[:1])
         self._settings = {tier: _setting(plan, fleet, tier) for tier in fleet.tiers}
         slots = {
             name: tier.max_num_seqs * tier.replicas
             for name, tier in fleet.tiers.items()
         }
-        self._slots = {tier: asyncio.Semaphore(n) for tier, n in slots.items()}
+        self._slots = {tier: asyncio.Semaphore(count) for tier, count in slots.items()}
         self._parallel = plan.parallel or min(slots.values())
-        longest = CHARS_PER_TOKEN * min(
-            tier.max_model_len for tier in fleet.tiers.values()
-        )
-        tasks = (
-            plan.tasks
-            if plan.runs is not None
-            else [t for t in plan.tasks if not isinstance(t.check, RunsCheck)]
-        )
-        self._tasks = {
-            task.digest: task for task in tasks if len(task.prompt) < longest
-        }
-        self._answers: dict[tuple[str, TierName], Judged] = {}
+        self._tasks = {task.digest: task for task in _askable_tasks(plan, fleet)}
+        self._answers: dict[tuple[str, TierName], JudgedAnswer] = {}
         self._scored: Counter[tuple[TierName, Kind]] = Counter()
         self._read_journal()
-        self._left: dict[Kind, deque[Task]] = defaultdict(deque)
+        self._tasks_left: dict[Kind, deque[Task]] = defaultdict(deque)
         for task in self._tasks.values():
             if not self._is_done(task):
-                self._left[task.kind].append(task)
-        self._lately: Counter[Kind] = Counter()  # asked since the last ``keep``
-        self._done = self._kept = len(self._tasks) - sum(map(len, self._left.values()))
+                self._tasks_left[task.kind].append(task)
+        # The tasks that were begun since the last ``keep``: the worth of a kind does not know of them yet.
+        self._begun_since_keep: Counter[Kind] = Counter()
+        self._tasks_done = len(self._tasks) - self._left_count()
+        self._done_at_keep = self._tasks_done
 
-    def profile(self, *, whole: bool) -> QualityProfile:
-        plan, fleet = self._plan, self._fleet
+    def _left_count(self) -> int:
+        return sum(len(tasks) for tasks in self._tasks_left.values())
+
+    def profile(self, *, is_complete: bool) -> QualityProfile:
         return QualityProfile(
             created=datetime.now(UTC),
-            model=fleet.model,
-            checkpoints=dict(fleet.checkpoints),
-            tasks=plan.name,
-            whole=whole,
-            counts=count(self._answers.values(), self._lower),
-            adapter=plan.adapter,
+            model=self._fleet.model,
+            checkpoints=dict(self._fleet.checkpoints),
+            tasks=self._plan.name,
+            whole=is_complete,
+            counts=count_answers(self._answers.values(), self._lower_tiers),
+            adapter=self._plan.adapter,
         )
 
-    async def all(self) -> None:
-        total = self._done + sum(map(len, self._left.values()))
-        self._progress(
-            "begun" if self._done < total else "nothing left to ask", self._done, total
-        )
+    async def ask_all(self) -> None:
+        """Have all tasks answered that tell anything, several at a time."""
+        has_tasks = self._left_count() > 0
+        self._show("begun" if has_tasks else "nothing left to ask")
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._parallel):
-                    group.create_task(self._work())
-        except* ProfileError as several:
-            raise first_of(several) from None
+                    group.create_task(self._ask_one_by_one())
+        except* ProfileError as errors:
+            raise first_of(errors) from None
 
-    async def _work(self) -> None:
-        while (task := self._next()) is not None:
-            await self._task(task)
-            self._done += 1
-            self._tell(f"{task.prompt_class} {task.complexity}")
-            if self._plan.keep is not None and self._done >= self._kept + KEEP_EVERY:
-                self._kept = self._done
-                self._lately.clear()
-                self._plan.keep(self.profile(whole=False))
+    async def _ask_one_by_one(self) -> None:
+        while (task := self._next_task()) is not None:
+            await self._have_answered(task)
+            self._tasks_done += 1
+            self._show(f"{task.prompt_class} {task.complexity}")
+            self._keep_now_and_then()
 
-    def _next(self) -> Task | None:
+    def _keep_now_and_then(self) -> None:
+        """Hand over what is known so far once so many tasks were done since the last time."""
+        keep = self._plan.keep
+        if keep is not None and self._tasks_done >= self._done_at_keep + KEEP_EVERY:
+            self._done_at_keep = self._tasks_done
+            self._begun_since_keep.clear()
+            keep(self.profile(is_complete=False))
+
+    def _next_task(self) -> Task | None:
         """Return the task to ask next: of the kind that decisions depend on most; None: no more tell anything."""
-        worth = self._plan.worth
-        most, kind = 0.0, None
-        for one, tasks in self._left.items():
-            value = 0.0
+        highest_value = 0.0
+        best_kind = None
+        for kind, tasks in self._tasks_left.items():
             if tasks:
-                value = (
-                    max(worth(tier, one) for tier in self._lower)
-                    if worth is not None
-                    else float(len(tasks))
-                )
-                value /= 1 + self._lately[one]  # what these will tell is not known yet
-            if value > most:
-                most, kind = value, one
-        if kind is None:
+                value = self._value_of_asking(kind, len(tasks))
+                if value > highest_value:
+                    highest_value = value
+                    best_kind = kind
+        if best_kind is None:
             return None
-        self._lately[kind] += 1
-        return self._left[kind].popleft()
+        self._begun_since_keep[best_kind] += 1
+        return self._tasks_left[best_kind].popleft()
+
+    def _value_of_asking(self, kind: Kind, tasks_left: int) -> float:
+        """Return what one more task of a kind would tell: less for each that was begun and has not told it yet."""
+        worth = self._plan.worth
+        value = float(tasks_left)
+        if worth is not None:
+            value = max(worth(tier, kind) for tier in self._lower_tiers)
+        return value / (1 + self._begun_since_keep[kind])
 
     def _is_done(self, task: Task) -> bool:
-        found = {
-            tier: self._answers.get((task.digest, tier))
-            for tier in (REFERENCE, *self._lower)
-        }
-        hopeless = all(
-            (one := found[tier]) is not None and not one.right
-            for tier in (REFERENCE, *self._lower[:1])
+        """Tell whether all tiers have answered a task, or it is one that the first tiers get wrong."""
+        is_answered = all(
+            (task.digest, tier) in self._answers
+            for tier in (REFERENCE, *self._lower_tiers)
         )
-        return hopeless or None not in found.values()
+        return is_answered or self._is_hopeless(task)
 
-    async def _task(self, task: Task) -> None:
+    def _is_hopeless(self, task: Task) -> bool:
+        for tier in self._first_tiers:
+            answer = self._answers.get((task.digest, tier))
+            if answer is None or answer.right:
+                return False
+        return True
+
+    async def _have_answered(self, task: Task) -> None:
         """Have the reference and the lowest precision answer, and the other tiers if one of both is right."""
         async with asyncio.TaskGroup() as group:
-            for tier in (REFERENCE, *self._lower[:1]):
+            for tier in self._first_tiers:
                 group.create_task(self._judge(task, tier))
         if not self._is_done(task):
             async with asyncio.TaskGroup() as group:
-                for tier in self._lower[1:]:
+                for tier in self._lower_tiers[1:]:
                     group.create_task(self._judge(task, tier))
 
     async def _judge(self, task: Task, tier: TierName) -> None:
+        """Have a tier answer a task, unless it has; judge the answer, and score it if few are scored."""
         if (task.digest, tier) in self._answers:
             return
-        diagnosed = (
-            tier is not REFERENCE
-            and self._scored[tier, task.kind] < self._plan.diagnosed
+        is_scored = (
+            tier is not REFERENCE and self._scored[tier, task.kind] < self._plan.scored
         )
-        self._scored[tier, task.kind] += diagnosed
-        body = answer_body(task.messages, task.max_tokens, scored=diagnosed)
+        if is_scored:
+            self._scored[tier, task.kind] += 1
+        body = answer_body(task.messages, task.max_tokens, scored=is_scored)
         answer = await self._ask(CHAT, tier, body)
-        self._keep(
-            Judged(
+        is_right = await self._is_right(task, text_of(answer))
+        scores = None
+        if is_scored:
+            scores = await score(answer, partial(self._ask, COMPLETIONS, REFERENCE))
+        self._add(
+            JudgedAnswer(
                 task=task.digest,
                 prompt_class=task.prompt_class,
                 complexity=task.complexity,
                 tier=tier,
-                right=await self._is_right(task, text_of(answer)),
-                scores=await score(answer, partial(self._ask, COMPLETIONS, REFERENCE))
-                if diagnosed
-                else None,
+                right=is_right,
+                scores=scores,
             )
         )
 
     async def _is_right(self, task: Task, text: str) -> bool:
-        check, runs = task.check, self._plan.runs
-        if isinstance(check, RunsCheck) and runs is not None:
-            return await runs(text, check.test)
-        return await asyncio.to_thread(check.passes, text)
+        run_code = self._plan.run_code
+        if isinstance(task.check, RunsCheck) and run_code is not None:
+            return await run_code(text, task.check.test)
+        return await asyncio.to_thread(task.check.passes, text)
 
     async def _ask(
         self, path: str, tier: TierName, body: Mapping[str, Any]
     ) -> dict[str, Any]:
         async with self._slots[tier]:
-            found: dict[str, Any] = await self._client.ask(
+            answer: dict[str, Any] = await self._client.ask(
                 path,
                 tier,
                 body,
-                lambda: self._tell("waiting for others' requests"),
-                self._plan.adapter,
+                report_waiting=lambda: self._show("waiting for others' requests"),
+                adapter=self._plan.adapter,
             )
-        return found
+        return answer
 
-    def _tell(self, step: str) -> None:
-        self._progress(step, self._done, len(self._tasks))
+    def _show(self, step: str) -> None:
+        self._report_progress(step, self._tasks_done, len(self._tasks))
 
-    def _keep(self, answer: Judged) -> None:
+    def _add(self, answer: JudgedAnswer) -> None:
+        """Take an answer, and write it to the journal."""
         self._answers[answer.task, answer.tier] = answer
         with self._plan.journal.open("a") as journal:
             begin_line(journal)
@@ -279,24 +307,34 @@ class _Run:
         for line in self._plan.journal.read_text("utf-8").splitlines():
             try:
                 row = json.loads(line)
-                answer = Judged.model_validate(row["answer"])
-                known = (
-                    answer.task in self._tasks
-                    and self._settings.get(answer.tier) == row["setting"]
-                )
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-            ):  # pydantic's ValidationError is a ValueError
+                answer = JudgedAnswer.model_validate(row["answer"])
+                setting = row["setting"]
+            # A ValidationError of pydantic is a ValueError.
+            except (ValueError, KeyError, TypeError):
                 continue
-            if known:
+            is_ours = answer.task in self._tasks
+            if is_ours and self._settings.get(answer.tier) == setting:
                 self._answers[answer.task, answer.tier] = answer
                 kind = answer.prompt_class, answer.complexity
-                self._scored[answer.tier, kind] += answer.scores is not None
+                if answer.scores is not None:
+                    self._scored[answer.tier, kind] += 1
 
 
-def _setting(plan: Plan, fleet: FleetState, tier: TierName) -> str:
+def _askable_tasks(plan: QualityPlan, fleet: FleetState) -> list[Task]:
+    """Return the tasks that fit every tier, and whose answers can be checked here."""
+    shortest_context = min(tier.max_model_len for tier in fleet.tiers.values())
+    longest_prompt_chars = CHARS_PER_TOKEN * shortest_context
+    tasks: list[Task] = []
+    for task in plan.tasks:
+        can_be_checked = plan.run_code is not None or not isinstance(
+            task.check, RunsCheck
+        )
+        if can_be_checked and len(task.prompt) < longest_prompt_chars:
+            tasks.append(task)
+    return tasks
+
+
+def _setting(plan: QualityPlan, fleet: FleetState, tier: TierName) -> str:
     """Return a digest of everything that a tier's answer depends on, except the task."""
-    parts = [FORM, fleet.model, fleet.tiers[tier].identity, plan.adapter]
+    parts = [JOURNAL_FORM, fleet.model, fleet.tiers[tier].identity, plan.adapter]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

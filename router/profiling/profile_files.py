@@ -25,14 +25,14 @@ def only_one(folder: Path) -> Iterator[None]:
     """Lock the folder against other measurements, for as long as the context or this process lasts."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a")
+        lock_file = (folder / LOCK).open("a")
     except OSError as error:
         raise ProfileError(
             f"policy.profiles: {folder} cannot be written ({error.strerror})"
         ) from error
-    with file:
+    with lock_file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ProfileError(
                 f"another measurement writes into {folder}, 'qarr profile' or a router that measures itself: wait until it "
@@ -42,26 +42,29 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def keep_quality(folder: Path, profile: QualityProfile) -> Path:
+    """Write a quality profile, and return its path."""
     path = folder / profile_name(profile.checkpoints, profile.adapter)
     _write(path, profile.model_dump_json(indent=2) + "\n")
     return path
 
 
 def keep_latency(folder: Path, profile: LatencyProfile) -> Path:
+    """Write a latency profile, with what an earlier one has of tiers that it lacks, and return its path."""
     path = folder / latency_name(profile.checkpoints, profile.machine)
-    if path.exists() and profile.checkpoints.keys() - {
-        fit.tier for fit in profile.fits
-    }:
+    fitted_tiers = {fit.tier for fit in profile.fits}
+    lacks_tiers = bool(profile.checkpoints.keys() - fitted_tiers)
+    if path.exists() and lacks_tiers:
         profile = profile.with_others(load_latency(path))
     _write(path, profile.model_dump_json(indent=2) + "\n")
     return path
 
 
 def _write(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
+    """Replace a file at once."""
+    new_file = path.with_suffix(".part")
     try:
-        part.write_text(text, "utf-8")
-        part.replace(path)
+        new_file.write_text(text, "utf-8")
+        new_file.replace(path)
     except OSError as error:
         raise ProfileError(
             f"policy.profiles: {path} cannot be written ({error.strerror})"

@@ -22,7 +22,6 @@ from collections.abc import (
 )
 from copy import deepcopy
 from functools import partial
-from itertools import takewhile
 from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +30,12 @@ from simpleeval import BASIC_ALLOWED_ATTRS, DEFAULT_OPERATORS, EvalWithCompoundT
 
 from router.profiling.answer_text import FENCE
 
-# of one value: characters, elements and 32 bits of integers, all levels together
+# The largest size of a value: 1 for each character, element and 32 bits of an integer, at all levels together.
 MAX_SIZE = 5_000
-MAX_BITS = 8_000  # of a power
+MAX_POWER_BITS = 8_000
 MAX_WORK = 100_000  # sizes of all values that an answer computes
+MAX_COMBINATIONS = 1_000  # argument of comb, factorial and perm
+MAX_MODULAR = 2**256  # argument of a power with a modulus
 
 _FORMAT = re.compile(r"[<>^]?[-+ ]?0?\d{0,2}[,_]?(\.\d{1,2})?[bdefgnosxX%]?")
 _PADDING = {"center", "ljust", "rjust", "zfill"}
@@ -49,20 +50,36 @@ _UNBOUNDED = {
     "translate",
 }
 
+Names = dict[str, Any]
+
 
 class TooMuchWorkError(Exception):
     """A value, or the work of an answer, is too large or of a kind that is not computed."""
 
 
 class _Jump(Exception):  # noqa: N818  no error
-    """A return, break or continue: its node's type, and the value."""
+    """A return, break or continue.
+
+    Attributes:
+        statement: The type of its node.
+        value: What it returns.
+    """
+
+    def __init__(self, statement: type[ast.stmt], value: Any) -> None:
+        super().__init__(statement, value)
+        self.statement = statement
+        self.value = value
 
 
-def _few(function: Callable[..., Any], most: int = MAX_SIZE) -> Callable[..., Any]:
+def _limited(
+    function: Callable[..., Any], largest: int = MAX_SIZE
+) -> Callable[..., Any]:
+    """Return a function that refuses numbers beyond a bound."""
 
     def limited(*args: Any) -> Any:
-        if any(isinstance(arg, int | float) and abs(arg) > most for arg in args):
-            raise TooMuchWorkError
+        for arg in args:
+            if isinstance(arg, int | float) and abs(arg) > largest:
+                raise TooMuchWorkError
         return function(*args)
 
     return limited
@@ -70,66 +87,89 @@ def _few(function: Callable[..., Any], most: int = MAX_SIZE) -> Callable[..., An
 
 def _power(base: Any, exponent: Any, modulus: int | None = None) -> Any:
     if modulus is not None:
-        return _few(pow, 2**256)(base, exponent, modulus)
-    if isinstance(base, int) and base.bit_length() * abs(exponent) > MAX_BITS:
+        return _limited(pow, MAX_MODULAR)(base, exponent, modulus)
+    if isinstance(base, int) and base.bit_length() * abs(exponent) > MAX_POWER_BITS:
         raise TooMuchWorkError
     return base**exponent
 
 
 def _modulo(left: Any, right: Any) -> Any:
+    # The widths of a text's format have no limit.
     if isinstance(left, str):
-        raise TooMuchWorkError  # its widths have no limit
+        raise TooMuchWorkError
     return left % right
 
 
 def _round(number: Any, digits: int | None = None) -> Any:
-    return round(
-        number, digits if digits is None else min(max(digits, -MAX_BITS), MAX_BITS)
-    )
+    if digits is None:
+        return round(number)
+    return round(number, min(max(digits, -MAX_POWER_BITS), MAX_POWER_BITS))
 
 
-def _listed(make: Callable[..., Iterable[Any]], *args: Any, **named: Any) -> list[Any]:
-    return list(make(*args, **named))
+def _make_list(
+    make: Callable[..., Iterable[Any]], *args: Any, **named_args: Any
+) -> list[Any]:
+    return list(make(*args, **named_args))
 
 
-_MATH = {
-    name: _few(found, 1_000) if name in {"comb", "factorial", "perm"} else found
-    for name, found in vars(math).items()
-    if not name.startswith("_")
-}
+def _math_functions() -> Names:
+    """Return what the module math has, with bounds on what grows fast."""
+    functions = {
+        name: value for name, value in vars(math).items() if not name.startswith("_")
+    }
+    for name in ("comb", "factorial", "perm"):
+        functions[name] = _limited(functions[name], MAX_COMBINATIONS)
+    return functions
+
+
+def _all_functions() -> Names:
+    """Return the functions that a program may call by name."""
+    functions = dict(_MATH)
+    for name in _PLAIN.split():
+        functions[name] = getattr(builtins, name)
+    # An iterator could be read for ever, so these make lists.
+    for name in ("enumerate", "filter", "map", "reversed", "zip"):
+        functions[name] = partial(_make_list, getattr(builtins, name))
+    functions["isinstance"] = partial(isinstance)  # simpleeval refuses the bare one
+    functions["pow"] = _power
+    functions["round"] = _round
+    return functions
+
+
+_MATH = _math_functions()
 _PLAIN = "abs all any bin bool chr dict divmod float hex int len list max min ord range set sorted str sum tuple"
-_FUNCTIONS = {
-    **_MATH,
-    **{name: getattr(builtins, name) for name in _PLAIN.split()},
-    **{
-        name: partial(_listed, getattr(builtins, name))
-        for name in ("enumerate", "filter", "map", "reversed", "zip")
-    },
-    "isinstance": partial(isinstance),  # the bare one is refused
-    "pow": _power,
-    "round": _round,
-}
+_FUNCTIONS = _all_functions()
 _GROUPS = (list, tuple, set, frozenset, dict)
+_SIZED = (str, range, *_GROUPS)
+_VIEWS = (KeysView, ValuesView, ItemsView)
 _DATA = (int, float, str, range, slice, SimpleNamespace, type(None), *_GROUPS)
 
 
 def size(value: Any) -> int:
-    total, left = 0, [value]
-    while left:
-        item = left.pop()
-        total += 1 + (item.bit_length() // 32 if isinstance(item, int) else 0)
-        total += len(item) if isinstance(item, (str, range, *_GROUPS)) else 0
+    """Return the size of a value; ``TooMuchWorkError``: it is above ``MAX_SIZE``."""
+    total = 0
+    unread = [value]
+    while unread:
+        item = unread.pop()
+        total += 1
+        if isinstance(item, int):
+            total += item.bit_length() // 32
+        elif isinstance(item, _SIZED):
+            total += len(item)
         if total > MAX_SIZE:
             raise TooMuchWorkError
-        if isinstance(item, _GROUPS):
-            left += [*item, *item.values()] if isinstance(item, dict) else item
+        if isinstance(item, dict):
+            unread += item.keys()
+            unread += item.values()
+        elif isinstance(item, _GROUPS):
+            unread += item
     return total
 
 
 class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
     """Evaluates a parsed program: functions, assignments, conditions, loops and expressions."""
 
-    names: dict[str, Any]
+    names: Names
 
     def __init__(self) -> None:
         attributes = {
@@ -138,52 +178,52 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
         attributes[SimpleNamespace] = set(_MATH)
         operators = {**DEFAULT_OPERATORS, ast.Pow: _power, ast.Mod: _modulo}
         super().__init__(
-            operators, dict(_FUNCTIONS), {"math": SimpleNamespace(**_MATH)}, attributes
+            operators=operators,
+            functions=dict(_FUNCTIONS),
+            names={"math": SimpleNamespace(**_MATH)},
+            allowed_attrs=attributes,
         )
         self.ATTR_INDEX_FALLBACK = False
-        self._left = MAX_WORK
-        handlers: dict[type[ast.AST], Callable[[Any], Any]] = {
-            # math is there, no other module
-            **dict.fromkeys((ast.Import, ast.ImportFrom, ast.Pass), lambda _: None),
-            **dict.fromkeys((ast.Return, ast.Break, ast.Continue), self._jump),
-            **dict.fromkeys((ast.Assign, ast.AnnAssign), self._assign),
-            **dict.fromkeys(
-                (ast.ListComp, ast.GeneratorExp),
-                lambda n: list(self._elements(n, n.elt)),
-            ),
-            ast.SetComp: lambda n: set(self._elements(n, n.elt)),
-            ast.DictComp: lambda n: dict(
-                self._elements(n, ast.Tuple([n.key, n.value]))
-            ),
-            ast.Attribute: self._attribute,
+        self._work_left = MAX_WORK
+        self.nodes |= self._handlers()
+
+    def _handlers(self) -> dict[type[ast.AST], Callable[[Any], Any]]:
+        return {
+            # The module math is there, and no other.
+            ast.Import: self._do_nothing,
+            ast.ImportFrom: self._do_nothing,
+            ast.Pass: self._do_nothing,
+            ast.Return: self._jump,
+            ast.Break: self._jump,
+            ast.Continue: self._jump,
+            ast.Assign: self._assign,
+            ast.AnnAssign: self._assign_annotated,
             ast.AugAssign: self._augment,
+            ast.ListComp: self._list_comprehension,
+            ast.GeneratorExp: self._list_comprehension,
+            ast.SetComp: self._set_comprehension,
+            ast.DictComp: self._dict_comprehension,
+            ast.Attribute: self._attribute,
             ast.Call: self._call,
-            ast.For: lambda n: self._repeat(
-                n, map(partial(self._bind, n.target), self._eval(n.iter))
-            ),
+            ast.For: self._for,
+            ast.While: self._while,
+            ast.If: self._if,
             ast.FormattedValue: self._formatted,
-            ast.FunctionDef: lambda n: self._bind(
-                ast.Name(n.name), partial(self._enter, n, self.names)
-            ),
-            ast.If: lambda n: self._run(n.body if self._eval(n.test) else n.orelse),
-            ast.Lambda: lambda n: partial(self._enter, n, self.names),
-            ast.While: lambda n: self._repeat(
-                n, iter(lambda: bool(self._eval(n.test)), False)
-            ),
+            ast.FunctionDef: self._define,
+            ast.Lambda: self._function,
         }
-        self.nodes |= handlers
 
     def _eval(self, node: ast.AST) -> Any:
-        found = self.nodes[type(node)](node)
-        return self._counted(
-            list(found)
-            if isinstance(found, KeysView | ValuesView | ItemsView)
-            else found
-        )
+        value = self.nodes[type(node)](node)
+        if isinstance(value, _VIEWS):
+            value = list(value)
+        return self._counted(value)
 
     def _counted(self, value: Any) -> Any:
-        self._left -= size(value)
-        if self._left < 0 or not (isinstance(value, _DATA) or callable(value)):
+        """Return a value, and count its size as work; ``TooMuchWorkError``: it is too much, or no plain value."""
+        self._work_left -= size(value)
+        is_plain = isinstance(value, _DATA) or callable(value)
+        if self._work_left < 0 or not is_plain:
             raise TooMuchWorkError
         return value
 
@@ -191,10 +231,14 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
         for statement in body:
             self._eval(statement)
 
-    def _jump(self, node: Any) -> None:
-        raise _Jump(
-            type(node), self._eval(node.value) if getattr(node, "value", None) else None
-        )
+    def _do_nothing(self, _node: ast.stmt) -> None:
+        pass
+
+    def _jump(self, node: ast.Return | ast.Break | ast.Continue) -> None:
+        value = None
+        if isinstance(node, ast.Return) and node.value is not None:
+            value = self._eval(node.value)
+        raise _Jump(type(node), value)
 
     def _bind(self, target: Any, value: Any) -> None:
         if isinstance(target, ast.Name):
@@ -205,96 +249,154 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
             for part, item in zip(target.elts, value, strict=True):
                 self._bind(part, item)
 
-    def _assign(self, node: Any) -> None:
+    def _assign(self, node: ast.Assign) -> None:
         value = self._eval(node.value)
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        for target in node.targets:
             self._bind(target, value)
 
-    def _augment(self, node: ast.AugAssign) -> None:
-        self._bind(
-            node.target,
-            self.operators[type(node.op)](
-                self._eval(node.target), self._eval(node.value)
-            ),
-        )
+    def _assign_annotated(self, node: Any) -> None:
+        self._bind(node.target, self._eval(node.value))
 
-    def _repeat(self, node: Any, turns: Iterator[Any]) -> None:
+    def _augment(self, node: ast.AugAssign) -> None:
+        operator = self.operators[type(node.op)]
+        value = operator(self._eval(node.target), self._eval(node.value))
+        self._bind(node.target, value)
+
+    def _if(self, node: ast.If) -> None:
+        self._run(node.body if self._eval(node.test) else node.orelse)
+
+    def _for(self, node: ast.For) -> None:
+        self._repeat(node, self._bind_each(node))
+
+    def _bind_each(self, node: ast.For) -> Iterator[None]:
+        for item in self._eval(node.iter):
+            self._bind(node.target, item)
+            yield
+
+    def _while(self, node: ast.While) -> None:
+        self._repeat(node, self._while_true(node.test))
+
+    def _while_true(self, test: ast.expr) -> Iterator[None]:
+        while self._eval(test):
+            yield
+
+    def _repeat(self, node: ast.For | ast.While, turns: Iterator[None]) -> None:
+        """Run a loop's body once for each turn."""
         for _ in turns:
             try:
                 self._run(node.body)
             except _Jump as jump:
-                if jump.args[0] is ast.Return:
+                if jump.statement is ast.Return:
                     raise
-                if jump.args[0] is ast.Break:
+                if jump.statement is ast.Break:
                     return
         self._run(node.orelse)
 
-    def _elements(self, node: Any, element: ast.expr) -> Iterator[Any]:
-        before, self.names = self.names, dict(self.names)
-        for _ in self._loops(node.generators):
-            yield self._eval(element)
-        self.names = before
+    def _list_comprehension(self, node: ast.ListComp | ast.GeneratorExp) -> list[Any]:
+        return list(self._elements(node.generators, node.elt))
 
-    def _loops(self, loops: list[ast.comprehension]) -> Iterator[None]:
+    def _set_comprehension(self, node: ast.SetComp) -> set[Any]:
+        return set(self._elements(node.generators, node.elt))
+
+    def _dict_comprehension(self, node: ast.DictComp) -> dict[Any, Any]:
+        pair = ast.Tuple([node.key, node.value])
+        return dict(self._elements(node.generators, pair))
+
+    def _elements(
+        self, loops: list[ast.comprehension], element: ast.expr
+    ) -> Iterator[Any]:
+        """Yield the elements of a comprehension, whose names are its own."""
+        names_before = self.names
+        self.names = dict(self.names)
+        for _ in self._loop(loops):
+            yield self._eval(element)
+        self.names = names_before
+
+    def _loop(self, loops: list[ast.comprehension]) -> Iterator[None]:
+        """Yield once for each time that the element of nested loops is reached."""
         if not loops:
             yield
             return
-        for item in self._eval(loops[0].iter):
-            self._bind(loops[0].target, item)
-            if all(self._eval(test) for test in loops[0].ifs):
-                yield from self._loops(loops[1:])
+        outermost, *inner = loops
+        for item in self._eval(outermost.iter):
+            self._bind(outermost.target, item)
+            if all(self._eval(test) for test in outermost.ifs):
+                yield from self._loop(inner)
+
+    def _define(self, node: ast.FunctionDef) -> None:
+        self.names[node.name] = self._function(node)
+
+    def _function(self, node: ast.FunctionDef | ast.Lambda) -> Callable[..., Any]:
+        return partial(self._enter, node, self.names)
 
     def _enter(
         self,
         node: ast.FunctionDef | ast.Lambda,
-        around: dict[str, Any],
+        names_around: Names,
         *args: Any,
-        **named: Any,
+        **named_args: Any,
     ) -> Any:
-        names = [arg.arg for arg in node.args.args]
-        late = dict(zip(reversed(names), reversed(node.args.defaults), strict=False))
-        given = {**dict(zip(names, args, strict=False)), **named}
-        if len(args) > len(names) or named.keys() - set(names):
-            raise TypeError
-        bound = {
-            name: given[name] if name in given else self._eval(late[name])
-            for name in names
-        }
-        before, self.names = self.names, {**around, **bound}
+        """Call a function that the program defines."""
+        arguments = self._arguments(node, args, named_args)
+        names_before = self.names
+        self.names = {**names_around, **arguments}
         try:
-            return (
-                self._eval(node.body)
-                if isinstance(node, ast.Lambda)
-                else self._run(node.body)
-            )
+            if isinstance(node, ast.Lambda):
+                return self._eval(node.body)
+            self._run(node.body)
         except _Jump as jump:
-            return jump.args[1]
+            return jump.value
+        else:
+            return None
         finally:
-            self.names = before
+            self.names = names_before
+
+    def _arguments(
+        self,
+        node: ast.FunctionDef | ast.Lambda,
+        args: tuple[Any, ...],
+        named_args: dict[str, Any],
+    ) -> Names:
+        """Return what a function's arguments are bound to in a call; ``TypeError``: there are too many."""
+        names = [arg.arg for arg in node.args.args]
+        if len(args) > len(names) or named_args.keys() - set(names):
+            raise TypeError
+        passed = {**dict(zip(names, args, strict=False)), **named_args}
+        # Defaults belong to the last arguments.
+        defaults = dict(
+            zip(reversed(names), reversed(node.args.defaults), strict=False)
+        )
+        arguments: Names = {}
+        for name in names:
+            if name in passed:
+                arguments[name] = passed[name]
+            else:
+                arguments[name] = self._eval(defaults[name])
+        return arguments
 
     def _call(self, node: ast.Call) -> Any:
         args: list[Any] = []
         for arg in node.args:
-            args += (
-                self._eval(arg.value)
-                if isinstance(arg, ast.Starred)
-                else [self._eval(arg)]
-            )
-        return self._eval(node.func)(
-            *args, **{str(word.arg): self._eval(word.value) for word in node.keywords}
-        )
+            if isinstance(arg, ast.Starred):
+                args += self._eval(arg.value)
+            else:
+                args.append(self._eval(arg))
+        function = self._eval(node.func)
+        named_args = {str(word.arg): self._eval(word.value) for word in node.keywords}
+        return function(*args, **named_args)
 
     def _attribute(self, node: ast.Attribute) -> Any:
-        found = self._eval_attribute(node)
-        return (
-            partial(self._method, found)
-            if callable(found) and node.attr not in _MATH
-            else found
-        )
+        value = self._eval_attribute(node)
+        if callable(value) and node.attr not in _MATH:
+            return partial(self._call_method, value)
+        return value
 
-    def _method(self, method: Any, *args: Any, **named: Any) -> Any:
-        self._counted(method.__self__)  # each time: it may have grown
-        return (_few(method) if method.__name__ in _PADDING else method)(*args, **named)
+    def _call_method(self, method: Any, *args: Any, **named_args: Any) -> Any:
+        # Its object is counted each time, for it may have grown.
+        self._counted(method.__self__)
+        if method.__name__ in _PADDING:
+            method = _limited(method)
+        return method(*args, **named_args)
 
     def _formatted(self, node: ast.FormattedValue) -> str:
         how = self._eval(node.format_spec) if node.format_spec else ""
@@ -304,17 +406,25 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
 
 
 def _parse(text: str) -> ast.Module:
+    """Parse the first block of a text, else the text, else the first function in it."""
     if block := FENCE.search(text):
         return ast.parse(dedent(block[1]))
     try:
         return ast.parse(text.strip().strip("`"))
     except SyntaxError:
-        lines = text.splitlines()
-        start = next(
-            number for number, line in enumerate(lines) if line.startswith("def ")
-        )
-        after = takewhile(lambda line: not line[:1].strip(), lines[start + 1 :])
-        return ast.parse("\n".join([lines[start], *after]))
+        return ast.parse(_first_function(text))
+
+
+def _first_function(text: str) -> str:
+    """Return the lines of a text's first function; ``StopIteration``: it has none."""
+    lines = iter(text.splitlines())
+    function = [next(line for line in lines if line.startswith("def "))]
+    for line in lines:
+        is_indented = not line[:1].strip()
+        if not is_indented:
+            break
+        function.append(line)
+    return "\n".join(function)
 
 
 def compute(
@@ -326,14 +436,20 @@ def compute(
     stands for all that it would return. Any ``Exception``: the text is no program, computes too much, or fails.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of doubtful escapes
-        body = _parse(text).body
+        warnings.simplefilter("ignore")  # the text may have doubtful escapes
+        program = _parse(text).body
+    value = _evaluate(program, function)
+    if not callable(value):
+        return [value for _ in calls]
+    return [value(*deepcopy(args)) for args in calls]
+
+
+def _evaluate(program: list[ast.stmt], function: str | None) -> Any:
+    """Return the value of an expression, or what a program defines under a name; None: the last that it defines."""
     code = SafeCode()
-    if len(body) == 1 and isinstance(body[0], ast.Expr):
-        found = code.eval("", body[0])
-    else:
-        for statement in body:
-            if isinstance(statement, ast.FunctionDef | ast.Assign):
-                code.eval("", statement)
-        found = code.names[function or [*code.names][-1]]
-    return [found(*deepcopy(args)) if callable(found) else found for args in calls]
+    if len(program) == 1 and isinstance(program[0], ast.Expr):
+        return code.eval("", program[0])
+    for statement in program:
+        if isinstance(statement, ast.FunctionDef | ast.Assign):
+            code.eval("", statement)
+    return code.names[function or list(code.names)[-1]]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
     from router.policy.losses import Kind
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+# The probability of the other tokens is at least this: rounding may make it 0 or less.
+SMALLEST_REST = 1e-9
 
 
 class Scores(Frozen):
@@ -40,7 +43,7 @@ class Scores(Frozen):
     regret: float
 
 
-class Judged(Frozen):
+class JudgedAnswer(Frozen):
     """One tier's answer to one task."""
 
     task: str  # digest of the task
@@ -50,14 +53,29 @@ class Judged(Frozen):
     right: bool
     scores: Scores | None = None  # None: not scored
 
+    @property
+    def kind(self) -> Kind:
+        return self.prompt_class, self.complexity
+
+
+class RankedToken(NamedTuple):
+    """A token at one position, as the reference sees it."""
+
+    logprob: float
+    rank: int  # 1: the first choice
+
 
 def answer_body(
     messages: Sequence[Any], tokens: int, *, scored: bool
 ) -> dict[str, Any]:
     """Return the body of a greedy chat completion, without model and priority; ``scored``: for ``score``."""
     body = {"messages": list(messages), "max_tokens": tokens, "temperature": 0}
-    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-    return body | {"logprobs": True, "top_logprobs": TOP_K, **ids} if scored else body
+    if scored:
+        body["logprobs"] = True
+        body["top_logprobs"] = TOP_K
+        body["return_token_ids"] = True
+        body["return_tokens_as_token_ids"] = True
+    return body
 
 
 def text_of(answer: Mapping[str, Any]) -> str:
@@ -71,54 +89,70 @@ async def score(
 
     ``ask`` has the reference answer the body of a completion.
     """
-    choice, prompt = answer["choices"][0], answer["prompt_token_ids"]
-    own = [
-        {
-            int(top["token"].rpartition(":")[2]): top["logprob"]
-            for top in position["top_logprobs"]
-        }
-        for position in (choice.get("logprobs") or {}).get("content") or ()
-    ]
-    # the end of sequence has an id, but no position of its own
-    ids = choice["token_ids"][: len(own)]
-    if not ids:
+    choice = answer["choices"][0]
+    prompt_ids = answer["prompt_token_ids"]
+    own = _own_logprobs(choice)
+    # The end of sequence has an id, but no position of its own.
+    answer_ids = choice["token_ids"][: len(own)]
+    if not answer_ids:
         return Scores(tokens=0, disagreed=0, kl=0.0, regret=0.0)
-    found = await ask(
-        {
-            "prompt": [*prompt, *ids],
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": TOP_K,
-        }
-    )
-    reference = [
-        {
-            int(token): (each["logprob"], each["rank"])
-            for token, each in position.items()
-        }
-        for position in found["choices"][0]["prompt_logprobs"][len(prompt) :]
-    ]
-    return compare(ids, own, reference)
+    body = {
+        "prompt": [*prompt_ids, *answer_ids],
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": TOP_K,
+    }
+    reference = await ask(body)
+    positions = reference["choices"][0]["prompt_logprobs"][len(prompt_ids) :]
+    return compare(answer_ids, own, [_ranked_tokens(tokens) for tokens in positions])
+
+
+def _own_logprobs(choice: Mapping[str, Any]) -> list[dict[int, float]]:
+    """Return, at each position of an answer, the log-probabilities of the tier's likeliest tokens by id."""
+    logprobs = choice.get("logprobs") or {}
+    positions = logprobs.get("content") or ()
+    return [_likeliest_tokens(position) for position in positions]
+
+
+def _likeliest_tokens(position: Mapping[str, Any]) -> dict[int, float]:
+    logprobs: dict[int, float] = {}
+    for token in position["top_logprobs"]:
+        token_id = int(token["token"].rpartition(":")[2])
+        logprobs[token_id] = token["logprob"]
+    return logprobs
+
+
+def _ranked_tokens(tokens: Mapping[str, Any]) -> dict[int, RankedToken]:
+    return {
+        int(token_id): RankedToken(token["logprob"], token["rank"])
+        for token_id, token in tokens.items()
+    }
 
 
 def compare(
     answer: Sequence[int],
     own: Sequence[Mapping[int, float]],
-    reference: Sequence[Mapping[int, tuple[float, int]]],
+    reference: Sequence[Mapping[int, RankedToken]],
 ) -> Scores:
     """Compare an answer's tokens with the reference's choices.
 
     Args:
         answer: Token ids of the answer, length n.
         own: At each of the n positions, log-probabilities of the tier's likeliest tokens by id.
-        reference: The same of the reference, with each token's rank (1: first choice); the answer's token is among them.
+        reference: At each of them, the reference's likeliest tokens by id; the answer's token is among them.
     """
-    disagreed, kl, regret = 0, 0.0, 0.0
-    for token, mine, theirs in zip(answer, own, reference, strict=True):
-        logprob, rank = theirs[token]
-        disagreed += rank > 1
-        kl += kl_divergence({each: p for each, (p, _) in theirs.items()}, mine)
-        regret += max(p for p, _ in theirs.values()) - logprob
+    disagreed = 0
+    kl = 0.0
+    regret = 0.0
+    for token_id, own_logprobs, ranked in zip(answer, own, reference, strict=True):
+        reference_logprobs = {
+            ranked_id: logprob for ranked_id, (logprob, _) in ranked.items()
+        }
+        logprob, rank = ranked[token_id]
+        if rank > 1:
+            disagreed += 1
+        kl += kl_divergence(reference_logprobs, own_logprobs)
+        regret += max(reference_logprobs.values()) - logprob
     return Scores(tokens=len(answer), disagreed=disagreed, kl=kl, regret=regret)
 
 
@@ -127,61 +161,95 @@ def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
 
     Both are log-probabilities by token id, which sum to at most 1.
     """
-    shared = p.keys() & q.keys()
-    tiny = 1e-9  # what rounding leaves of a rest
-    rest_p = max(1.0 - sum(math.exp(p[t]) for t in shared), tiny)
-    rest_q = max(1.0 - sum(math.exp(q[t]) for t in shared), tiny)
-    inner = sum(math.exp(p[t]) * (p[t] - q[t]) for t in shared)
-    return max(inner + rest_p * math.log(rest_p / rest_q), 0.0)
+    shared_ids = p.keys() & q.keys()
+    rest_of_p = _rest(p, shared_ids)
+    rest_of_q = _rest(q, shared_ids)
+    shared_kl = sum(
+        math.exp(p[token_id]) * (p[token_id] - q[token_id]) for token_id in shared_ids
+    )
+    return max(shared_kl + rest_of_p * math.log(rest_of_p / rest_of_q), 0.0)
 
 
-def count(
-    answers: Iterable[Judged], tiers: Iterable[TierName]
+def _rest(logprobs: Mapping[int, float], shared_ids: Iterable[int]) -> float:
+    """Return the probability of all tokens that are not shared."""
+    shared = sum(math.exp(logprobs[token_id]) for token_id in shared_ids)
+    return max(1.0 - shared, SMALLEST_REST)
+
+
+def count_answers(
+    answers: Iterable[JudgedAnswer], tiers: Iterable[TierName]
 ) -> tuple[AnswerCount, ...]:
     """Return the counts of every kind that the reference has answered, on each of these tiers but itself."""
-    by_tier: dict[TierName, dict[str, Judged]] = {
-        tier: {} for tier in (*tiers, REFERENCE)
-    }
+    by_tier: dict[TierName, dict[str, JudgedAnswer]] = {tier: {} for tier in tiers}
+    by_tier[REFERENCE] = {}
     for answer in answers:
         by_tier[answer.tier][answer.task] = answer
     reference = by_tier.pop(REFERENCE).values()
-    asked = {(answer.prompt_class, answer.complexity) for answer in reference}
-    kinds = [kind for kind in product(PromptClass, Complexity) if kind in asked]
-    return tuple(
-        _count(tier, kind, by_tier[tier], reference)
-        for tier in in_order(by_tier)
-        for kind in kinds
+    asked_kinds = {answer.kind for answer in reference}
+    kinds = [kind for kind in product(PromptClass, Complexity) if kind in asked_kinds]
+    counts: list[AnswerCount] = []
+    for tier in in_order(by_tier):
+        for kind in kinds:
+            of_kind = [answer for answer in reference if answer.kind == kind]
+            counts.append(_count_kind(tier, kind, by_tier[tier], reference=of_kind))
+    return tuple(counts)
+
+
+def _count_kind(
+    tier: TierName,
+    kind: Kind,
+    answers: Mapping[str, JudgedAnswer],
+    reference: Sequence[JudgedAnswer],
+) -> AnswerCount:
+    """Count a tier's answers of one kind.
+
+    Args:
+        tier: The tier.
+        kind: The kind.
+        answers: The tier's answers by task.
+        reference: The reference's answers of this kind.
+    """
+    pairs = [
+        (answers[reference_answer.task], reference_answer)
+        for reference_answer in reference
+        if reference_answer.task in answers
+    ]
+    prompt_class, complexity = kind
+    return AnswerCount(
+        prompt_class=prompt_class,
+        complexity=complexity,
+        tier=tier,
+        asked=len(reference),
+        right=sum(reference_answer.right for reference_answer in reference),
+        answered=len(pairs),
+        worse=sum(
+            reference_answer.right and not own_answer.right
+            for own_answer, reference_answer in pairs
+        ),
+        better=sum(
+            own_answer.right and not reference_answer.right
+            for own_answer, reference_answer in pairs
+        ),
+        both=sum(
+            own_answer.right and reference_answer.right
+            for own_answer, reference_answer in pairs
+        ),
+        diagnosis=_diagnose([own_answer for own_answer, _ in pairs]),
     )
 
 
-def _count(
-    tier: TierName,
-    kind: Kind,
-    answers: Mapping[str, Judged],
-    reference: Iterable[Judged],
-) -> AnswerCount:
-    asked = [a for a in reference if (a.prompt_class, a.complexity) == kind]
-    pairs = [
-        (answers[theirs.task], theirs) for theirs in asked if theirs.task in answers
-    ]
-    scores = [own.scores for own, _ in pairs if own.scores is not None]
-    tokens = sum(one.tokens for one in scores)
-    return AnswerCount(
-        prompt_class=kind[0],
-        complexity=kind[1],
-        tier=tier,
-        asked=len(asked),
-        right=sum(a.right for a in asked),
-        answered=len(pairs),
-        worse=sum(theirs.right and not own.right for own, theirs in pairs),
-        better=sum(own.right and not theirs.right for own, theirs in pairs),
-        both=sum(own.right and theirs.right for own, theirs in pairs),
-        diagnosis=Diagnosis(
-            tokens=tokens,
-            disagreement=round(sum(one.disagreed for one in scores) / tokens, 5),
-            kl=round(sum(one.kl for one in scores) / tokens, 5),
-            regret=round(sum(one.regret for one in scores) / tokens, 5),
-        )
-        if tokens
-        else None,
+def _diagnose(answers: Sequence[JudgedAnswer]) -> Diagnosis | None:
+    """Return the means over all scored tokens of the answers; None: there are none."""
+    scores = [answer.scores for answer in answers if answer.scores is not None]
+    tokens = sum(answer_scores.tokens for answer_scores in scores)
+    if not tokens:
+        return None
+    disagreed = sum(answer_scores.disagreed for answer_scores in scores)
+    kl = sum(answer_scores.kl for answer_scores in scores)
+    regret = sum(answer_scores.regret for answer_scores in scores)
+    return Diagnosis(
+        tokens=tokens,
+        disagreement=round(disagreed / tokens, 5),
+        kl=round(kl / tokens, 5),
+        regret=round(regret / tokens, 5),
     )

@@ -12,8 +12,9 @@ from router.section import Section
 class ProfileSettings(Section):
     """When the router measures itself."""
 
-    latency_s: ClassVar[float] = 150.0  # of work, about, for the speed of all tiers
-    # without requests; doubled after each attempt without a result, up to a minute
+    # Approximate time of work for the speed of all tiers.
+    latency_s: ClassVar[float] = 150.0
+    # How long there must be no requests. It doubles with each measurement that a request cancels, up to a minute.
     idle_s: ClassVar[float] = 5.0
 
     auto: bool = Field(

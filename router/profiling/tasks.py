@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SUITE = "the built-in suite"
 TASKS = Path(__file__).with_name("suite")
+DIGEST_FIELDS = {"prompt", "system", "max_tokens", "check"}
+DIGEST_LENGTH = 16
 
 
 class Task(Frozen):
@@ -36,12 +38,10 @@ class Task(Frozen):
 
     @cached_property
     def digest(self) -> str:
-        decides = self.model_dump(
-            include={"prompt", "system", "max_tokens", "check"}, by_alias=True
-        )
-        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[
-            :16
-        ]
+        """Return a digest of everything that decides how the task is answered and checked."""
+        fields = self.model_dump(include=DIGEST_FIELDS, by_alias=True)
+        text = json.dumps(fields, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
     @property
     def kind(self) -> Kind:
@@ -49,8 +49,10 @@ class Task(Frozen):
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": self.prompt}]
+        messages = [{"role": "user", "content": self.prompt}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return messages
 
 
 def read_tasks(path: Path) -> tuple[Task, ...]:
@@ -59,51 +61,59 @@ def read_tasks(path: Path) -> tuple[Task, ...]:
     Id, class and complexity may be left out: the classifier judges the prompt. ``ProfileError``: the file cannot be read or
     has no tasks, a line is no task, or two have the same id.
     """
-    if path.is_dir():
-        return tuple(
-            task for file in sorted(path.glob("*.jsonl")) for task in read_tasks(file)
-        )
+    if not path.is_dir():
+        return _read_file(path)
+    tasks: list[Task] = []
+    for file in sorted(path.glob("*.jsonl")):
+        tasks += read_tasks(file)
+    return tuple(tasks)
+
+
+def _read_file(path: Path) -> tuple[Task, ...]:
     try:
-        # splitlines() would also split at U+2028, which prompts may have
+        # splitlines() would also split at U+2028, which prompts may have.
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"the tasks {path} cannot be read: {error}") from error
-    found: dict[str, tuple[int, Task]] = {}
-    for number, line in enumerate(lines, 1):
+    tasks: list[Task] = []
+    line_of_id: dict[str, int] = {}
+    for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        task = _read(line, number, path)
-        if task.id in found:
+        task = _read_line(line, line_number, path)
+        if task.id in line_of_id:
             raise ProfileError(
-                f"{path} line {number}: id: {task.id!r} is line {found[task.id][0]}'s; ids are unique"
+                f"{path} line {line_number}: id: {task.id!r} is line {line_of_id[task.id]}'s; ids are unique"
             )
-        found[task.id] = number, task
-    if not found:
+        line_of_id[task.id] = line_number
+        tasks.append(task)
+    if not tasks:
         raise ProfileError(
             f"{path} has no tasks: a JSON object a line, with prompt, max_tokens and check"
         )
-    return tuple(task for _, task in found.values())
+    return tuple(tasks)
 
 
-def _read(line: str, number: int, path: Path) -> Task:
+def _read_line(line: str, line_number: int, path: Path) -> Task:
     try:
         row = json.loads(line)
-        return Task.model_validate(
-            _judged({"id": f"line-{number}", **row}) if isinstance(row, dict) else row
-        )
+        if isinstance(row, dict):
+            row = _with_kind({"id": f"line-{line_number}", **row})
+        return Task.model_validate(row)
     except ValidationError as error:
-        why = _fault(error.errors(include_url=False)[0])
+        why = _describe_fault(error.errors(include_url=False)[0])
     except RecursionError:
         why = "it is nested too deep"
     except ValueError as error:
         why = f"a task is a JSON object: {error}"
-    raise ProfileError(f"{path} line {number}: {why}")
+    raise ProfileError(f"{path} line {line_number}: {why}")
 
 
-def _judged(row: dict[str, Any]) -> dict[str, Any]:
+def _with_kind(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with its class and complexity, those that the classifier gives where it has none."""
     prompt = row.get("prompt")
-    if {"class", "complexity"} <= row.keys() or not isinstance(prompt, str):
+    has_kind = {"class", "complexity"} <= row.keys()
+    if has_kind or not isinstance(prompt, str):
         return {"class": PromptClass.UNKNOWN, "complexity": Complexity.MODERATE, **row}
     features = extract(prompt, EstimatingCounter())
     return {
@@ -113,16 +123,31 @@ def _judged(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fault(error: ErrorDetails) -> str:
-    checks = {
-        get_args(each.model_fields["type"].annotation)[0]: each
-        for each in get_args(get_args(Check)[0])
-    }
-    where = error["loc"]
+def _describe_fault(error: ErrorDetails) -> str:
+    """Describe a fault of a task for the person who wrote it."""
+    location = error["loc"]
     message = error["msg"].removeprefix("Value error, ").split("\n")[0]
     if error["type"] == "extra_forbidden":
-        fields = (Task if len(where) == 1 else checks[where[1]]).model_fields
-        message = f"there is no such field; there are {', '.join(f.alias or name for name, f in fields.items())}"
+        names = ", ".join(_field_names(location))
+        message = f"there is no such field; there are {names}"
     elif error["type"] == "union_tag_not_found":
-        message = f"it needs a type, one of {', '.join(checks)}"
-    return f"{'.'.join(map(str, where)) or 'a task'}: {message}"
+        message = f"it needs a type, one of {', '.join(_check_types())}"
+    return f"{'.'.join(map(str, location)) or 'a task'}: {message}"
+
+
+def _field_names(location: tuple[int | str, ...]) -> list[str]:
+    """Return the fields of what a location is in: a task, or its check."""
+    model: type[Frozen] = Task
+    if len(location) > 1:
+        model = _check_types()[str(location[1])]
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _check_types() -> dict[str, type[Frozen]]:
+    """Return the checks by the name of their type."""
+    union = get_args(Check)[0]
+    checks: dict[str, type[Frozen]] = {}
+    for check in get_args(union):
+        type_name = get_args(check.model_fields["type"].annotation)[0]
+        checks[type_name] = check
+    return checks

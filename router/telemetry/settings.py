@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt
 
-from router.section import Section, Share
+from router.section import Section
 
 TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
 
@@ -30,13 +30,6 @@ class TelemetrySettings(Section, reloads=frozenset({"record_prompts", "log_level
     trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
         "",
         description="Address of a trace in a trace viewer, with `{trace_id}` in it; answers then have `x-qarr-trace-url`.",
-    )
-    sampled_prompts: Path | None = Field(
-        None,
-        description="File of sampled prompts, to write tasks from and to train the classifier; none: no prompt is kept.",
-    )
-    prompt_share: Share = Field(
-        0.01, description="Share of prompts that are sampled to that file."
     )
     decision_log: Path | None = Field(
         None,

@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from random import Random
 from typing import Any
@@ -36,7 +35,6 @@ from opentelemetry.sdk.trace.sampling import Decision as Sampling
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from classifier import PromptClass
 from router.telemetry.record import (
     JOURNEY,
     Event,
@@ -52,7 +50,7 @@ from router.telemetry.request_trace import (
     without_unknown,
 )
 from router.telemetry.settings import TelemetrySettings
-from tiers.spec import OtlpTarget, TierName
+from tiers.spec import OtlpTarget
 
 log = logging.getLogger(f"qarr.{__name__}")
 _RANDOM = Random()  # noqa: S311  as OpenTelemetry's own ids: no secrets
@@ -213,23 +211,6 @@ class Telemetry:
         _note(
             "qarr.continuation",
             {"qarr.replica": broken, **went_on, "error.type": error_name(error)},
-        )
-
-    def live_check(
-        self, kind: PromptClass, tier: TierName
-    ) -> AbstractContextManager[Span]:
-        attributes = {"qarr.class": kind.value, "qarr.tier": tier}
-        return self._tracer.start_as_current_span(
-            "live check", Context(), attributes=attributes
-        )
-
-    def record_live_check(
-        self, span: Span, regret: float, *, same: bool | None
-    ) -> None:
-        """Put what became of a live prompt on its check's span; ``same`` None: the answers could not be compared."""
-        span.set_attributes(
-            {"qarr.regret": regret}
-            | ({} if same is None else {"qarr.same_answer": same})
         )
 
     def start(self, hop: Hop, parameters: Callable[[], Mapping[str, float]]) -> None:

@@ -220,15 +220,11 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
             }
             for tier in ("balanced", "int8")
         }
-        # The added tier's router checks no live answers.
-        live = {"Live answers that differ", "Live regret", "Live answers checked"}
-        unmeasured = {f"qarr-quality: {title}" for title in live}
-        assert told["balanced"] - told["int8"] <= unmeasured, (
-            "a tier that the settings add is in every other panel"
+        assert told["balanced"] <= told["int8"], (
+            "a tier that the settings add is in every panel"
         )
         assert len(told["int8"]) > 15
-        for rare in ("qarr_continuations_total", "qarr_live_differing_ratio"):
-            assert await found.query(f"sum({rare}) > 0"), rare
+        assert await found.query("sum(qarr_continuations_total) > 0")
 
 
 def the_legend_names_its_series(

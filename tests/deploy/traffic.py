@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from router.auth.api_keys import add_key, set_team
 from router.policy.profiles import latency_name
-from router.profiling.shadow_evaluation import LOOK_S
 from tests.browser.made_up import SPEEDS, speed
 from tests.unit.router_stack import router_stack
 from tests.waiting import until
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 # to the first router's tiers
 ADDED = {"int8": {"urls": ["http://127.0.0.1:1"], "precision": "int8"}}
-# after a request: shadow evaluation waits for half as long without any
-UNTIL_IDLE_S = 4 * LOOK_S
 CHAT = "Which river flows through Paris?"
 PROMPTS = (
     CHAT,
@@ -102,33 +99,16 @@ class Routers:
             for behaviour in stack.engines.values():
                 behaviour.status = 200
 
-    async def losses(self) -> None:
-        """Let live answers differ from the highest precision's, until that shows."""
-        stack = self.stacks[1]
-        precise = stack.engines[PRECISE]
-        before, precise.answer = precise.answer, ("Berlin",)
-
-        async def differing() -> bool:
-            # of its own accord it would leave a tier that happens to be slow
-            await self.ask(stack, tier="fast")
-            await asyncio.sleep(UNTIL_IDLE_S)
-            live = (await stack.client.get(f"{stack.url}/policy")).json()["live"]
-            return any(one["differing"] for one in live)
-
-        await until(differing)
-        precise.answer = before
-
     async def everything(self) -> None:
         await self.ordinary()
         await self.refusals()
         await self.misses()
-        await self.losses()
         await self.failures()
 
 
 @asynccontextmanager
 async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
-    """Run two routers; the second one checks live answers, knows the tiers' speed, and has a cap."""
+    """Run two routers; the second one knows the tiers' speed, and has a cap."""
     async with AsyncExitStack() as cleanup:
         stacks, keys = [], tmp_path / "keys.json"
         add_key(keys, "first")
@@ -137,13 +117,10 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
             keys, "ann", admin=True, team="blue", engine_seconds_per_day=1e6
         )
         more = {"auth": {"keys_file": str(keys)}, "budgets": {"replica_hour": 3.6}}
-        checked = {"live_check_share": 1.0, "max_loss": {"chat": 0.12}}
-        for name, policy in (("first", {}), ("second", checked)):
+        capped = {"max_loss": {"chat": 0.12}}
+        for name, policy in (("first", {}), ("second", capped)):
             (profiles := tmp_path / name / "profiles").mkdir(parents=True)
-            own = {
-                "policy": {"profiles": str(profiles), "max_slowdown": 1e9, **policy},
-                "profile": {"idle_s": 2 * LOOK_S},
-            }
+            own = {"policy": {"profiles": str(profiles), "max_slowdown": 1e9, **policy}}
             tiers = {"tiers": ADDED} if name == "first" else {}
             stacks.append(
                 await cleanup.enter_async_context(

@@ -1,12 +1,10 @@
-"""Quality and speed measured on real engines, through the router, by the commands that people run; and the live checks."""
+"""Quality and speed measured on real engines, through the router, by the commands that people run."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -14,14 +12,11 @@ import pytest
 
 from router.policy.profiles import load_latency, load_profile
 from router.profiling.profile_files import JOURNAL
-from router.profiling.shadow_evaluation import ANSWER_TOKENS
 from router.section import PROJECT
-from tests.engine.between import Between
 from tests.engine.conftest import QARR
 from tests.engine.in_process import real_router
-from tests.fakes.engine import serving
 from tests.waiting import until
-from tiers.spec import STANDARD_TIERS, TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,84 +138,6 @@ def test_speed_is_measured(up: Up, tmp_path: Path) -> None:
         )
         assert len({s.prompt_tokens for s in samples}) > 2
     assert up.replica("fast")["in_flight"] == 0
-
-
-CHATS = ("Which river flows through Paris?", "What is the capital of Japan?")
-
-
-def judged_directly(up: Up, judging: Between) -> float:
-    """Return the regret of the answers that the router had judged, in nats a token, asked of the engine itself.
-
-    They must be the greedy answers of ``fast`` to the prompts that it served.
-    """
-    fast = up.scorer("fast")
-    precise = up.scorer("precise")
-    regrets: list[float] = []
-    judged = [
-        exchange.body["prompt"]
-        for exchange in judging.exchanges
-        if "prompt_logprobs" in exchange.body
-    ]
-    assert len(judged) == len(CHATS)
-    for chat, ids in zip(CHATS, judged, strict=True):
-        prompt = precise.prompt_ids(chat)
-        answer = ids[len(prompt) :]
-        assert ids[: len(prompt)] == prompt
-        assert len(answer) <= ANSWER_TOKENS
-        fast.check_tokens(prompt, answer)
-        regrets += precise.regrets(prompt, answer)
-    return mean(regrets)
-
-
-@pytest.mark.anyio
-async def test_live_prompts_are_compared_when_it_is_quiet(
-    up: Up, engine_keys: dict[str, str], tmp_path: Path
-) -> None:
-    """What a cheap tier served is answered again and scored on precise; the rolling regret is a metric."""
-    judging = Between(up.replica("precise")["url"], engine_keys["precise"])
-    async with (
-        real_router(
-            up,
-            engine_keys,
-            tmp_path,
-            {"policy": {"live_check_share": 1.0}, "profile": {"idle_s": 1}},
-        ) as (
-            url,
-            fleet,
-        ),
-        serving(judging.app) as judging_url,
-        httpx.AsyncClient(timeout=300, trust_env=False) as client,
-    ):
-        next(
-            replica
-            for replica in fleet.replicas
-            if replica.spec.name is TierName.PRECISE
-        ).url = judging_url
-        for prompt in CHATS:
-            answer = await client.post(
-                f"{url}/generate",
-                json={"prompt": prompt, "max_tokens": 8, "tier": "fast"},
-            )
-            assert answer.headers["x-qarr-tier"] == "fast"
-
-        async def page_with_both_checked() -> httpx.Response | None:
-            page = await client.get(f"{url}/metrics")
-            return (
-                page
-                if 'checked_answers_total{class="chat",tier="fast"} 2.0' in page.text
-                else None
-            )
-
-        page = await until(page_with_both_checked, within_s=600, poll_s=0.5)
-        told = next(
-            line
-            for line in page.text.splitlines()
-            if line.startswith('qarr_live_regret_nats{class="chat"')
-        )
-        regret = await asyncio.to_thread(judged_directly, up, judging)
-        # batches are rounded otherwise
-        assert float(told.split()[-1]) == pytest.approx(regret, rel=0.05, abs=0.01)
-        assert all(replica.state.in_flight == 0 for replica in fleet.replicas)
 
 
 def speeds_in(folder: Path) -> LatencyProfile:

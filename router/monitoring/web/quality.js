@@ -41,7 +41,6 @@ function showPolicy(policy) {
     ...Object.values(policy.pointless).map((why) => el("p", { class: "pointless" }, why)),
     ...(measured || !tiers.length ? [] : unmeasured()),
     tiers.length ? lossTable(policy, classes, tiers) : el("p", {}, "The highest precision is the only one."),
-    policy.live.length ? liveTable(policy.live) : null,
   ].filter(Boolean));
 }
 
@@ -63,13 +62,6 @@ function lossTable({ losses, negligible_loss, max_loss }, classes, tiers) {
   const head = (kind) => el("tr", {}, el("th", { scope: "rowgroup", class: "kind", colspan: 1 + tiers.length }, kind.replaceAll("_", " "), known(max_loss[kind]) ? el("small", {}, ` cap ${loss(max_loss[kind])}`) : null));
   const row = (kind, complexity) => el("tr", {}, el("th", { scope: "row" }, complexity), tiers.map((t) => cell(t, kind, complexity)));
   return figuresTable("Expected loss", ["Prompts"], tiers, classes.map((c) => el("tbody", {}, head(c), Object.keys(losses[tiers[0]][c]).map((complexity) => row(c, complexity)))));
-}
-
-/** How live answers of a tier compare to the highest precision's: it shows drift, and decides nothing. */
-function liveTable(live) {
-  const row = (l) => el("tr", {}, el("th", { scope: "row" }, `${l.class.replaceAll("_", " ")} on ${l.tier}`),
-    el("td", { class: "num" }, known(l.differing) ? `${percent(l.differing)} of ${count(l.compared)} compared` : NONE), el("td", { class: "num" }, count(l.checked)), el("td", { class: "num" }, fixed(l.regret, 3)));
-  return figuresTable("Live answers", ["Live answers"], ["Differing", "Checked", "Regret, nats a token"], el("tbody", {}, live.map(row)));
 }
 
 const figuresTable = (name, words, figures, ...bodies) => el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, el("table", {},

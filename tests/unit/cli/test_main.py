@@ -173,11 +173,6 @@ def test_serve_without_engines_says_what_to_give() -> None:
         ),
         (
             ("--fast", "http://h:1"),
-            {"QARR_TELEMETRY__SAMPLED_PROMPTS": "/proc/none/log"},
-            "telemetry.sampled_prompts: /proc/none/log cannot be written",
-        ),
-        (
-            ("--fast", "http://h:1"),
             {"QARR_POLICY__PROFILES": "/proc/version"},
             "policy.profiles: /proc/version is not a folder",
         ),

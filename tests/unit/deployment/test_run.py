@@ -23,30 +23,19 @@ def settings(**overrides: Any) -> Settings:
 
 
 def test_files_that_can_be_written_are_made(tmp_path: Path) -> None:
-    """With their folders, readable by their owner only; prompts only where a share of them is sampled."""
-    log, prompts = tmp_path / "a/log", tmp_path / "b/prompts"
-    check_files(
-        settings(
-            telemetry={
-                "decision_log": log,
-                "sampled_prompts": prompts,
-                "prompt_share": 0,
-            }
-        )
-    )
+    """With their folders, readable by their owner only."""
+    log = tmp_path / "a/log"
+    check_files(settings(telemetry={"decision_log": log}))
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
-    assert not prompts.parent.exists()
 
 
-@pytest.mark.parametrize("key", ["decision_log", "sampled_prompts"])
-def test_a_file_that_cannot_be_written_is_named_by_its_setting(
-    tmp_path: Path, key: str
-) -> None:
+def test_a_file_that_cannot_be_written_is_named_by_its_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        SettingsError, match=f"telemetry.{key}: {tmp_path}/file/log cannot be written"
+        SettingsError,
+        match=f"telemetry.decision_log: {tmp_path}/file/log cannot be written",
     ):
-        check_files(settings(telemetry={key: tmp_path / "file/log"}))
+        check_files(settings(telemetry={"decision_log": tmp_path / "file/log"}))
 
 
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:

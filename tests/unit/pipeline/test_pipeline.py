@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from classifier import EstimatingCounter, PromptClass, PromptFeatures, load_second_look
+from classifier import EstimatingCounter, PromptClass, load_second_look
 from router.accounting.charging import Charging
 from router.accounting.ledgers import MemoryLedger
 from router.accounting.reservations import Reservations
@@ -30,7 +30,7 @@ from router.pipeline.request import (
     RequestContext,
     RoutingOptions,
 )
-from router.policy.decision import Decision, Refusal, RequestRefusedError
+from router.policy.decision import Refusal, RequestRefusedError
 from router.policy.decision_log import DecisionLog, read_log
 from router.telemetry.record import Outcome
 from router.upstream.engine_request import EngineRequest
@@ -43,7 +43,7 @@ from tests.fakes.engine import Behaviour
 from tests.unit.classifier.cases import ASKS, CONTAINS, NEITHER
 from tests.unit.router_stack import router_stack
 from tests.unit.upstream_stack import HI, UpstreamStack, text_of, until, upstream_stack
-from tiers.spec import STANDARD_TIERS, TierName
+from tiers.spec import STANDARD_TIERS
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -73,20 +73,12 @@ def asked(caller: Caller = LIMITED, **fields: Any) -> Call:
 
 @dataclass
 class Noted:
-    """What observers were shown."""
+    """What was told of requests."""
 
-    prompts: list[str] = field(default_factory=list)
-    answers: list[tuple[TierName, Any]] = field(default_factory=list)
     requests: int = 0
 
     def request(self) -> None:
         self.requests += 1
-
-    def prompt(self, text: str, _features: PromptFeatures) -> None:
-        self.prompts.append(text)
-
-    def answer(self, _decision: Decision, tier: TierName, messages: Any) -> None:
-        self.answers.append((tier, messages))
 
 
 @dataclass
@@ -169,23 +161,20 @@ async def line(
             registry=RequestRegistry(ServerState(), 9),
             decisions=decisions,
             telemetry=stack.telemetry,
-            prompt_observer=noted.prompt,
-            answer_observer=noted.answer,
         )
         yield Line(pipeline, stack, noted)
         if decisions is not None:
             await asyncio.to_thread(decisions.close)
 
 
-async def test_a_decision_that_is_served_is_told_to_observers(tmp_path: Path) -> None:
-    """One that is only asked for leaves no log and no sample; of both, what measures is told first."""
+async def test_a_decision_that_is_served_is_logged(tmp_path: Path) -> None:
+    """One that is only asked for leaves no log; of both, what measures is told first."""
     async with line(tmp_path / "log") as at:
         at.stack.fleet.preempt = at.noted.request
         await at.pipeline.decide(asked(), serve=False)
-        assert at.noted == Noted(requests=1)
+        assert at.noted.requests == 1
         decision = await at.pipeline.decide(asked())
-        assert decision.tier == FAST
-        assert at.noted.prompts == ["hi"]
+        assert decision.tier is FAST
         assert at.noted.requests == 2
     (record,) = (
         each for each in read_log(tmp_path / "log") if hasattr(each, "request_id")
@@ -291,7 +280,7 @@ async def test_a_request_that_is_cancelled_in_the_queue_costs_nothing() -> None:
 async def test_an_endpoint_that_fails_midway_ends_the_engines_work(
     error: BaseException,
 ) -> None:
-    """What came until then counts; no answer is shown to the observer that is not whole."""
+    """What came until then counts."""
     async with line(fast=Behaviour(stall_after=2)) as at:
         with pytest.raises(type(error)):
             async with at.serving(asked()) as active:
@@ -301,7 +290,6 @@ async def test_an_endpoint_that_fails_midway_ends_the_engines_work(
                 raise error
         assert at.held() == 0
         assert await at.tokens_left() == TOKENS - READ - 2
-        assert at.noted.answers == []
         assert at.outcome[0] is (
             Outcome.ERROR if isinstance(error, RuntimeError) else Outcome.CLIENT_GONE
         )

@@ -34,15 +34,15 @@ async def test_it_begins_when_all_tiers_are_ready_and_measures_once(
         first, *others = own.fleet.replicas
         for replica in others:
             replica.mark(ReplicaStatus.READY)
-        found = await own.comes_to(
+        progress = await own.comes_to(
             state="waiting", what=None, detail="tiers are starting"
         )
-        assert found["measured"] == {"latency": [], "quality": []}
+        assert progress["measured"] == {"latency": [], "quality": []}
         assert not any(engine.requests for engine in own.engines)
         first.mark(ReplicaStatus.READY)
         await own.comes_to(what="latency")
-        found = await own.comes_to(state="done")
-        assert found["measured"] == {
+        progress = await own.comes_to(state="done")
+        assert progress["measured"] == {
             "latency": list(STANDARD_TIERS),
             "quality": list(STANDARD_TIERS),
         }
@@ -53,18 +53,16 @@ async def test_it_begins_when_all_tiers_are_ready_and_measures_once(
             for fit in load_latency(tmp_path / latency_name(identities, "m")).fits
         ] == list(STANDARD_TIERS)
         loss = load_profile(tmp_path / profile_name(identities))
-        assert (loss.whole, {one.tier for one in loss.counts}) == (
-            True,
-            set(STANDARD_TIERS[:2]),
-        )
+        assert loss.whole is True
+        assert {count.tier for count in loss.counts} == set(STANDARD_TIERS[:2])
         # What it asked was no request of anybody's.
         assert (await own.client.get(f"{own.url}/requests")).json()["requests"] == []
         assert (
             "qarr_requests_total{"
             not in (await own.client.get(f"{own.url}/metrics")).text
         )
-        asked = [body for engine in own.engines for body in engine.requests]
-        assert {body["priority"] for body in asked} == {PRIORITIES["batch"]}
+        requests = [body for engine in own.engines for body in engine.requests]
+        assert {body["priority"] for body in requests} == {PRIORITIES["batch"]}
     async with measuring_router(tmp_path, engines()) as again:
         await again.comes_to(state="done")
         assert not any(engine.requests for engine in again.engines)
@@ -88,10 +86,13 @@ async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
                 )
                 assert (await own.profiling())["state"] == "waiting"
                 await until(lambda: own.computing == 1)
-                asked = sum(len(engine.requests) for engine in own.engines)
+                requests_before = sum(len(engine.requests) for engine in own.engines)
                 async for _ in answer.aiter_raw():
                     assert own.computing <= 1
-                assert sum(len(engine.requests) for engine in own.engines) == asked
+                assert (
+                    sum(len(engine.requests) for engine in own.engines)
+                    == requests_before
+                )
             own.engines[0].delay_s = 0.01
         await own.comes_to(state="done")
         assert (
@@ -145,8 +146,9 @@ async def test_it_waits_while_an_engine_elsewhere_is_in_the_fleet(
 @pytest.mark.anyio
 async def test_settings_switch_it_off(tmp_path: Path) -> None:
     async with measuring_router(tmp_path, engines(), profile={"auto": False}) as own:
-        found = await own.profiling()
-        assert (found["state"], found["detail"]) == ("off", "profile.auto is false")
+        progress = await own.profiling()
+        assert progress["state"] == "off"
+        assert progress["detail"] == "profile.auto is false"
         await asyncio.sleep(3 * QUICK["idle_s"])
         assert not any(engine.requests for engine in own.engines)
 
@@ -157,9 +159,9 @@ async def test_one_measures_at_a_time(tmp_path: Path) -> None:
     async with AsyncExitStack() as byhand:
         byhand.enter_context(only_one(tmp_path))
         async with measuring_router(tmp_path, engines(0.1)) as own:
-            found = await own.comes_to(state="waiting", what=None)
-            while "another measurement" not in found["detail"]:
-                found = await own.profiling()
+            progress = await own.comes_to(state="waiting", what=None)
+            while "another measurement" not in progress["detail"]:
+                progress = await own.profiling()
             assert not any(engine.requests for engine in own.engines)
             await byhand.aclose()
             await own.comes_to(state="running")

@@ -34,12 +34,10 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("answer", "number"), NUMBERS)
 def test_last_number(answer: str, number: float) -> None:
-    finite = abs(number) < float("inf")
-    check = {"type": "number", "value": number if finite else 1}
-    assert passes(check, answer) is finite
-    assert not passes(
-        {"type": "number", "value": (number if finite else 1) + 1.25}, answer
-    )
+    is_finite = abs(number) < float("inf")
+    value = number if is_finite else 1
+    assert passes({"type": "number", "value": value}, answer) is is_finite
+    assert not passes({"type": "number", "value": value + 1.25}, answer)
 
 
 LETTERS = {
@@ -148,13 +146,11 @@ ENDLESS = [
 )
 def test_code_that_is_large_endless_or_reaches_out_is_not_computed(answer: str) -> None:
     """Where it were computed, the whole would be None, as expected; nothing large is made on the way."""
-    whole = (
-        f"{answer}\n    return None"
-        if answer.startswith("def")
-        else f"[{answer}] and None"
-    )
+    program = f"[{answer}] and None"
+    if answer.startswith("def"):
+        program = f"{answer}\n    return None"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert not passes({"type": "code", "cases": [[[], None]]}, whole)
+    assert not passes({"type": "code", "cases": [[[], None]]}, program)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError
-from router.profiling import client as module
-from router.profiling.client import MeasuredTier
-from router.profiling.idle_client import IdleClient
+from router.profiling import measuring_client
+from router.profiling.idle_client import IdleClient, RequestCounts
+from router.profiling.measuring_client import MeasuredTier
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.waiting import until
 from tiers.fleet import Fleet
@@ -21,7 +21,8 @@ from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED = TierName.FAST, TierName.BALANCED
+FAST = TierName.FAST
+BALANCED = TierName.BALANCED
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 PATH = "/v1/chat/completions"
 
@@ -45,99 +46,119 @@ class Idle:
         return sum(replica.state.in_flight for replica in self.fleet.replicas)
 
 
+def made_spec(name: TierName) -> TierSpec:
+    return TierSpec(
+        name,
+        max_model_len=2048,
+        max_num_seqs=8,
+        max_in_flight=16,
+        digest=f"digest of {name}",
+    )
+
+
 @asynccontextmanager
 async def idle(*, priorities: bool = True) -> AsyncIterator[Idle]:
     """Serve an engine that has a key, with a client that may ask it at once."""
     engine = Behaviour()
     async with serving_all(FakeEngine(engine).app) as (url,):
-        fleet = Fleet(
-            tuple(
-                TierSpec(name, 2048, 8, 16, digest=f"digest of {name}")
-                for name in STANDARD_TIERS
-            ),
-            machine="m",
-        )
+        fleet = Fleet(tuple(made_spec(name) for name in STANDARD_TIERS), machine="m")
         replica = Replica(
-            "fast-0", fleet.spec(FAST), url, "secret", "fake", takes_priority=priorities
+            "fast-0",
+            fleet.spec(FAST),
+            url=url,
+            api_key="secret",
+            model="fake",
+            takes_priority=priorities,
         )
         fleet.add(replica).mark(ReplicaStatus.READY)
-        found = Idle(IdleClient(fleet, "model", 0.0, lambda: (0, 0)), fleet, engine)
-        found.client._requests = lambda: (found.requests, found.served)
-        yield found
-        await found.client.aclose()
-        assert found.in_flight == 0
-        assert not found.client.asking
+        client = IdleClient(
+            fleet, "model", idle_s=0.0, request_counts=lambda: RequestCounts(0, 0)
+        )
+        rig = Idle(client, fleet, engine)
+        client._request_counts = lambda: RequestCounts(rig.requests, rig.served)
+        yield rig
+        await rig.client.aclose()
+        assert rig.in_flight == 0
+        assert not rig.client.is_asking
 
 
 async def test_it_asks_the_engine_itself() -> None:
     """With the engine's key and model, beneath everybody's priority; its tokens do not count as expected output."""
-    async with idle() as one:
-        answer = await one.client.ask(PATH, FAST, CHAT, nothing)
+    async with idle() as rig:
+        answer = await rig.client.ask(PATH, FAST, CHAT)
         assert answer["choices"][0]["message"]["content"] == "".join(ANSWER)
-        (asked,), (headers,) = one.engine.requests, one.engine.headers
-        assert (asked["model"], asked["temperature"], asked["priority"]) == (
-            "fake",
-            0,
-            PRIORITIES["batch"],
-        )
+        (request,) = rig.engine.requests
+        assert request["model"] == "fake"
+        assert request["temperature"] == 0
+        assert request["priority"] == PRIORITIES["batch"]
+        (headers,) = rig.engine.headers
         assert headers["authorization"] == "Bearer secret"
-        assert one.fleet.output_share == 1.0
-    async with idle(priorities=False) as one:
-        await one.client.ask(PATH, FAST, CHAT, nothing)
-        assert "priority" not in one.engine.requests[0]
+        assert rig.fleet.output_share == 1.0
+    async with idle(priorities=False) as rig:
+        await rig.client.ask(PATH, FAST, CHAT)
+        assert "priority" not in rig.engine.requests[0]
 
 
 async def test_the_fleet_has_what_is_ready() -> None:
-    async with idle() as one:
-        fleet = await one.client.fleet()
+    async with idle() as rig:
+        fleet = await rig.client.fleet()
         assert set(fleet.checkpoints) == set(STANDARD_TIERS)
-        assert fleet.tiers == {FAST: MeasuredTier("digest of fast", 1, 8, 2048)}
-        assert (fleet.model, fleet.machine) == ("model", "m")
+        fast = MeasuredTier(
+            identity="digest of fast", replicas=1, max_num_seqs=8, max_model_len=2048
+        )
+        assert fleet.tiers == {FAST: fast}
+        assert fleet.model == "model"
+        assert fleet.machine == "m"
 
 
 async def test_a_request_finds_the_engine_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is broken off is asked again, once; the slot is free before the cancellation has run."""
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    async with idle() as one:
-        assert one.fleet.preempt is None
-        one.engine.delay_s = 60
-        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
-        await until(lambda: one.engine.running)
-        assert one.client.asking
-        one.engine.delay_s = 0  # of the second try
-        assert one.fleet.preempt is not None
-        one.fleet.preempt()
-        assert one.in_flight == 0
+    monkeypatch.setattr(measuring_client, "LONGEST_CHECK_S", 0.01)
+    async with idle() as rig:
+        assert rig.fleet.preempt is None
+        rig.engine.delay_s = 60
+        asking = asyncio.create_task(rig.client.ask(PATH, FAST, CHAT))
+        await until(lambda: rig.engine.running)
+        assert rig.client.is_asking
+        rig.engine.delay_s = 0  # for the second try
+        assert rig.fleet.preempt is not None
+        rig.fleet.preempt()
+        assert rig.in_flight == 0
         assert (await asking)["choices"]
-        assert len(one.engine.requests) == 2
+        assert len(rig.engine.requests) == 2
 
 
 async def test_it_waits_while_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests that are open, leases that are not its own, and engines that start: all of them go first."""
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    async with idle() as one:
-        lease = one.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
+    monkeypatch.setattr(measuring_client, "LONGEST_CHECK_S", 0.01)
+    async with idle() as rig:
+        lease = rig.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
-        starting = one.fleet.add(
+        starting = rig.fleet.add(
             Replica(
-                "balanced-0", one.fleet.spec(BALANCED), "http://nowhere", "", "fake"
+                "balanced-0",
+                rig.fleet.spec(BALANCED),
+                url="http://nowhere",
+                api_key="",
+                model="fake",
             )
         )
-        one.served, waits = 1, list[int]()
+        rig.served = 1
+        waits: list[int] = []
         asking = asyncio.create_task(
-            one.client.ask(PATH, FAST, CHAT, lambda: waits.append(1))
+            rig.client.ask(PATH, FAST, CHAT, report_waiting=lambda: waits.append(1))
         )
         ends = (
-            lambda: setattr(one, "served", 0),
+            lambda: setattr(rig, "served", 0),
             lease.release,
             lambda: starting.mark(ReplicaStatus.READY),
         )
         for end in ends:
             before = len(waits)
             await until(lambda before=before: len(waits) > before + 1)
-            assert not one.engine.requests
+            assert not rig.engine.requests
             end()
         assert (await asking)["choices"]
 
@@ -146,76 +167,77 @@ async def test_a_step_that_is_disturbed_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By a request that comes while it runs, whether that has ended by then or not."""
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    async with idle() as one:
+    monkeypatch.setattr(measuring_client, "LONGEST_CHECK_S", 0.01)
+    async with idle() as rig:
 
         async def timed() -> None:
-            await one.client.time(FAST, [1, 2], 3, nothing)
+            await rig.client.time(FAST, [1, 2], 3, report_first_token=nothing)
 
         async def comes_and_goes() -> None:
-            one.requests += 1
+            rig.requests += 1
 
         async def preempted() -> None:
-            one.engine.delay_s = 60
+            rig.engine.delay_s = 60
             async with asyncio.TaskGroup() as group:
                 group.create_task(timed())
-                await until(lambda: one.engine.running)
-                one.client.preempt()
+                await until(lambda: rig.engine.running)
+                rig.client.preempt()
 
         async def stays() -> None:
-            one.served = 1
+            rig.served = 1
 
-        assert await one.client.undisturbed(timed, nothing)
+        assert await rig.client.undisturbed(timed, nothing)
         for step in (comes_and_goes, preempted, stays):
-            assert not await one.client.undisturbed(step, nothing)
+            assert not await rig.client.undisturbed(step, nothing)
 
 
 async def test_to_be_cancelled_is_not_to_give_way() -> None:
     """A router that ends cancels its measurements: they do not go on."""
-    async with idle() as one:
-        one.engine.delay_s = 60
-        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
-        await until(lambda: one.engine.running)
+    async with idle() as rig:
+        rig.engine.delay_s = 60
+        asking = asyncio.create_task(rig.client.ask(PATH, FAST, CHAT))
+        await until(lambda: rig.engine.running)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        await until(lambda: not one.engine.running)
+        await until(lambda: not rig.engine.running)
 
 
 async def test_an_answer_is_timed() -> None:
-    async with idle() as one:
+    async with idle() as rig:
         begun: list[bool] = []
-        timed = await one.client.time(
-            FAST, [5, 6, 7], 4, lambda: begun.append(one.client.asking)
-        )
-        assert (begun, timed.prompt_tokens, one.engine.requests[0]["prompt"]) == (
-            [True],
-            3,
+        timed = await rig.client.time(
+            FAST,
             [5, 6, 7],
+            4,
+            report_first_token=lambda: begun.append(rig.client.is_asking),
         )
+        assert begun == [True]
+        assert timed.prompt_tokens == 3
+        assert rig.engine.requests[0]["prompt"] == [5, 6, 7]
         assert 0 < timed.ttft_ms / 1000 <= timed.ended - timed.started
 
 
 async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that may pass is waited out, but not for ever; a tier without a replica has no slot."""
-    monkeypatch.setattr(module, "BUSY_WAIT_S", 0.001)
-    async with idle() as one:
-        one.engine.status = 400
+    monkeypatch.setattr(measuring_client, "BUSY_RETRY_S", 0.001)
+    async with idle() as rig:
+        rig.engine.status = 400
         for asking in (
-            one.client.ask(PATH, FAST, CHAT, nothing),
-            one.client.time(FAST, [1], 4, nothing),
+            rig.client.ask(PATH, FAST, CHAT),
+            rig.client.time(FAST, [1], 4, report_first_token=nothing),
         ):
             with pytest.raises(ProfileError, match=r"fast answered HTTP 400: .*broken"):
                 await asking
-        one.engine.status = 503
-        passing = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
-        await until(lambda: len(one.engine.requests) > 4)
-        one.engine.status = 200
+        rig.engine.status = 503
+        passing = asyncio.create_task(rig.client.ask(PATH, FAST, CHAT))
+        await until(lambda: len(rig.engine.requests) > 4)
+        rig.engine.status = 200
         assert (await passing)["choices"]
-        monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
+        monkeypatch.setattr(measuring_client, "MAX_WAIT_S", 0.0)
         for asking in (
-            one.client.ask(PATH, BALANCED, CHAT, nothing),
-            one.client.time(BALANCED, [1], 4, nothing),
+            rig.client.ask(PATH, BALANCED, CHAT),
+            rig.client.time(BALANCED, [1], 4, report_first_token=nothing),
         ):
             with pytest.raises(
                 ProfileError, match="balanced answered HTTP 503: no slot is free"
@@ -224,11 +246,11 @@ async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_engine_that_is_gone_is_named() -> None:
-    async with idle() as one:
-        one.fleet.replicas[0].url = "http://127.0.0.1:1"
+    async with idle() as rig:
+        rig.fleet.replicas[0].url = "http://127.0.0.1:1"
         for asking in (
-            one.client.ask(PATH, FAST, CHAT, nothing),
-            one.client.time(FAST, [1], 4, nothing),
+            rig.client.ask(PATH, FAST, CHAT),
+            rig.client.time(FAST, [1], 4, report_first_token=nothing),
         ):
             with pytest.raises(
                 ProfileError, match=r"fast does not answer \(ConnectError\)"

@@ -12,37 +12,41 @@ import pytest
 
 from classifier import Complexity, PromptClass
 from router.policy.profiles import ProfileError
-from router.profiling.client import FleetState
 from router.profiling.lm_eval import (
     CLASSES,
-    Imported,
-    Known,
-    Sample,
+    HarnessRun,
+    ImportedProfile,
+    LoggedSample,
+    TaskKind,
     import_runs,
     read_classes,
 )
+from router.profiling.measuring_client import FleetState
 from tiers.spec import STANDARD_TIERS, TierName
 
 LOGS = Path(__file__).with_name("lm_eval_logs")
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 DIGESTS: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: "c"}
-FLEET = FleetState("m", "a machine", DIGESTS, {})
+FLEET = FleetState(model="m", machine="a machine", checkpoints=DIGESTS, tiers={})
 USUAL = read_classes(CLASSES)
 
 
-def imported(*folders: Path, known: dict[str, Known] = USUAL) -> Imported:
-    return import_runs([(None, folder) for folder in folders], known, FLEET)
+def imported(*folders: Path, known: dict[str, TaskKind] = USUAL) -> ImportedProfile:
+    return import_runs([HarnessRun(None, folder) for folder in folders], known, FLEET)
 
 
-def flips(made: Imported) -> dict[TierName, tuple[int, int, int]]:
-    found = {
-        tier: [count.flips for count in made.profile.of(tier)]
-        for tier in (FAST, BALANCED)
-    }
-    return {
-        tier: (sum(f[0] for f in one), sum(f[1] for f in one), sum(f[2] for f in one))
-        for tier, one in found.items()
-    }
+def flips(imported_profile: ImportedProfile) -> dict[TierName, tuple[int, int, int]]:
+    return {tier: flips_of(imported_profile, tier) for tier in (FAST, BALANCED)}
+
+
+def flips_of(imported_profile: ImportedProfile, tier: TierName) -> tuple[int, int, int]:
+    """Return a tier's answers, and of these those worse and better, of all kinds together."""
+    by_kind = [count.flips for count in imported_profile.profile.of(tier)]
+    return (
+        sum(flips.answers for flips in by_kind),
+        sum(flips.worse for flips in by_kind),
+        sum(flips.better for flips in by_kind),
+    )
 
 
 @pytest.fixture
@@ -60,32 +64,32 @@ def change(
 
 def test_one_folder_with_a_run_of_each_tier_is_a_profile_of_the_fleet() -> None:
     """Right: precise and balanced 5 of 8, fast 2 others; each answer once, though two filters judged it."""
-    made = imported(LOGS)
-    assert flips(made) == {FAST: (7, 5, 2), BALANCED: (5, 0, 0)}
+    imported_profile = imported(LOGS)
+    assert flips(imported_profile) == {FAST: (7, 5, 2), BALANCED: (5, 0, 0)}
     assert {
-        (count.prompt_class, count.answered > 0) for count in made.profile.counts
+        (count.prompt_class, count.answered > 0)
+        for count in imported_profile.profile.counts
     } == {(PromptClass.MATH, True)}
-    assert sum(count.asked for count in made.profile.of(FAST)) == 8
-    assert (
-        made.profile.checkpoints,
-        made.profile.model,
-        set(made.unpaired.values()),
-    ) == (DIGESTS, "m", {0})
-    assert made.profile.tasks == "lm-evaluation-harness (gsm_short)"
+    assert sum(count.asked for count in imported_profile.profile.of(FAST)) == 8
+    assert imported_profile.profile.checkpoints == DIGESTS
+    assert imported_profile.profile.model == "m"
+    assert set(imported_profile.unpaired.values()) == {0}
+    assert imported_profile.profile.tasks == "lm-evaluation-harness (gsm_short)"
 
 
 def test_only_equal_prompts_are_paired(logs: Path) -> None:
     """Of the same document, with the same few-shot examples."""
-    change(
-        logs / "fast",
-        lambda rows: [
-            {**row, "prompt_hash": "other"} if row["doc_id"] < 3 else row
-            for row in rows
-        ],
-    )
-    made = imported(logs)
-    assert made.unpaired == {BALANCED: 0, FAST: 3}
-    assert sum(count.answered for count in made.profile.of(FAST)) == 5
+
+    def with_other_prompts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for row in rows:
+            if row["doc_id"] < 3:
+                row["prompt_hash"] = "other"
+        return rows
+
+    change(logs / "fast", with_other_prompts)
+    imported_profile = imported(logs)
+    assert imported_profile.unpaired == {BALANCED: 0, FAST: 3}
+    assert sum(count.answered for count in imported_profile.profile.of(FAST)) == 5
     change(logs / "fast", lambda rows: [{**row, "doc_hash": "other"} for row in rows])
     with pytest.raises(
         ProfileError, match="fast and precise answered no prompt in common"
@@ -101,7 +105,7 @@ def test_the_newest_run_counts_and_a_tier_may_be_said(logs: Path) -> None:
     )
     with pytest.raises(ProfileError, match="give it as TIER=DIR"):
         imported(logs)
-    runs = [(FAST, logs / "fast"), (PRECISE, logs / "precise")]
+    runs = [HarnessRun(FAST, logs / "fast"), HarnessRun(PRECISE, logs / "precise")]
     assert flips(import_runs(runs, USUAL, FLEET))[FAST] == (5, 0, 0)
 
 
@@ -110,10 +114,11 @@ def test_classes_of_tasks_are_read(tmp_path: Path) -> None:
     (toml := tmp_path / "own.toml").write_text(
         '"gsm_*" = { class = "chat", complexity = "complex" }'
     )
-    made = imported(LOGS, known={**read_classes(toml), **USUAL})
-    assert {(c.prompt_class, c.complexity) for c in made.profile.counts} == {
-        (PromptClass.CHAT, Complexity.COMPLEX)
-    }
+    imported_profile = imported(LOGS, known={**read_classes(toml), **USUAL})
+    assert {
+        (count.prompt_class, count.complexity)
+        for count in imported_profile.profile.counts
+    } == {(PromptClass.CHAT, Complexity.COMPLEX)}
     (own := tmp_path / "own.json").write_text('{"a": "code", "b": "poems"}')
     with pytest.raises(ProfileError, match=r"own\.json: b\.class"):
         read_classes(own)
@@ -125,14 +130,14 @@ def test_classes_of_tasks_are_read(tmp_path: Path) -> None:
         imported(LOGS, known={})
 
 
-def sample(arg: Any = "What?", **metrics: Any) -> Sample:
+def sample(arg: Any = "What?", **metrics: Any) -> LoggedSample:
     base = {
         "doc_id": 0,
         "doc_hash": "d",
         "prompt_hash": "p",
         "arguments": {"gen_args_0": {"arg_0": arg}},
     }
-    return Sample.model_validate({**base, "metrics": list(metrics), **metrics})
+    return LoggedSample.model_validate({**base, "metrics": list(metrics), **metrics})
 
 
 @pytest.mark.parametrize(
@@ -171,7 +176,11 @@ def test_what_cannot_be_compared_is_refused(logs: Path) -> None:
     with pytest.raises(ProfileError, match="samples of fast; give a run of precise"):
         imported(logs / "fast")
     with pytest.raises(ProfileError, match="the router has no tier medium"):
-        import_runs([(TierName("medium"), logs / "fast"), (None, logs)], USUAL, FLEET)
+        import_runs(
+            [HarnessRun(TierName("medium"), logs / "fast"), HarnessRun(None, logs)],
+            USUAL,
+            FLEET,
+        )
     change(logs / "fast", lambda rows: [{**rows[0], "metrics": ["bleu"]}])
     with pytest.raises(ProfileError, match="none of bleu tells"):
         imported(logs)

@@ -6,35 +6,57 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from router.policy.profiles import ProfileError
-from router.profiling.client import Client, FleetState, MeasuredTier, Timed
 from router.profiling.measure_latency import (
     BATCHES,
-    LENGTHS,
+    PROMPT_LENGTHS,
     LatencyPlan,
     measure_latency,
+)
+from router.profiling.measuring_client import (
+    FleetState,
+    MeasuredTier,
+    MeasuringClient,
+    Step,
+    TimedAnswer,
 )
 from tiers.spec import STANDARD_TIERS, TierName
 from tiers.speed import ReplicaLoad, SpeedModel
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-TRUE = SpeedModel(3, 0.2, 2, 0.5, ttft_steps=1.0)
+TRUE = SpeedModel(
+    ttft_base_ms=3,
+    prefill_ms_per_token=0.2,
+    step_base_ms=2,
+    step_ms_per_sequence=0.5,
+    ttft_steps=1.0,
+)
 SEQS = 8
+
+
+def measured_tier(identity: str, *, replicas: int = 1) -> MeasuredTier:
+    return MeasuredTier(
+        identity=identity, replicas=replicas, max_num_seqs=SEQS, max_model_len=512
+    )
+
+
 FLEET = FleetState(
-    "m", "machine", {FAST: "f", BALANCED: "b", PRECISE: "p"},
-    {FAST: MeasuredTier("f", 1, SEQS, 512), BALANCED: MeasuredTier("b", 1, SEQS, 512)},
-)  # fmt: skip
+    model="m",
+    machine="machine",
+    checkpoints={FAST: "f", BALANCED: "b", PRECISE: "p"},
+    tiers={FAST: measured_tier("f"), BALANCED: measured_tier("b")},
+)
 
 
 @dataclass
-class SimulatedTiers(Client):
+class SimulatedTiers(MeasuringClient):
     """Engines that take the true model's times, without taking them.
 
     Attributes:
@@ -60,28 +82,38 @@ class SimulatedTiers(Client):
         return True
 
     async def time(
-        self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]
-    ) -> Timed:
+        self,
+        tier: TierName,
+        prompt: list[int],
+        tokens: int,
+        report_first_token: Callable[[], None],
+    ) -> TimedAnswer:
         self.prompts.append((tier, len(prompt)))
         load = ReplicaLoad(self.sequences[tier], self.waiting[tier])
-        ttft_ms = TRUE.times(len(prompt), load, SEQS, 1.0).ttft_ms
+        ttft_ms = TRUE.times(len(prompt), load, SEQS, output_share=1.0).ttft_ms
         self.sequences[tier] += 1
         self.waiting[tier] += len(prompt)
         started = time.monotonic()
         await asyncio.sleep(0)
-        begun()
+        report_first_token()
         self.waiting[tier] -= len(prompt)
         batch = self.sequences[tier]
         await asyncio.sleep(0.001)
         self.sequences[tier] -= 1
-        tpot_ms = TRUE.step_ms(batch) if tokens > 1 and not self.all_at_once else None
-        return Timed(len(prompt), ttft_ms, tpot_ms, started, time.monotonic())
+        tpot_ms = None
+        if tokens > 1 and not self.all_at_once:
+            tpot_ms = TRUE.step_ms(batch)
+        return TimedAnswer(
+            prompt_tokens=len(prompt),
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            started=started,
+            ended=time.monotonic(),
+        )
 
-    async def undisturbed(
-        self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]
-    ) -> bool:
+    async def undisturbed(self, step: Step, report_waiting: Callable[[], None]) -> bool:
         self.steps += 1
-        waiting()
+        report_waiting()
         await step()
         self.disturbed -= 1
         return self.disturbed < 0
@@ -96,26 +128,27 @@ async def test_known_speeds_are_found() -> None:
     tiers = SimulatedTiers()
     profile = await measure_latency(tiers, LatencyPlan(0.1), nothing)
     assert [fit.tier for fit in profile.fits] == [FAST, BALANCED]
-    assert (profile.model, profile.machine, profile.checkpoints) == (
-        "m",
-        "machine",
-        dict(FLEET.checkpoints),
-    )
+    assert profile.model == "m"
+    assert profile.machine == "machine"
+    assert profile.checkpoints == dict(FLEET.checkpoints)
     for fit in profile.fits:
         assert fit.step_base_ms == pytest.approx(2, rel=0.05)
         assert fit.step_ms_per_sequence == pytest.approx(0.5, rel=0.05)
         assert fit.prefill_ms_per_token == pytest.approx(0.2, rel=0.05)
         assert fit.contention == pytest.approx(0, abs=0.05)
-    alone = [s for s in profile.samples if not s.neighbours]
-    assert {s.batch for s in alone} - {0} == {
+    alone = [sample for sample in profile.samples if not sample.neighbours]
+    assert {sample.batch for sample in alone} - {0} == {
         batch for batch in BATCHES if batch <= SEQS
     }
-    assert {s.prompt_tokens for s in alone} >= {
-        length for length in LENGTHS if length < 512
+    assert {sample.prompt_tokens for sample in alone} >= {
+        length for length in PROMPT_LENGTHS if length < 512
     }
     # no prompt is longer than the context
     assert max(length for _, length in tiers.prompts) < 512
-    assert {s.tier for s in profile.samples if s.neighbours == 1} == {FAST, BALANCED}
+    assert {sample.tier for sample in profile.samples if sample.neighbours == 1} == {
+        FAST,
+        BALANCED,
+    }
     assert not any(tiers.sequences.values())
 
 
@@ -124,7 +157,7 @@ async def test_one_tier_can_be_measured_by_itself() -> None:
         SimulatedTiers(), LatencyPlan(0.01, (BALANCED,)), nothing
     )
     assert [fit.tier for fit in profile.fits] == [BALANCED]
-    assert not any(s.neighbours for s in profile.samples)
+    assert not any(sample.neighbours for sample in profile.samples)
 
 
 async def test_a_small_budget_leaves_long_prompts_and_large_batches_out() -> None:
@@ -132,23 +165,23 @@ async def test_a_small_budget_leaves_long_prompts_and_large_batches_out() -> Non
     profile = await measure_latency(
         SimulatedTiers(), LatencyPlan(0.01, (FAST,), budget_s=0.0), nothing
     )
-    assert {s.batch for s in profile.samples} - {0} == {1, 2}
-    assert max(s.prompt_tokens for s in profile.samples) < LENGTHS[2]
+    assert {sample.batch for sample in profile.samples} - {0} == {1, 2}
+    assert max(sample.prompt_tokens for sample in profile.samples) < PROMPT_LENGTHS[2]
 
 
 async def test_progress_ends_where_it_was_said_to_end() -> None:
     for budget_s in (math.inf, 0.0):
-        seen: list[tuple[int, int]] = []
+        steps: list[tuple[int, int]] = []
         plan = LatencyPlan(0.01, budget_s=budget_s)
         await measure_latency(
             SimulatedTiers(),
             plan,
-            lambda _what, done, total, seen=seen: seen.append((done, total)),
+            lambda _what, done, total, steps=steps: steps.append((done, total)),
         )
-        assert seen == sorted(seen)
-        assert len({total for _, total in seen}) == 1
-        assert seen[0][0] == 0
-        assert seen[-1][0] == seen[-1][1] - 1  # the last step was about to be taken
+        assert steps == sorted(steps)
+        assert len({total for _, total in steps}) == 1
+        assert steps[0][0] == 0
+        assert steps[-1][0] == steps[-1][1] - 1  # the last step was about to be taken
 
 
 async def test_a_disturbed_step_is_taken_again() -> None:
@@ -173,7 +206,7 @@ async def test_a_disturbed_step_is_taken_again() -> None:
         (replace(FLEET, tiers={}), (), "no tier is ready"),
         (FLEET, (PRECISE,), "tier precise is not ready"),
         (
-            replace(FLEET, tiers={FAST: MeasuredTier("f", 2, SEQS, 512)}),
+            replace(FLEET, tiers={FAST: measured_tier("f", replicas=2)}),
             (),
             "tier fast has 2 replicas",
         ),

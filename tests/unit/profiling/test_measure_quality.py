@@ -6,17 +6,20 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from classifier import PromptClass
 from router.policy.profiles import ProfileError, QualityProfile
-from router.profiling.client import RouterClient
-from router.profiling.measure_quality import Plan, measure
+from router.profiling.measure_quality import QualityPlan, measure_quality
+from router.profiling.router_client import RouterClient
 from router.profiling.tasks import Task
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
+
+if TYPE_CHECKING:
+    from router.policy.losses import Kind
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 PARIS = {"type": "contains", "all": ["Paris"]}  # what fakes answer
@@ -45,8 +48,10 @@ async def connected(tmp_path: Path) -> AsyncIterator[tuple[Stack, RouterClient]]
 async def measured(
     client: RouterClient, tmp_path: Path, tasks: tuple[Task, ...] = TASKS, **plan: Any
 ) -> QualityProfile:
-    made = Plan(tasks, "two tasks", tmp_path / "journal.jsonl", **plan)
-    return await measure(client, made, lambda *_: None)
+    quality_plan = QualityPlan(
+        tasks=tasks, name="two tasks", journal=tmp_path / "journal.jsonl", **plan
+    )
+    return await measure_quality(client, quality_plan, lambda *_: None)
 
 
 def flips(
@@ -57,11 +62,17 @@ def flips(
     }
 
 
+def tasks_asked(tier: TierName, profile: QualityProfile) -> int:
+    return sum(count.asked for count in profile.counts if count.tier is tier)
+
+
 def asked(stack: Stack) -> dict[TierName, int]:
-    found = {tier: len(engine.requests) for tier, engine in stack.engines.items()}
+    request_counts = {
+        tier: len(engine.requests) for tier, engine in stack.engines.items()
+    }
     for engine in stack.engines.values():
         engine.requests.clear()
-    return found
+    return request_counts
 
 
 @pytest.mark.anyio
@@ -93,7 +104,8 @@ async def test_an_adapter_is_measured_on_the_tiers_that_offer_it(
             for engine in stack.engines.values()
             for request in engine.requests
         ]
-        assert (profile.adapter, set(models)) == ("support", {"support"})
+        assert profile.adapter == "support"
+        assert set(models) == {"support"}
         assert {count.tier for count in profile.counts} == {FAST}
         assert asked(stack)[BALANCED] == 0
 
@@ -112,10 +124,11 @@ async def test_each_task_is_answered_once_a_tier_and_some_answers_are_scored(
         assert {
             count.diagnosis.disagreement for count in profile.counts if count.diagnosis
         } == {0}
-        assert (profile.whole, profile.tasks) == (True, "two tasks")
+        assert profile.whole is True
+        assert profile.tasks == "two tasks"
         (tmp_path / "journal.jsonl").unlink()
         asked(stack)
-        await measured(client, tmp_path, diagnosed=0)
+        await measured(client, tmp_path, scored=0)
         assert asked(stack) == {FAST: 2, BALANCED: 2, PRECISE: 2}
         assert stack.leases() == 0
 
@@ -133,14 +146,14 @@ async def test_the_journal_saves_what_was_judged(tmp_path: Path) -> None:
         assert again.counts == first.counts
         assert sum(asked(stack).values()) == 0
         journal = tmp_path / "journal.jsonl"
-        whole = journal.read_text().splitlines()
+        lines = journal.read_text().splitlines()
         kept = [
-            row for row in map(json.loads, whole) if row["answer"]["tier"] != "fast"
+            row for row in map(json.loads, lines) if row["answer"]["tier"] != "fast"
         ]
         next(row for row in kept if row["answer"]["tier"] == "balanced")["setting"] = (
             "other weights"
         )
-        journal.write_text("\n".join(map(json.dumps, kept)) + "\n" + whole[0][:30])
+        journal.write_text("\n".join(map(json.dumps, kept)) + "\n" + lines[0][:30])
         assert (await measured(client, tmp_path)).counts == first.counts
         assert asked(stack) == {FAST: 2, BALANCED: 1, PRECISE: 3}  # scores
         assert (await measured(client, tmp_path)).counts == first.counts
@@ -163,14 +176,12 @@ async def test_what_reference_and_lowest_tier_get_wrong_is_asked_of_no_other(
     tmp_path: Path,
 ) -> None:
     async with connected(tmp_path) as (stack, client):
-        profile = await measured(
-            client, tmp_path, (task("one", NO_MATCH),), diagnosed=0
-        )
+        profile = await measured(client, tmp_path, (task("one", NO_MATCH),), scored=0)
         assert asked(stack) == {FAST: 1, BALANCED: 0, PRECISE: 1}
         assert flips(profile) == {
             (tier, PromptClass.CHAT): (0, 0, 0) for tier in (FAST, BALANCED)
         }
-        await measured(client, tmp_path, (task("one", NO_MATCH),), diagnosed=0)
+        await measured(client, tmp_path, (task("one", NO_MATCH),), scored=0)
         assert sum(asked(stack).values()) == 0
 
 
@@ -184,24 +195,40 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(
         for kind in ("chat", "math", "code")
         for n in range(30)
     )
-    told: list[QualityProfile] = []
-    worth = {PromptClass.CHAT: 1.0, PromptClass.MATH: 2.0, PromptClass.CODE: 0.0}
+    kept_profiles: list[QualityProfile] = []
+    worth_on_fast = {
+        PromptClass.CHAT: 1.0,
+        PromptClass.MATH: 2.0,
+        PromptClass.CODE: 0.0,
+    }
+
+    def worth(tier: TierName, kind: Kind) -> float:
+        return worth_on_fast[kind[0]] if tier is FAST else 0.0
+
     async with connected(tmp_path) as (stack, client):
         profile = await measured(
-            client, tmp_path, tasks, diagnosed=0, parallel=1, keep=told.append,
-            worth=lambda tier, kind: worth[kind[0]] if tier is FAST else 0.0,
-        )  # fmt: skip
+            client,
+            tmp_path,
+            tasks,
+            scored=0,
+            parallel=1,
+            keep=kept_profiles.append,
+            worth=worth,
+        )
         prompts = [
             request["messages"][0]["content"]
             for request in stack.engines[FAST].requests
         ]
-    assert {*prompts} == {t.prompt for t in tasks[:60]}
+    assert {*prompts} == {asked_task.prompt for asked_task in tasks[:60]}
     assert sum("math" in prompt for prompt in prompts[:18]) == 12, (
         "twice as often, as it is worth twice as much"
     )
-    assert [(one.whole, sum(c.asked for c in one.counts if c.tier is FAST)) for one in told] == [
-        (False, 20), (False, 40), (False, 60),
-    ]  # fmt: skip
+    assert not any(profile_so_far.whole for profile_so_far in kept_profiles)
+    assert [tasks_asked(FAST, profile_so_far) for profile_so_far in kept_profiles] == [
+        20,
+        40,
+        60,
+    ]
     assert profile.whole
 
 
@@ -209,19 +236,22 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(
 async def test_code_is_run_only_if_that_is_asked_for(tmp_path: Path) -> None:
     """Else tasks that need it are left out, as are those that are too long for a tier."""
     ran = task("two", {"type": "runs", "test": "assert f(2) == 4"})
-    seen: list[tuple[str, str]] = []
+    runs_seen: list[tuple[str, str]] = []
 
     async def runs(answer: str, test: str) -> bool:
-        seen.append((answer, test))
+        runs_seen.append((answer, test))
         return False
 
     async with connected(tmp_path) as (stack, client):
         profile = await measured(
-            client, tmp_path, (ran, task("long " * 5000)), diagnosed=0
+            client, tmp_path, (ran, task("long " * 5000)), scored=0
         )
-        assert (profile.counts, sum(asked(stack).values())) == ((), 0)
-        await measured(client, tmp_path, (ran,), diagnosed=0, runs=runs)
-        assert seen == [("The capital of France is Paris.", "assert f(2) == 4")] * 2
+        assert profile.counts == ()
+        assert sum(asked(stack).values()) == 0
+        await measured(client, tmp_path, (ran,), scored=0, run_code=runs)
+        assert (
+            runs_seen == [("The capital of France is Paris.", "assert f(2) == 4")] * 2
+        )
 
 
 @pytest.mark.anyio

@@ -76,8 +76,8 @@ def test_tiers_that_are_left_out_keep_their_speed(tmp_path: Path) -> None:
     """A tier measured again replaces its own speed only; another machine has a profile of its own."""
     path = keep_latency(tmp_path, latency(tuple(STANDARD_TIERS), 10))
     assert keep_latency(tmp_path, latency((BALANCED,), 20)) == path
-    found = {fit.tier: fit.step_base_ms for fit in load_latency(path).fits}
-    assert found == {FAST: 10, BALANCED: 20, PRECISE: 10}
+    step_times = {fit.tier: fit.step_base_ms for fit in load_latency(path).fits}
+    assert step_times == {FAST: 10, BALANCED: 20, PRECISE: 10}
     assert keep_latency(tmp_path, latency((FAST,), 30, machine="other")) != path
     assert keep_latency(tmp_path, latency(tuple(STANDARD_TIERS), 40)) == path
     assert {fit.step_base_ms for fit in load_latency(path).fits} == {40}

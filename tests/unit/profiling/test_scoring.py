@@ -14,11 +14,12 @@ from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.profiles import TOP_K, Diagnosis, profile_name
 from router.profiling.scoring import (
-    Judged,
+    JudgedAnswer,
+    RankedToken,
     Scores,
     answer_body,
     compare,
-    count,
+    count_answers,
     kl_divergence,
     score,
 )
@@ -27,7 +28,8 @@ from tests.unit.router_stack import Stack, router_stack
 from tests.waiting import until
 from tiers.spec import TierName
 
-FAST, PRECISE = TierName.FAST, TierName.PRECISE
+FAST = TierName.FAST
+PRECISE = TierName.PRECISE
 
 
 def logs(*shares: float) -> dict[int, float]:
@@ -57,7 +59,8 @@ def test_kl_by_hand() -> None:
 )
 def test_truncation_never_raises_kl(p: list[float], q: list[float], kept: int) -> None:
     """With fewer tokens known the figure is a lower bound of the true one, and never negative."""
-    full_p, full_q = logs(*(x / sum(p) for x in p)), logs(*(x / sum(q) for x in q))
+    full_p = logs(*(x / sum(p) for x in p))
+    full_q = logs(*(x / sum(q) for x in q))
     top = [
         dict(sorted(d.items(), key=lambda item: -item[1])[:kept])
         for d in (full_p, full_q)
@@ -69,27 +72,28 @@ def test_truncation_never_raises_kl(p: list[float], q: list[float], kept: int) -
 def test_scores_by_hand() -> None:
     """Disagreement by rank, and regret against the reference's own first choice."""
     reference = [
-        {10: (math.log(0.9), 1)},
-        {11: (math.log(0.2), 2), 99: (math.log(0.7), 1)},
-        {12: (math.log(0.5), 1)},
+        {10: RankedToken(math.log(0.9), 1)},
+        {11: RankedToken(math.log(0.2), 2), 99: RankedToken(math.log(0.7), 1)},
+        {12: RankedToken(math.log(0.5), 1)},
     ]
-    found = compare(
+    scores = compare(
         [10, 11, 12], [{10: math.log(0.9)}, {11: 0.0}, {12: math.log(0.5)}], reference
     )
-    assert (found.tokens, found.disagreed) == (3, 1)
-    assert found.regret == pytest.approx(math.log(0.7 / 0.2))
-    assert found.kl > 0
+    assert scores.tokens == 3
+    assert scores.disagreed == 1
+    assert scores.regret == pytest.approx(math.log(0.7 / 0.2))
+    assert scores.kl > 0
+
+
+def named_tokens(top: dict[int, float]) -> list[dict[str, Any]]:
+    return [
+        {"token": f"token_id:{token_id}", "logprob": logprob}
+        for token_id, logprob in top.items()
+    ]
 
 
 def answered(*tops: dict[int, float], ids: list[int]) -> dict[str, Any]:
-    content = [
-        {
-            "top_logprobs": [
-                {"token": f"token_id:{t}", "logprob": p} for t, p in top.items()
-            ]
-        }
-        for top in tops
-    ]
+    content = [{"top_logprobs": named_tokens(top)} for top in tops]
     return {
         "prompt_token_ids": [1, 2],
         "choices": [{"token_ids": ids, "logprobs": {"content": content or None}}],
@@ -99,10 +103,10 @@ def answered(*tops: dict[int, float], ids: list[int]) -> dict[str, Any]:
 @pytest.mark.anyio
 async def test_the_reference_scores_the_answer_after_its_prompt() -> None:
     """Prompt and answer go in as token ids, without an end of sequence, which has no position; an empty one is not sent."""
-    asked: list[dict[str, Any]] = []
+    bodies: list[dict[str, Any]] = []
 
     async def ask(body: dict[str, Any]) -> dict[str, Any]:
-        asked.append(body)
+        bodies.append(body)
         prompt = [None, {"2": {"logprob": -9.0, "rank": 4}}]
         own = (
             {"7": {"logprob": -0.2, "rank": 1}},
@@ -110,9 +114,11 @@ async def test_the_reference_scores_the_answer_after_its_prompt() -> None:
         )
         return {"choices": [{"prompt_logprobs": [*prompt, *own]}]}
 
-    found = await score(answered({7: -0.1, 8: -2.5}, {9: -0.3}, ids=[7, 9, 0]), ask)
-    assert (found.tokens, found.disagreed, round(found.regret, 6)) == (2, 1, 2.9)
-    assert asked == [
+    scores = await score(answered({7: -0.1, 8: -2.5}, {9: -0.3}, ids=[7, 9, 0]), ask)
+    assert scores.tokens == 2
+    assert scores.disagreed == 1
+    assert round(scores.regret, 6) == 2.9
+    assert bodies == [
         {
             "prompt": [1, 2, 7, 9],
             "max_tokens": 1,
@@ -121,30 +127,25 @@ async def test_the_reference_scores_the_answer_after_its_prompt() -> None:
         }
     ]
     assert (await score(answered(ids=[2]), ask)).tokens == 0
-    assert len(asked) == 1
+    assert len(bodies) == 1
 
 
 def test_answers_are_greedy_and_bounded() -> None:
     body = answer_body([{"role": "user", "content": "hi"}], 24, scored=True)
-    assert (body["temperature"], body["max_tokens"], body["top_logprobs"]) == (
-        0,
-        24,
-        TOP_K,
-    )
-    assert (
-        body["return_token_ids"]
-        is body["return_tokens_as_token_ids"]
-        is body["logprobs"]
-        is True
-    )
+    assert body["temperature"] == 0
+    assert body["max_tokens"] == 24
+    assert body["top_logprobs"] == TOP_K
+    assert body["logprobs"] is True
+    assert body["return_token_ids"] is True
+    assert body["return_tokens_as_token_ids"] is True
     plain = answer_body([{"role": "user", "content": "hi"}], 24, scored=False)
     assert plain.keys() == {"messages", "temperature", "max_tokens"}
 
 
 def judged(
     task: str, tier: TierName, *, right: bool, scores: Scores | None = None
-) -> Judged:
-    return Judged(
+) -> JudgedAnswer:
+    return JudgedAnswer(
         task=task,
         prompt_class=PromptClass.MATH,
         complexity=Complexity.TRIVIAL,
@@ -171,16 +172,18 @@ def test_answers_are_paired_by_task() -> None:
         judged("e", FAST, right=False),
     ]
     answers.append(judged("y", FAST, right=True))
-    (found,) = count(answers, [FAST])
-    assert (found.tier, found.prompt_class, found.complexity) == (
-        FAST,
-        PromptClass.MATH,
-        Complexity.TRIVIAL,
-    )
-    assert (found.asked, found.right, found.answered) == (6, 4, 5)
-    assert (found.worse, found.better, found.both) == (2, 1, 1)
-    assert found.flips == (4, 2, 1)
-    assert found.diagnosis == Diagnosis(
+    (count,) = count_answers(answers, [FAST])
+    assert count.tier is FAST
+    assert count.prompt_class is PromptClass.MATH
+    assert count.complexity is Complexity.TRIVIAL
+    assert count.asked == 6
+    assert count.right == 4
+    assert count.answered == 5
+    assert count.worse == 2
+    assert count.better == 1
+    assert count.both == 1
+    assert count.flips == (4, 2, 1)
+    assert count.diagnosis == Diagnosis(
         tokens=40, disagreement=0.125, kl=0.025, regret=0.05
     )
 
@@ -201,9 +204,11 @@ async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
         assert [tier["loss_answers"] for tier in before["tiers"]] == [0, 0, 0]
         checkpoints = {spec.name: spec.identity for spec in stack.fleet.specs}
         counts = [
-            counted(tier, worse, 0, PromptClass.CODE, each, of=400)
+            counted(
+                tier, worse, 0, kind=PromptClass.CODE, complexity=complexity, of=400
+            )
             for tier, worse in ((FAST, 80), (TierName.BALANCED, 8))
-            for each in Complexity
+            for complexity in Complexity
         ]
         path = tmp_path / profile_name(checkpoints)
         # taken up while the router runs
@@ -218,9 +223,11 @@ async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
         for bound in (0.5, 0.1, 0.001):
             decision = await _route(stack, prompt, sla={"max_quality_loss": bound})
             tiers[bound] = [
-                t["tier"] for t in decision["tiers"] if "allowed" not in t["verdict"]
+                tier["tier"]
+                for tier in decision["tiers"]
+                if "allowed" not in tier["verdict"]
             ]
-            losses = {t["tier"]: t["expected_loss"] for t in decision["tiers"]}
+            losses = {tier["tier"]: tier["expected_loss"] for tier in decision["tiers"]}
             assert losses["fast"] == pytest.approx(0.2, abs=0.03)
             assert losses["precise"] == 0
         assert tiers == {

@@ -20,12 +20,11 @@ TASK: dict[str, Any] = {
 
 
 def read(path: Path, *rows: Any) -> Any:
-    path.write_text(
-        "\n".join(
-            row if isinstance(row, str) else json.dumps(row, ensure_ascii=False)
-            for row in rows
-        )
-    )
+    lines = []
+    for row in rows:
+        is_line = isinstance(row, str)
+        lines.append(row if is_line else json.dumps(row, ensure_ascii=False))
+    path.write_text("\n".join(lines))
     return read_tasks(path)
 
 
@@ -40,21 +39,14 @@ def test_our_own_tasks_can_be_read() -> None:
 
 
 def test_the_classifier_judges_what_a_line_leaves_out(tmp_path: Path) -> None:
-    first, second = read(
-        tmp_path / "t",
-        "",
-        TASK,
-        {**TASK, "id": "a", "class": "math", "complexity": "complex"},
-    )
-    assert (first.id, first.prompt_class, second.id) == (
-        "line-2",
-        PromptClass.WRITING,
-        "a",
-    )
-    assert (second.prompt_class, second.complexity) == (
-        PromptClass.MATH,
-        Complexity.COMPLEX,
-    )
+    judged = {**TASK, "id": "a", "class": "math", "complexity": "complex"}
+    rows = ("", TASK, judged)
+    first, second = read(tmp_path / "t", *rows)
+    assert first.id == "line-2"
+    assert first.prompt_class is PromptClass.WRITING
+    assert second.id == "a"
+    assert second.prompt_class is PromptClass.MATH
+    assert second.complexity is Complexity.COMPLEX
 
 
 def test_a_digest_changes_with_all_that_decides_the_outcome_and_nothing_else(
@@ -71,14 +63,12 @@ def test_a_digest_changes_with_all_that_decides_the_outcome_and_nothing_else(
         ("system", "s"),
         *(("check", check) for check in checks),
     ]
-    tasks = read(
-        tmp_path / "t",
-        TASK,
-        *({**TASK, key: value} for key, value in changes),
-        {**TASK, "class": "math"},
-    )
+    changed = [{**TASK, key: value} for key, value in changes]
+    rows = [TASK, *changed, {**TASK, "class": "math"}]
+    tasks = read(tmp_path / "t", *rows)
     digests = [task.digest for task in tasks]
-    assert (len(set(digests)), digests[-1]) == (7, digests[0])
+    assert len(set(digests)) == 7
+    assert digests[-1] == digests[0]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from opentelemetry.trace import Span
 
-from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.decision import Sla
 from router.telemetry.record import Hop, Journey, Outcome, RequestRecord
@@ -533,20 +532,6 @@ def test_a_refusal_has_no_tier() -> None:
     found = attributes(exporter, "POST")
     assert found["qarr.refusal"] == "not_ready"
     assert {"qarr.tier", "qarr.precision", "qarr.hint"}.isdisjoint(found)
-
-
-def test_a_live_check_is_a_trace_of_its_own() -> None:
-    """Not a part of whatever request happens to be current."""
-    made, exporter, provider = telemetry()
-    with request_span(provider) as root:
-        with made.live_check(PromptClass.CHAT, FAST) as span:
-            made.record_live_check(span, 0.25, same=False)
-        assert trace.get_current_span() is root
-    check = span_named(exporter, "live check")
-    assert check.parent is None
-    assert dict(check.attributes or {}) == {
-        "qarr.class": "chat", "qarr.tier": "fast", "qarr.regret": 0.25, "qarr.same_answer": False,
-    }  # fmt: skip
 
 
 def test_shutting_down_exports_what_is_left() -> None:

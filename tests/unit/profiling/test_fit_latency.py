@@ -19,7 +19,7 @@ from router.policy.profiles import (
     profile_name,
 )
 from router.policy.table import PolicyStore
-from router.profiling.latency import fit
+from router.profiling.fit_latency import fit_tier
 from router.settings import load_settings
 from tiers.fleet import Fleet
 from tiers.least_squares import least_squares
@@ -27,65 +27,93 @@ from tiers.spec import STANDARD_TIERS, TierName, TierSpec
 from tiers.speed import IDLE, ReplicaLoad, SpeedModel
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-TRUE = SpeedModel(30, 2.0, 25, 6, ttft_steps=1.5)
+TRUE = SpeedModel(
+    ttft_base_ms=30,
+    prefill_ms_per_token=2.0,
+    step_base_ms=25,
+    step_ms_per_sequence=6,
+    ttft_steps=1.5,
+)
 SEQS = 16
 
 
 def samples(noise: float, contention: float = 0.0, seed: int = 1) -> list[SpeedSample]:
     source = random.Random(seed)
 
-    def seen(value: float) -> float:
+    def noisy(value: float) -> float:
         return value * (1 + source.uniform(-noise, noise))
 
-    found = [
-        SpeedSample(tier=FAST, prompt_tokens=tokens, sequences=0, waiting_tokens=0, batch=0, neighbours=0.0,
-               ttft_ms=seen(TRUE.times(tokens, IDLE, SEQS, 1).ttft_ms), tpot_ms=None)
-        for tokens in (16, 64, 256, 1024)
-    ]  # fmt: skip
+    def seen_ttft_ms(tokens: int, load: ReplicaLoad, slowdown: float) -> float:
+        times = TRUE.times(tokens, load, SEQS, output_share=1)
+        return noisy(times.ttft_ms * slowdown)
+
+    def prompt(tokens: int) -> SpeedSample:
+        return SpeedSample(
+            tier=FAST,
+            prompt_tokens=tokens,
+            sequences=0,
+            waiting_tokens=0,
+            batch=0,
+            neighbours=0.0,
+            ttft_ms=seen_ttft_ms(tokens, IDLE, 1.0),
+            tpot_ms=None,
+        )
+
+    def decoded(number: int, batch: int, neighbours: float) -> SpeedSample:
+        load = ReplicaLoad(sequences=number, prompt_tokens=24 * number)
+        slowdown = 1 + contention * neighbours
+        return SpeedSample(
+            tier=FAST,
+            prompt_tokens=24,
+            sequences=number,
+            waiting_tokens=24 * number,
+            batch=batch,
+            neighbours=neighbours,
+            ttft_ms=seen_ttft_ms(24, load, slowdown),
+            tpot_ms=noisy(TRUE.step_ms(batch) * slowdown),
+        )
+
+    timed = [prompt(tokens) for tokens in (16, 64, 256, 1024)]
     for neighbours in (0.0, 0.5):
-        slowed = 1 + contention * neighbours
         for batch in (1, 2, 4, 8, 16):
-            for number in range(batch):
-                load = ReplicaLoad(number, 24 * number)
-                found.append(SpeedSample(tier=FAST, prompt_tokens=24, sequences=number, waiting_tokens=24 * number, batch=batch,
-                                    neighbours=neighbours, ttft_ms=seen(TRUE.times(24, load, SEQS, 1).ttft_ms * slowed),
-                                    tpot_ms=seen(TRUE.step_ms(batch) * slowed)))  # fmt: skip
-    return found
+            timed += [decoded(number, batch, neighbours) for number in range(batch)]
+    return timed
 
 
 def test_exact_samples_give_the_parameters_back() -> None:
     """Without noise the fit is the truth, with no error."""
-    found = fit(FAST, samples(0, contention=0.7), SEQS)
-    assert found.model.step_base_ms == pytest.approx(25, rel=1e-3)
-    assert found.model.step_ms_per_sequence == pytest.approx(6, rel=1e-3)
-    assert found.model.ttft_base_ms == pytest.approx(30, rel=1e-3)
-    assert found.model.prefill_ms_per_token == pytest.approx(2, rel=1e-3)
-    assert found.model.ttft_steps == pytest.approx(1.5, rel=1e-3)
-    assert found.model.contention == pytest.approx(0.7, rel=1e-3)
-    assert found.ttft_error.p95 == found.tpot_error.p95 == 0
+    fitted = fit_tier(FAST, samples(0, contention=0.7), SEQS)
+    assert fitted.model.step_base_ms == pytest.approx(25, rel=1e-3)
+    assert fitted.model.step_ms_per_sequence == pytest.approx(6, rel=1e-3)
+    assert fitted.model.ttft_base_ms == pytest.approx(30, rel=1e-3)
+    assert fitted.model.prefill_ms_per_token == pytest.approx(2, rel=1e-3)
+    assert fitted.model.ttft_steps == pytest.approx(1.5, rel=1e-3)
+    assert fitted.model.contention == pytest.approx(0.7, rel=1e-3)
+    assert fitted.ttft_error.p95 == fitted.tpot_error.p95 == 0
 
 
 def test_noise_is_stated() -> None:
     """With noise the parameters stay near, and the error says how large it is."""
-    found = fit(FAST, samples(0.2), SEQS)
-    assert found.model.step_base_ms == pytest.approx(25, rel=0.25)
-    assert found.model.prefill_ms_per_token == pytest.approx(2, rel=0.25)
-    assert 0.03 < found.tpot_error.median < 0.2
-    assert found.tpot_error.median < found.tpot_error.p95 < 0.3
-    assert 0.05 < found.tpot_spread < 0.2
+    fitted = fit_tier(FAST, samples(0.2), SEQS)
+    assert fitted.model.step_base_ms == pytest.approx(25, rel=0.25)
+    assert fitted.model.prefill_ms_per_token == pytest.approx(2, rel=0.25)
+    assert 0.03 < fitted.tpot_error.median < 0.2
+    assert fitted.tpot_error.median < fitted.tpot_error.p95 < 0.3
+    assert 0.05 < fitted.tpot_spread < 0.2
 
 
 def test_answers_that_come_in_one_piece_have_no_pace() -> None:
     """Where nobody read for a while, tokens seem to take no time at all: that says nothing of the engine."""
     sound = samples(0.1)
     bunched = [
-        s.model_copy(update={"tpot_ms": pace, "ttft_ms": None})
-        for s, pace in zip(sound[8:12], (0.0, 0.001, 0.02, 1.0), strict=True)
+        sample.model_copy(update={"tpot_ms": pace, "ttft_ms": None})
+        for sample, pace in zip(sound[8:12], (0.0, 0.001, 0.02, 1.0), strict=True)
     ]
-    found, alone = fit(FAST, [*sound, *bunched], SEQS), fit(FAST, sound, SEQS)
-    assert found.tpot_spread == alone.tpot_spread
-    assert found.tpot_error == alone.tpot_error
-    assert found.step_base_ms == alone.step_base_ms
+    fitted = fit_tier(FAST, [*sound, *bunched], SEQS)
+    fitted_to_sound = fit_tier(FAST, sound, SEQS)
+    assert fitted.tpot_spread == fitted_to_sound.tpot_spread
+    assert fitted.tpot_error == fitted_to_sound.tpot_error
+    assert fitted.step_base_ms == fitted_to_sound.step_base_ms
 
 
 @given(
@@ -93,23 +121,22 @@ def test_answers_that_come_in_one_piece_have_no_pace() -> None:
 )
 def test_coefficients_are_never_negative(points: list[tuple[float, float]]) -> None:
     """Whatever the samples, no time has a negative part."""
-    found = least_squares([(1.0, x) for _, x in points], [y for y, _ in points])
-    assert all(value >= 0 for value in found)
+    coefficients = least_squares([(1.0, x) for _, x in points], [y for y, _ in points])
+    assert all(value >= 0 for value in coefficients)
 
 
 def test_too_few_samples_are_an_error() -> None:
     with pytest.raises(ProfileError, match="too few samples of fast"):
-        fit(FAST, [s for s in samples(0) if s.batch < 2], SEQS)
+        fit_tier(FAST, [sample for sample in samples(0) if sample.batch < 2], SEQS)
 
 
 def test_queue_for_a_place_counts() -> None:
     """Beyond the sequences that an engine runs, a request waits for others to end."""
     load = ReplicaLoad(SEQS + 3, 0, output_tokens=(SEQS + 3) * 100)
-    waiting = (
-        TRUE.times(10, load, SEQS, 0.5).ttft_ms
-        - TRUE.times(10, ReplicaLoad(SEQS - 1, 0), SEQS, 0.5).ttft_ms
-    )
-    assert waiting == pytest.approx(
+    beyond_the_last_place = TRUE.times(10, load, SEQS, output_share=0.5)
+    at_the_last_place = TRUE.times(10, ReplicaLoad(SEQS - 1), SEQS, output_share=0.5)
+    waiting_ms = beyond_the_last_place.ttft_ms - at_the_last_place.ttft_ms
+    assert waiting_ms == pytest.approx(
         4 * 2 * 50 * TRUE.step_ms(SEQS) / (SEQS + 1) + 1.5 * 6
     )
 
@@ -125,7 +152,7 @@ def test_a_profile_of_another_machine_or_checkpoint_is_refused(tmp_path: Path) -
     served: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: "c"}
     profile = LatencyProfile(
         created=datetime.now(UTC), model="m", machine="big", checkpoints=served,
-        fits=(fit(FAST, samples(0.1), SEQS),), samples=tuple(samples(0.1)),
+        fits=(fit_tier(FAST, samples(0.1), SEQS),), samples=tuple(samples(0.1)),
     )  # fmt: skip
     path = tmp_path / latency_name(served, "big")
     path.write_text(profile.model_dump_json())
@@ -149,7 +176,10 @@ def test_a_router_starts_without_profiles_that_it_cannot_use(
     """One of another release, or half a file: said so with what to run, and counted as not measured."""
     served: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: "c"}
     specs = tuple(
-        TierSpec(tier, 2048, 16, 32, digest=digest) for tier, digest in served.items()
+        TierSpec(
+            tier, max_model_len=2048, max_num_seqs=16, max_in_flight=32, digest=digest
+        )
+        for tier, digest in served.items()
     )
     fleet = Fleet(specs, machine="big")
     identities = {spec.name: spec.identity for spec in specs}
