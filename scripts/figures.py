@@ -275,8 +275,8 @@ def router_load(to_results: str) -> str:
     ]
     head += ["added latency, p50 / p99", "memory", "errors"]
     words = (
-        "Added latency is measured to the whole answer, or to the first event of a stream. With many connections, most of it "
-        "is the wait for the core. The rate at which a core is full is one second divided by the CPU time per answer. "
+        "Added latency is measured to the whole answer, or to the first event of a stream. With many connections, most "
+        "of it is the wait for the core. The rate at which a core is full is one second divided by the CPU time per answer. "
     )
     return table(head, rows) + "\n" + paragraph(words + run.source)
 
@@ -328,9 +328,9 @@ def gateways(to_results: str) -> str:
     head = [
         "proxy",
         "what it reads of a prompt",
-        f"CPU µs per answer, {at_16} connections",
+        f"CPU µs per answer at concurrency {at_16}",
     ]
-    head += [f"added ms, {count} connections, p50 / p99" for count in connections]
+    head += [f"added ms at concurrency {count}, p50 / p99" for count in connections]
     head += [
         f"first answer to {size} new connections, ms, p50 / p99 / max"
         for size in bursts
@@ -709,7 +709,7 @@ def classifier_quality(to_results: str) -> str:
             "'looked at again: ...'",
         )
         again.append(
-            f"{looked[1]} % of `{head[1]}`, at {looked[2]} ms each (median), or {looked[3]} ms averaged over all prompts"
+            f"{looked[1]} % of `{head[1]}` ({looked[2]} ms each, median; {looked[3]} ms averaged over all prompts)"
         )
         columns.append((f"`{head[1]}`, {head[2]} prompts", rows))
         number = last + 2
