@@ -39,7 +39,13 @@ from plans import as_model
 from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
 from router.policy.decide import decide
-from router.policy.decision import Basis, Decision, Estimate, PolicyParameters, Query
+from router.policy.decision import (
+    Basis,
+    Decision,
+    PolicyParameters,
+    RoutingQuery,
+    TierEstimate,
+)
 from router.policy.losses import losses
 from router.policy.profiles import percentile
 from tiers.simulated.gpu import (
@@ -62,7 +68,7 @@ from tiers.spec import (
     TierName,
     TierSpec,
 )
-from tiers.speed import Load
+from tiers.speed import ReplicaLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,7 +111,7 @@ class Arrival:
 
     at_ms: float
     prompt: Prompt
-    query: Query
+    query: RoutingQuery
     tokens: int
 
 
@@ -194,7 +200,7 @@ class Engine:
             if request.first_ms is None:
                 to_read += request.job.prompt_tokens - request.job.computed
             to_come += request.arrival.query.max_tokens - request.job.produced
-        load = Load(len(self.requests), to_read, to_come)
+        load = ReplicaLoad(len(self.requests), to_read, to_come)
         return ReplicaState(
             id=self.tier,
             url="",
@@ -313,7 +319,7 @@ def by_policy_told_classes(arrival: Arrival, fleet: FleetSnapshot) -> TierName |
         (),
         prompt.complexity,
     )
-    query = Query(told, arrival.query.prompt_tokens, arrival.query.max_tokens)
+    query = RoutingQuery(told, arrival.query.prompt_tokens, arrival.query.max_tokens)
     return decide(query, fleet, TABLE).tier
 
 
@@ -325,11 +331,13 @@ def by_engine_time(arrival: Arrival, fleet: FleetSnapshot) -> TierName | None:
     return min(_allowed(decision), key=lambda estimate: estimate.order()).tier
 
 
-def _allowed(decision: Decision) -> list[Estimate]:
+def _allowed(decision: Decision) -> list[TierEstimate]:
     meeting = [
-        each for each in decision.choice.estimates if each.meets and not each.unfit
+        each
+        for each in decision.comparison.estimates
+        if each.meets_bounds and not each.is_unfit
     ]
-    allowed = [each for each in meeting if each.loss.mean <= each.allowed]
+    allowed = [each for each in meeting if each.loss.mean <= each.allowed_loss]
     return allowed or [each for each in meeting if each.tier is decision.tier]
 
 
@@ -410,7 +418,7 @@ def make_arrivals(
         tokens = max(
             2, round(source.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))
         )
-        query = Query(
+        query = RoutingQuery(
             prompt.found,
             prompt.found.tokens + PROMPT_TOKENS,
             max_tokens=max(ALLOWED_TOKENS * mean, tokens),

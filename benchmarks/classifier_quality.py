@@ -16,7 +16,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from classifier import EstimatingCounter, PromptFeatures, extract, load_second_look
+import psutil
+
+from classifier import (
+    EstimatingCounter,
+    PromptFeatures,
+    SecondLook,
+    extract,
+    load_second_look,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     options = parser.parse_args()
-    second, counter = load_second_look(), EstimatingCounter()
+    counter = EstimatingCounter()
+    second = load_and_weigh_second_look()
     for file in options.files:
         prompts = [
             json.loads(line) for line in file.read_text("utf-8").split("\n") if line
@@ -62,6 +71,22 @@ def main() -> None:
             print(
                 f"  looked at again: {share:.1%}, {each:.1f} ms each (median), {sum(took) / len(prompts):.2f} ms a prompt\n"
             )
+
+
+def load_and_weigh_second_look() -> SecondLook | None:
+    """Load the second look, and print what it takes in memory once it has read a prompt, and to load."""
+    extract("warm up the first look", EstimatingCounter())
+    process = psutil.Process()
+    bytes_before = process.memory_info().rss
+    began = time.perf_counter()
+    second = load_second_look()
+    load_s = time.perf_counter() - began
+    if second is None:
+        return None
+    second.read("def f(x):\n    return x" * 100)
+    megabytes = (process.memory_info().rss - bytes_before) / 1e6
+    print(f"the second look: {megabytes:.0f} MB of memory, {load_s:.1f} s to load\n")
+    return second
 
 
 def figures(cases: list[Case]) -> dict[str, float]:

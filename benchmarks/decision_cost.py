@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from classifier import EstimatingCounter, extract
 from router.policy.decide import decide
-from router.policy.decision import PolicyParameters, Query, Sla
+from router.policy.decision import PolicyParameters, RoutingQuery, Sla
 from router.policy.decision_log import DecisionLog
 from router.policy.explain import verdict
 from router.policy.losses import losses
@@ -50,7 +50,7 @@ TABLE = PolicyParameters(
 class Load:
     """A fleet under load."""
 
-    def __init__(self, replicas: int, query: Query, log: DecisionLog) -> None:
+    def __init__(self, replicas: int, query: RoutingQuery, log: DecisionLog) -> None:
         self.query, self.log = query, log
         specs = tuple(
             TierSpec(name, 8192, 16, 32, digest="d") for name in STANDARD_TIERS
@@ -86,14 +86,14 @@ class Load:
         self.times: dict[str, list[float]] = defaultdict(list)
 
     def lease(
-        self, tier: TierName, max_tokens: int, found: Candidate | None = None
+        self, tier: TierName, max_tokens: int, candidate: Candidate | None = None
     ) -> Lease:
-        """Take a slot that must be free; ``found``: see ``Fleet.lease``."""
+        """Take a slot that must be free; ``candidate``: see ``Fleet.lease``."""
         lease = self.fleet.lease(
             tier,
             prompt_tokens=self.query.prompt_tokens,
             max_tokens=max_tokens,
-            found=found,
+            candidate=candidate,
         )
         assert lease is not None
         return lease
@@ -119,7 +119,8 @@ class Load:
         self.time(
             "its report on every tier",
             lambda: [
-                verdict(decision.choice, each) for each in decision.choice.estimates
+                verdict(decision.comparison, each)
+                for each in decision.comparison.estimates
             ],
         )
         self.time("both, alike", lambda: decide(query, fleet.snapshot(), TABLE))
@@ -137,7 +138,7 @@ class Load:
     def serve(self, decision: Decision) -> None:
         """Serve a request to its end, on the replica that was decided for."""
         assert decision.chosen is not None
-        lease = self.lease(decision.chosen.tier, 200, decision.chosen.found)
+        lease = self.lease(decision.chosen.tier, 200, decision.chosen.candidate)
         lease.first_token(500.0)
         lease.finished(50.0, 100)
         lease.release()
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[3, 30, 100, 300])
     sizes = parser.parse_args().replicas
     features = extract(PROMPT, EstimatingCounter())
-    query = Query(
+    query = RoutingQuery(
         features, 40, 200, sla=Sla(ttft_ms=5000, tpot_ms=500, max_quality_loss=0.1)
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -42,7 +42,7 @@ from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.lifecycle.likelihood import EngineScores, score_engine
 from tiers.lifecycle.process import selected_kernels
 from tiers.probe import EngineProbe
-from tiers.spec import EngineLaunch, Placement, TierName, TierSpec
+from tiers.spec import EngineLaunch, EnginePlacement, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -141,7 +141,7 @@ def engine(variant: Variant, python: Path, log: Path) -> Iterator[str]:
     spec = TierSpec(variant.tier, 2048, 16, 32, checkpoint=variant.folder)
     launch = EngineLaunch(
         tier=spec,
-        placement=Placement(threads=1, kv_cache_gib=1),
+        placement=EnginePlacement(threads=1, kv_cache_gib=1),
         python=python,
         served_model="m",
         host="127.0.0.1",

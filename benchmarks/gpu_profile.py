@@ -15,7 +15,7 @@ from typing import Any
 
 from measure import ROOT
 
-from router.policy.profiles import LatencyProfile, Sample
+from router.policy.profiles import LatencyProfile, SpeedSample
 from router.profiling.latency import fit
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -28,11 +28,11 @@ MOST_AT_ONCE = 128
 TTFT_STEPS = 1.5
 
 
-def read_sample(row: dict[str, Any]) -> Sample | None:
+def read_sample(row: dict[str, Any]) -> SpeedSample | None:
     """Return one line's measurement as a sample; None: the client limited it, or other engines ran too."""
     tier = TIERS[row["engine"]]
     if "prompt" in row:
-        return Sample(
+        return SpeedSample(
             tier=tier,
             prompt_tokens=row["prompt"],
             sequences=0,
@@ -48,7 +48,7 @@ def read_sample(row: dict[str, Any]) -> Sample | None:
         or row["tokens_s"] >= CLIENT_TOKENS_S
     ):
         return None
-    return Sample(
+    return SpeedSample(
         tier=tier,
         prompt_tokens=256,
         sequences=0,

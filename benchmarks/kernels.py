@@ -37,7 +37,7 @@ from router.settings import load_settings
 from tiers.checkpoints.prepare import find
 from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.plan import machine_name
-from tiers.spec import EngineLaunch, Placement, TierName, TierSpec
+from tiers.spec import EngineLaunch, EnginePlacement, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,7 +145,7 @@ def engine(
     """Run one tier's engine on one core, as three of them share two. It ends with this program, also by SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     port = free_port()
-    place = Placement(threads=1, kv_cache_gib=1)
+    place = EnginePlacement(threads=1, kv_cache_gib=1)
     launch = EngineLaunch(
         tier=spec,
         placement=place,

@@ -35,7 +35,7 @@ from recording import Recording
 
 from classifier import Complexity, PromptFeatures
 from router.cli.plan import MIXES
-from router.policy.decision import PolicyParameters, Query
+from router.policy.decision import PolicyParameters, RoutingQuery
 from router.policy.decision_log import DecisionRecord, OutcomeRecord
 from router.policy.losses import losses
 from router.policy.profiles import load_latency, percentile
@@ -366,7 +366,7 @@ class Asked:
     """One request."""
 
     at_s: float
-    query: Query
+    query: RoutingQuery
     tokens: int
 
 
@@ -395,7 +395,11 @@ def requests(
                 0, 0, prompt, True, False, False, None, kind, 1.0, (), degree
             )
             found.append(
-                Asked(at, Query(features, prompt, 4 * planned["output_tokens"]), tokens)
+                Asked(
+                    at,
+                    RoutingQuery(features, prompt, 4 * planned["output_tokens"]),
+                    tokens,
+                )
             )
     return found
 

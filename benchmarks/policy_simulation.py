@@ -20,7 +20,7 @@ from recording import NOT_SERVED, Result, is_met, mean_loss
 from router.policy.decide import decide, successors
 from router.policy.decision import Refusal
 from router.policy.profiles import ProfileError
-from tiers.choice import Request, choose
+from tiers.choice import Demand, choose_replica
 from tiers.snapshot import FleetSnapshot, Pause, ReplicaState, TierSnapshot, Trends
 from tiers.spec import ReplicaStatus
 from tiers.speed import (
@@ -28,7 +28,7 @@ from tiers.speed import (
     BUSY_MEMORY_S,
     MOST_BESIDE,
     PREFILL_MEMORY_MS,
-    Load,
+    ReplicaLoad,
     Trend,
 )
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from recording import Recording
 
-    from router.policy.decision import PolicyParameters, Query
+    from router.policy.decision import PolicyParameters, RoutingQuery
     from router.policy.decision_log import DecisionRecord
     from tiers.spec import TierName, TierSpec
     from tiers.speed import SpeedModel
@@ -112,7 +112,7 @@ class _Request:
     engine_ms: float = 0.0
 
     @property
-    def query(self) -> Query:
+    def query(self) -> RoutingQuery:
         return self.record.query
 
     def result(self) -> Result:
@@ -300,7 +300,7 @@ class _Replica:
             )
         return left
 
-    def load(self, now: float) -> Load:
+    def load(self, now: float) -> ReplicaLoad:
         """Return the load, without the neighbours'."""
         prompts = sum(round(request.to_read) for request in self.unread)
         output = sum(
@@ -312,9 +312,9 @@ class _Replica:
                 request.query.max_tokens - request.output_tokens + request.tokens_left
             )
             output += int(to_come * request.query.sequences)
-        return Load(self.sequences, prompts, output, 0.0, self.rate(now))
+        return ReplicaLoad(self.sequences, prompts, output, 0.0, self.rate(now))
 
-    def state(self, load: Load) -> ReplicaState:
+    def state(self, load: ReplicaLoad) -> ReplicaState:
         """Return the replica as a policy sees it."""
         return ReplicaState(
             id=self.id,
@@ -554,4 +554,4 @@ def _order(request: _Request) -> tuple[int, float]:
 
 
 def _is_free(tier: TierSnapshot) -> bool:
-    return choose(tier, Request(1, 1), None) >= 0
+    return choose_replica(tier, Demand(1, 1), None) >= 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from router.policy.decision import PolicyParameters, Query
+    from router.policy.decision import PolicyParameters, RoutingQuery
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def seen(recording: Recording) -> list[Result]:
     return results
 
 
-def mean_loss(table: PolicyParameters, tier: TierName, query: Query) -> float:
+def mean_loss(table: PolicyParameters, tier: TierName, query: RoutingQuery) -> float:
     """Return the expected loss of a request on a tier."""
     return table.with_adapter(query.adapter).loss(tier, query.features).mean
 
@@ -168,7 +168,7 @@ def summarise(results: Sequence[Result]) -> Summary:
     )
 
 
-def is_met(query: Query, ttft_ms: float | None, tpot_ms: float | None) -> bool:
+def is_met(query: RoutingQuery, ttft_ms: float | None, tpot_ms: float | None) -> bool:
     """Tell whether a request's bounds on times were met."""
     sla = query.sla
     late = sla.ttft_ms is not None and ttft_ms is not None and ttft_ms > sla.ttft_ms

@@ -20,12 +20,12 @@ MIN_LOG_ODDS = 0.05  # Pairs of words that weigh less are left out.
 MAX_WORDS = 200  # Only the first words of a prompt are tried.
 
 
-def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
+def explain(text: str, max_pairs: int = 5) -> dict[str, list[tuple[str, float]]]:
     """Return the pairs of neighbouring words that weighed most, and their log-odds, the weightiest first.
 
     Args:
         text: Any string.
-        most: Pairs of each output at most; 1 or more.
+        max_pairs: Pairs of each output at most; 1 or more.
 
     Returns:
         By output: ``asks`` and ``contains`` code, ``small talk`` or the likeliest class without code, and ``complex`` work.
@@ -47,7 +47,7 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
             (pair, round(log_odds[output] - baseline, 2))
             for pair, log_odds in log_odds_of_pairs.items()
         ]
-        heaviest = sorted(weights, key=lambda weight: -abs(weight[1]))[:most]
+        heaviest = sorted(weights, key=lambda weight: -abs(weight[1]))[:max_pairs]
         explanation[_name_of(output)] = [
             weight for weight in heaviest if abs(weight[1]) >= MIN_LOG_ODDS
         ]

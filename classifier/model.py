@@ -97,14 +97,14 @@ class Model:
         fast: fastText's model.
         slope: One for each output.
         shift: One for each output.
-        least: Calibrated log-odds of each output where fastText does not name it.
+        unnamed_log_odds: Calibrated log-odds of each output where fastText does not name it.
         about: Data and settings of the training.
     """
 
     fast: Any
     slope: tuple[float, ...]
     shift: tuple[float, ...]
-    least: tuple[float, ...]
+    unnamed_log_odds: tuple[float, ...]
     about: Mapping[str, Any]
 
     def predict(self, text: str, second: Sequence[float] = ()) -> Prediction:
@@ -137,11 +137,15 @@ class Model:
             marks=marks_in(text),
         )
 
-    def read(self, line: str, least: float = LEAST) -> tuple[list[float], str | None]:
+    def read(
+        self, line: str, threshold: float = LEAST
+    ) -> tuple[list[float], str | None]:
         """Return the log-odds of each output for a line, and the likeliest programming language."""
-        log_odds = list(self.least)
+        log_odds = list(self.unnamed_log_odds)
         language = None
-        for probability, label in self.fast.f.predict(line + "\n", -1, least, "strict"):
+        for probability, label in self.fast.f.predict(
+            line + "\n", -1, threshold, "strict"
+        ):
             number = LABELS.get(label)
             if number is not None:
                 uncalibrated = log(
@@ -226,8 +230,8 @@ def model_of(
     fast: Any, slope: Sequence[float], shift: Sequence[float], about: Mapping[str, Any]
 ) -> Model:
     """Return fastText's model with its calibration."""
-    least = [a * log(LEAST) + b for a, b in zip(slope, shift, strict=True)]
-    return Model(fast, tuple(slope), tuple(shift), tuple(least), about)
+    unnamed_log_odds = [a * log(LEAST) + b for a, b in zip(slope, shift, strict=True)]
+    return Model(fast, tuple(slope), tuple(shift), tuple(unnamed_log_odds), about)
 
 
 def digest(file: Path) -> str:

@@ -1,7 +1,7 @@
 """A second look at a prompt that may or may not have code: a small transformer, fine-tuned on the same prompts.
 
-It knows more of language than the first look, which takes a tenth of a millisecond; this takes two to ten. It needs
-onnxruntime, which ``qarr[second-look]`` installs. ``scripts/train_second_look.py`` makes its files.
+It knows more of language than the first look, which takes a tenth of a millisecond; this takes two to ten. Its library,
+onnxruntime, is loaded only here. ``scripts/train_second_look.py`` makes its files.
 """
 
 from __future__ import annotations

@@ -20,14 +20,14 @@ def drop_empty() -> None:
 
 def leave_out_unknown(variable: str, group: str) -> None:
     """Leave out of a variable what is not installed: the import of OpenTelemetry, which reads it, would fail."""
-    if given := os.environ.get(variable):
+    if setting := os.environ.get(variable):
         known = entry_points(group=group).names | {"none"}
-        named = [name.strip() for name in given.split(",")]
+        named = [name.strip() for name in setting.split(",")]
         if unknown := [name for name in named if name not in known]:
             os.environ[variable] = ",".join(name for name in named if name in known)
             message = "%s=%s: %s is not installed and left out; installed: %s"
             logging.getLogger(f"qarr.{__name__}").warning(
-                message, variable, given, ", ".join(unknown), ", ".join(sorted(known))
+                message, variable, setting, ", ".join(unknown), ", ".join(sorted(known))
             )
 
 

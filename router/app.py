@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from classifier import TokenCounter, load_second_look
+from classifier import SecondLook, TokenCounter, load_second_look
 from router.accounting.charging import Charging
 from router.accounting.database import Database
 from router.accounting.ledgers import ledger_of
@@ -73,6 +74,8 @@ from router.upstream.transport import EngineTransport
 from tiers.background import lasting
 from tiers.fleet import Fleet
 from tiers.lifecycle.operations import Operations
+
+log = logging.getLogger(f"qarr.{__name__}")
 
 DECISION_LOG_BYTES = 100 << 20  # the decision log is rotated once its file is so large
 LEAST_REQUESTS = 64  # engines may have so many at once, however few engines there are
@@ -188,7 +191,7 @@ class App:
         return Pipeline(
             fleet=fleet,
             counter=counter,
-            second_look=load_second_look(),
+            second_look=_second_look(settings),
             policy=policy,
             quotas=Quotas(settings.state.redis_url.get_secret_value()),
             charging=Charging(
@@ -454,6 +457,19 @@ class App:
         for writer in (pipeline.decisions, self._samples):
             if writer is not None:
                 await asyncio.to_thread(writer.close)
+
+
+def _second_look(settings: Settings) -> SecondLook | None:
+    """Load the classifier's second look, unless the settings or this installation do without it."""
+    if not settings.policy.second_look:
+        return None
+    second_look = load_second_look()
+    if second_look is None:
+        log.warning(
+            "the classifier's second look is off: onnxruntime is not installed "
+            "(policy.second_look = false says that this is wanted)"
+        )
+    return second_look
 
 
 async def _problem(request: Request, error: Exception) -> Response:

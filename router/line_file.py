@@ -47,7 +47,7 @@ def begin_line(stream: TextIO) -> None:
         stream.write("\n")
 
 
-class Losses(logging.Handler):
+class LossCountingHandler(logging.Handler):
     """A handler that counts the lines that it could not write.
 
     It comes before the handler that writes among the bases of a class. ``what`` names the file in the log.
@@ -107,7 +107,7 @@ class Losses(logging.Handler):
             )
 
 
-class PrivateFile(Losses, RotatingFileHandler):
+class PrivateFile(LossCountingHandler, RotatingFileHandler):
     """A rotated file that only its owner may read; ``OSError`` if it cannot be opened.
 
     It is opened again if it was moved away or removed, as by another router on the same port during a takeover. Only regular
@@ -232,7 +232,7 @@ class Writer(QueueListener):
             return
         for handler in self.handlers:
             with suppress(Exception):
-                cast("Losses", handler).write(records)
+                cast("LossCountingHandler", handler).write(records)
 
     def close(self) -> bool:
         """End the thread once it has written what waits; return whether it has ended within ``LAST_LINES_S``."""

@@ -29,8 +29,8 @@ def cache_dir() -> Path:
 
 def runtime_dir() -> Path:
     """Return the folder for the sockets over which a router hands over to another on this machine."""
-    given = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(given) / "qarr" if given else cache_dir() / "run"
+    runtime_folder = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime_folder) / "qarr" if runtime_folder else cache_dir() / "run"
 
 
 def state_dir() -> Path:

@@ -195,7 +195,9 @@ def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
         section, _, key = name.partition(".")
         if isinstance(kept.get(section), dict):
             kept[section] = {
-                other: value for other, value in kept[section].items() if other != key
+                kept_key: value
+                for kept_key, value in kept[section].items()
+                if kept_key != key
             }
     return kept
 
@@ -299,18 +301,16 @@ class Change:
 
 def changes(before: BaseModel, after: BaseModel, path: str = "") -> tuple[Change, ...]:
     """Return the settings that differ. A tier that is only in one of both is one change, which needs a restart."""
-    found: list[Change] = []
+    differences: list[Change] = []
     names = [
         *type(before).model_fields,
         *(before.model_extra or {}),
         *(after.model_extra or {}),
     ]
     for name in dict.fromkeys(names):
-        key, old, new = (
-            f"{path}{name}",
-            getattr(before, name, None),
-            getattr(after, name, None),
-        )
+        key = f"{path}{name}"
+        old = getattr(before, name, None)
+        new = getattr(after, name, None)
         if old == new:
             continue
         if (
@@ -318,13 +318,13 @@ def changes(before: BaseModel, after: BaseModel, path: str = "") -> tuple[Change
             and isinstance(new, type(old))
             and not isinstance(old, LikeTier)
         ):
-            found.extend(changes(old, new, f"{key}."))
+            differences.extend(changes(old, new, f"{key}."))
         else:
             reloads = isinstance(before, Section) and name in before.reloads
-            found.append(
+            differences.append(
                 Change(key, _shown_value(key, old), _shown_value(key, new), reloads)
             )
-    return tuple(found)
+    return tuple(differences)
 
 
 def _shown_value(key: str, value: object) -> str:

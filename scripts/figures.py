@@ -685,7 +685,13 @@ def prediction_errors(_: str) -> str:
 def classifier_quality(to_results: str) -> str:
     """Return how good the classifier is on labelled prompts, with all rows that were printed."""
     result = TextResult.read("classifier_quality.txt")
-    command, number = result.command, 1
+    command = result.command
+    weight = result.match(
+        1,
+        r"the second look: (\d+) MB of memory, ([\d.]+) s to load",
+        "what the second look takes in memory, and to load",
+    )
+    number = 3
     columns: list[tuple[str, dict[str, tuple[str, str]]]] = []
     again = []
     while number < len(result.lines):
@@ -724,7 +730,11 @@ def classifier_quality(to_results: str) -> str:
         "",
         *(cell for name, _ in columns for cell in (name, "with second look")),
     ]
-    words = f"`{command}` ([as printed]({to_results}/classifier_quality.txt)). The second look reads {listed(again)}."
+    words = (
+        f"`{command}` ([as printed]({to_results}/classifier_quality.txt)). "
+        f"The second look reads {listed(again)}. "
+        f"It takes {weight[1]} MB of memory and {weight[2]} s to load."
+    )
     return table(head_cells, cells) + "\n" + paragraph(words)
 
 

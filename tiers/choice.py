@@ -8,14 +8,14 @@ ones of the prompt. So a cache outweighs at most as much more load as it saves, 
 
 from __future__ import annotations
 
-from math import exp, inf, sqrt
+from math import ceil, exp, inf, sqrt
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from tiers.snapshot import FleetLoad, ReplicaState, TierSnapshot, load_of
 from tiers.spec import ReplicaStatus
-from tiers.speed import IDLE, Load, Times
+from tiers.speed import IDLE, PredictedTimes, ReplicaLoad
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,25 +28,30 @@ HOME_SHARE = 0.5
 READY = ReplicaStatus.READY
 
 
-class Request(Struct, frozen=True):
+class Demand(Struct, frozen=True):
     """What a request needs of a replica.
 
     Attributes:
-        prompt_tokens: Tokens of its prompts.
+        prompt_tokens: Tokens of all its prompts, with the chat template.
         output_tokens: Expected output of all its sequences.
-        sequences: Answers computed at the same time.
-        long: The prompts are too long for a replica whose KV cache is nearly full.
+        sequences: Answers computed at the same time: prompts times choices. Choices share their prompt.
+        is_long: The prompts are too long for a replica whose KV cache is nearly full.
         output_share: Recent output tokens over those that requests allowed, 0..1.
     """
 
     prompt_tokens: int
     output_tokens: float
     sequences: int = 1
-    long: bool = False
+    is_long: bool = False
     output_share: float = 1.0
 
+    @property
+    def kv_tokens(self) -> int:
+        """Return the tokens that its prompts and its expected output take of a KV cache."""
+        return self.prompt_tokens + ceil(self.output_tokens)
 
-class Expectation(Struct, frozen=True):
+
+class CorrectedTimes(Struct, frozen=True):
     """Predicted times of one answer in milliseconds, and the standard deviations of log(seen / predicted).
 
     ``drift`` is the recent seen TPOT over the speed model's, by which ``tpot_ms`` is corrected.
@@ -63,62 +68,88 @@ class Candidate(Struct, frozen=True):
     """The replica of a tier that would serve a request; if none takes it now, the first ready one.
 
     Attributes:
-        free: It takes the request now.
+        is_free: It takes the request now.
         replica: Its state; None: no replica is ready.
         times: Predicted times, corrected by recent errors; None: its speed is not known.
-        cached: Tokens of the prompt in its prefix cache; None: not known.
+        cached_tokens: Tokens of the prompt in its prefix cache; None: not known.
         position: Its position in the tier; None: no replica is ready.
         snapshot_at: Monotonic time of the snapshot; None: not known.
-        load: The replica's load, without the request.
-        uncorrected: The times that the speed model alone predicts; None: its speed is not known.
+        load: The replica's load, without the demand.
+        uncorrected_times: The times that the speed model alone predicts; None: its speed is not known.
     """
 
-    free: bool
+    is_free: bool
     replica: ReplicaState | None
-    times: Expectation | None
-    cached: int | None
+    times: CorrectedTimes | None
+    cached_tokens: int | None
     position: int | None = None
     snapshot_at: float | None = None
-    load: Load = IDLE
-    uncorrected: Times | None = None
+    load: ReplicaLoad = IDLE
+    uncorrected_times: PredictedTimes | None = None
 
 
-NONE_READY = Candidate(free=False, replica=None, times=None, cached=None)
+NONE_READY = Candidate(is_free=False, replica=None, times=None, cached_tokens=None)
 
 
-def candidate(
-    tier: TierSnapshot, request: Request, fleet: FleetLoad | None
+def expected_demand(
+    prompt_tokens: int,
+    max_tokens: int,
+    sequences: int,
+    *,
+    output_share: float,
+    long_prompt_tokens: int,
+) -> Demand:
+    """Return what a request needs, with the output that recent requests let one expect.
+
+    Args:
+        prompt_tokens: Tokens of all its prompts, with the chat template.
+        max_tokens: Most output tokens of each sequence.
+        sequences: Answers computed at the same time.
+        output_share: Recent output tokens over those that requests allowed, 0..1.
+        long_prompt_tokens: Prompts of more tokens are too long for a replica whose KV cache is nearly full.
+    """
+    return Demand(
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_share * max_tokens * sequences,
+        sequences=sequences,
+        is_long=prompt_tokens > long_prompt_tokens,
+        output_share=output_share,
+    )
+
+
+def best_candidate(
+    tier: TierSnapshot, demand: Demand, fleet: FleetLoad | None
 ) -> Candidate:
-    """Return what a tier has for a request."""
-    chosen = choose(tier, request, fleet)
+    """Return what a tier has for a demand."""
+    chosen = choose_replica(tier, demand, fleet)
     if chosen >= 0:
-        return expected(tier, chosen, request, fleet=fleet)
+        return candidate_at(tier, chosen, demand, fleet=fleet)
     for position, replica in enumerate(tier.replicas):
         if replica.status is READY:
-            return expected(tier, position, request, fleet=fleet, free=False)
+            return candidate_at(tier, position, demand, fleet=fleet, is_free=False)
     return NONE_READY
 
 
-def expected(
+def candidate_at(
     tier: TierSnapshot,
     position: int,
-    request: Request,
+    demand: Demand,
     fleet: FleetLoad | None,
     *,
-    free: bool = True,
+    is_free: bool = True,
 ) -> Candidate:
     """Return one replica as a candidate; where its speed is known, its times are corrected by recent errors."""
     replica = tier.replicas[position]
-    cached = None if tier.cached is None else tier.cached[position]
+    cached_tokens = None if tier.cached is None else tier.cached[position]
     load = load_of(replica, tier.output_tokens[position], fleet)
-    corrected: Expectation | None = None
-    uncorrected: Times | None = None
+    corrected: CorrectedTimes | None = None
+    uncorrected: PredictedTimes | None = None
     if replica.speed is not None:
-        uncached_tokens = max(request.prompt_tokens - (cached or 0), 0)
+        uncached_tokens = max(demand.prompt_tokens - (cached_tokens or 0), 0)
         uncorrected = _predict_times(
             replica.speed,
             load,
-            request,
+            demand,
             uncached_tokens=uncached_tokens,
             max_num_seqs=tier.spec.max_num_seqs,
         )
@@ -126,14 +157,14 @@ def expected(
             uncorrected, replica.speed, replica.trends, now=_time_of(fleet)
         )
     return Candidate(
-        free=free,
+        is_free=is_free,
         replica=replica,
         times=corrected,
-        cached=cached,
+        cached_tokens=cached_tokens,
         position=position,
         snapshot_at=None if fleet is None else fleet.now,
         load=load,
-        uncorrected=uncorrected,
+        uncorrected_times=uncorrected,
     )
 
 
@@ -144,31 +175,31 @@ def _time_of(fleet: FleetLoad | None) -> float:
 
 def _predict_times(
     speed: SpeedModel,
-    load: Load,
-    request: Request,
+    load: ReplicaLoad,
+    demand: Demand,
     *,
     uncached_tokens: int,
     max_num_seqs: int,
-) -> Times:
+) -> PredictedTimes:
     """Predict a request's times by the speed model alone."""
     return speed.times(
         uncached_tokens,
         load,
         max_num_seqs,
-        output_share=request.output_share,
-        sequences=request.sequences,
-        output_tokens=request.output_tokens / request.sequences,
+        output_share=demand.output_share,
+        sequences=demand.sequences,
+        output_tokens=demand.output_tokens / demand.sequences,
     )
 
 
 def _correct(
-    times: Times, speed: SpeedModel, trends: Trends, now: float
-) -> Expectation:
+    times: PredictedTimes, speed: SpeedModel, trends: Trends, now: float
+) -> CorrectedTimes:
     """Correct predicted times by the recent errors of such predictions."""
     ttft_mean, ttft_variance = trends.ttft.at_time(now, speed.ttft_spread)
     tpot_mean, tpot_variance = trends.tpot.at_time(now, speed.tpot_spread)
     drift = exp(tpot_mean)
-    return Expectation(
+    return CorrectedTimes(
         ttft_ms=times.ttft_ms * exp(ttft_mean),
         tpot_ms=times.tpot_ms * drift,
         ttft_spread=sqrt(ttft_variance),
@@ -177,53 +208,53 @@ def _correct(
     )
 
 
-def takes(replica: ReplicaState, request: Request, max_in_flight: int) -> bool:
+def takes(replica: ReplicaState, demand: Demand, max_in_flight: int) -> bool:
     """Tell whether a replica takes a request now.
 
     A request with more sequences than there are slots needs all of them free. A lone request always fits the KV cache.
 
     Args:
         replica: Its state.
-        request: The request.
+        demand: What the request needs.
         max_in_flight: Most slots that a replica of its tier counts as having.
     """
     if replica.status is not READY or not replica.breaker.admits:
         return False
     limit = min(replica.limit, max_in_flight)
-    if limit <= 0 or replica.slots + min(request.sequences, limit) > limit:
+    if limit <= 0 or replica.slots + min(demand.sequences, limit) > limit:
         return False
     kv = replica.kv
     if (
         kv.size
         and kv.held
-        and kv.held + request.prompt_tokens + request.output_tokens > kv.size
+        and kv.held + demand.prompt_tokens + demand.output_tokens > kv.size
     ):
         return False
-    return not (request.long and kv.pressure)
+    return not (demand.is_long and kv.pressure)
 
 
-def choose(tier: TierSnapshot, request: Request, fleet: FleetLoad | None) -> int:
+def choose_replica(tier: TierSnapshot, demand: Demand, fleet: FleetLoad | None) -> int:
     """Return the position of the replica that takes a request; -1: none takes it.
 
     Without a prefix that tells them apart it is the one with the fewest tokens to compute; of equals, with the fewest
     sequences.
     """
-    least_loaded = _least_loaded(tier, request)
+    least_loaded = _least_loaded(tier, demand)
     if least_loaded < 0 or not _caches_matter(tier):
         return least_loaded
     max_in_flight = tier.spec.max_in_flight
     able = [
         position
         for position, replica in enumerate(tier.replicas)
-        if takes(replica, request, max_in_flight)
+        if takes(replica, demand, max_in_flight)
     ]
-    return _cheapest(tier, able, request, fleet=fleet)
+    return _cheapest(tier, able, demand, fleet=fleet)
 
 
-def _least_loaded(tier: TierSnapshot, request: Request) -> int:
+def _least_loaded(tier: TierSnapshot, demand: Demand) -> int:
     """Return the position of the least loaded replica that takes a request; -1: none takes it.
 
-    This runs for every replica on every request, so it makes no tuples to compare loads by, and finds out whether a replica
+    This runs for every replica on every demand, so it makes no tuples to compare loads by, and finds out whether a replica
     takes the request only if it is less loaded than the best so far.
     """
     max_in_flight = tier.spec.max_in_flight
@@ -238,7 +269,7 @@ def _least_loaded(tier: TierSnapshot, request: Request) -> int:
             tokens == fewest_tokens and replica.load.sequences >= fewest_sequences
         ):
             continue
-        if takes(replica, request, max_in_flight):
+        if takes(replica, demand, max_in_flight):
             best_position = position
             fewest_tokens = tokens
             fewest_sequences = replica.load.sequences
@@ -258,17 +289,17 @@ def tell_apart(cached: Sequence[int]) -> bool:
 
 
 def _cheapest(
-    tier: TierSnapshot, able: Sequence[int], request: Request, fleet: FleetLoad | None
+    tier: TierSnapshot, able: Sequence[int], demand: Demand, fleet: FleetLoad | None
 ) -> int:
     """Return the position of the replica that takes a request at the least cost; of equals, the least loaded.
 
     Args:
         tier: The tier, with what its replicas hold of the prompt.
-        able: Positions of the replicas that take the request.
-        request: The request.
+        able: Positions of the replicas that take the demand.
+        demand: What the request needs.
         fleet: How busy the fleet is at the same time.
     """
-    cached = _supposed_cached(tier, able, request)
+    cached = _supposed_cached(tier, able, demand)
     are_speeds_known = all(
         _is_known_under_load(tier.replicas[position].speed) for position in able
     )
@@ -276,10 +307,10 @@ def _cheapest(
     for position in able:
         replica = tier.replicas[position]
         tokens = replica.prompt_tokens + tier.output_tokens[position]
-        uncached_tokens = request.prompt_tokens - cached[position]
+        uncached_tokens = demand.prompt_tokens - cached[position]
         if are_speeds_known:
             cost = _answer_ms(
-                tier, position, max(uncached_tokens, 0), request=request, fleet=fleet
+                tier, position, max(uncached_tokens, 0), demand=demand, fleet=fleet
             )
         else:
             cost = tokens + uncached_tokens
@@ -288,7 +319,7 @@ def _cheapest(
 
 
 def _supposed_cached(
-    tier: TierSnapshot, able: Sequence[int], request: Request
+    tier: TierSnapshot, able: Sequence[int], demand: Demand
 ) -> list[int]:
     """Return the cached tokens to count for each replica: those known, and on a session's own replica a share of the others.
 
@@ -297,7 +328,7 @@ def _supposed_cached(
     cached = list(tier.cached or ())
     home = tier.home
     if home in able and not tell_apart([cached[position] for position in able]):
-        cached[home] += int(HOME_SHARE * (request.prompt_tokens - cached[home]))
+        cached[home] += int(HOME_SHARE * (demand.prompt_tokens - cached[home]))
     return cached
 
 
@@ -309,7 +340,7 @@ def _answer_ms(
     tier: TierSnapshot,
     position: int,
     uncached_tokens: int,
-    request: Request,
+    demand: Demand,
     fleet: FleetLoad | None,
 ) -> float:
     """Predict the time of the whole answer on one replica, corrected by recent errors."""
@@ -320,10 +351,10 @@ def _answer_ms(
     ttft_ms, tpot_ms = _predict_times(
         speed,
         load,
-        request,
+        demand,
         uncached_tokens=uncached_tokens,
         max_num_seqs=tier.spec.max_num_seqs,
     )
     ttft_trend, tpot_trend = replica.trends.means(_time_of(fleet), speed)
-    output_tokens_each = request.output_tokens / request.sequences
+    output_tokens_each = demand.output_tokens / demand.sequences
     return ttft_ms * exp(ttft_trend) + output_tokens_each * tpot_ms * exp(tpot_trend)

@@ -19,18 +19,25 @@ from msgspec import Struct, structs
 from tiers.choice import (
     NONE_READY,
     Candidate,
-    Request,
-    candidate,
-    expected,
+    Demand,
+    best_candidate,
+    candidate_at,
+    expected_demand,
     takes,
     tell_apart,
 )
 from tiers.preparing import Preparations
 from tiers.ranking import rising
-from tiers.replica import FleetOptions, Replica, SentPrompt, Share, Totals, WorkMark
+from tiers.replica import FleetOptions, Replica, SentPrompt, SlotShare, Totals, WorkMark
 from tiers.snapshot import FleetLoad, FleetSnapshot, TierSnapshot, Trends, load_of
 from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
-from tiers.speed import MOST_BESIDE, AnswerSample, Load, SpeedModel, Times
+from tiers.speed import (
+    MOST_BESIDE,
+    AnswerSample,
+    PredictedTimes,
+    ReplicaLoad,
+    SpeedModel,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,20 +52,6 @@ FRESH_S = 0.01  # up to this age of a decision the rest of the fleet counts as u
 OUTPUT_MEMORY = 0.95
 
 
-class Demand(Struct, frozen=True):
-    """What a request needs of a replica.
-
-    Attributes:
-        prompt_tokens: Tokens of all its prompts, with the chat template.
-        max_tokens: Most output tokens of each sequence.
-        sequences: Answers computed at the same time: prompts times choices. Choices share their prompt.
-    """
-
-    prompt_tokens: int
-    max_tokens: int
-    sequences: int = 1
-
-
 class Lease(Struct, eq=False):
     """One request's hold on one replica. Use it as a context manager, or call ``release`` where the request ends.
 
@@ -69,7 +62,7 @@ class Lease(Struct, eq=False):
     """
 
     replica: Replica
-    predicted: Times | None
+    predicted: PredictedTimes | None
     sequences: int
     sent: SentPrompt | None
     _fleet: Fleet
@@ -81,7 +74,7 @@ class Lease(Struct, eq=False):
     # predicted TTFT if the engine does not queue the request; None: the speed was unknown
     _unqueued_ms: float | None
     _probe: int  # the breaker's number of this request; 0: it is no probe
-    _load: Load  # the replica's load without the request, when it was sent
+    _load: ReplicaLoad  # the replica's load without the request, when it was sent
     # made with the first token, if the speed is learned from answers
     _sample: AnswerSample | None = None
     _begun: WorkMark | None = None  # the replica's work at the first token
@@ -312,7 +305,7 @@ class Fleet:
     notes: dict[str, str] = field(default_factory=dict)
     failures: Counter[tuple[TierName, str]] = field(default_factory=Counter)
     restarts: Counter[TierName] = field(default_factory=Counter)
-    first_share: Share | None = None
+    first_share: SlotShare | None = None
     measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
     preempt: Callable[[], None] | None = None
     preparations: Preparations = field(default_factory=Preparations)
@@ -456,55 +449,55 @@ class Fleet:
         exclude: Collection[str] = (),
         over_limit: bool = False,
         prefix: Prefix | None = None,
-        found: Candidate | None = None,
+        candidate: Candidate | None = None,
     ) -> Lease | None:
         """Take a request's slots on the ready replica of a tier that suits it best; return None if no replica has them.
 
-        For ``prompt_tokens``, ``max_tokens`` and ``sequences`` see ``Demand``; replicas in ``exclude`` (ids) were tried
+        For ``prompt_tokens``, ``max_tokens`` and ``sequences`` see ``demand``; replicas in ``exclude`` (ids) were tried
         already. With ``over_limit`` replicas' limits do not count: the request was admitted before, on another replica.
-        ``prefix`` is its prompt's; None: not known. ``found`` is the replica that a decision was made for, which takes
+        ``prefix`` is its prompt's; None: not known. ``candidate`` is the replica that a decision was made for, which takes
         the request if nothing has changed there, and the decision is fresh; None: any.
         """
         now = monotonic()
-        demand = Demand(prompt_tokens, max_tokens, sequences)
+        demand = self.demand(prompt_tokens, max_tokens, sequences)
         members = self._members_except(tier, exclude)
-        if found is None or over_limit or not _is_current(found, members, now):
-            found = self._find_candidate(
+        is_current = candidate is not None and _is_current(candidate, members, now)
+        if candidate is None or over_limit or not is_current:
+            candidate = self._find_candidate(
                 members, demand, prefix, now=now, over_limit=over_limit
             )
-        if not found.free or found.position is None:
+        if not candidate.is_free or candidate.position is None:
             return None
-        replica = members[found.position]
+        replica = members[candidate.position]
         sent = None
         uncached_tokens = prompt_tokens
         if prefix is not None:
             sent = SentPrompt.to(replica, prefix)
             uncached_tokens = max(prompt_tokens - sent.cached, 0)
-        unqueued_ms = self._predict_unqueued_ms(replica, found, uncached_tokens)
+        unqueued_ms = self._predict_unqueued_ms(replica, candidate, uncached_tokens)
         probe = replica.breaker.begin(now)
         output_tokens = max_tokens * sequences
-        kv_tokens = self._kv_tokens(demand)
         replica.begin(
             prompt_tokens=uncached_tokens,
             output_tokens=output_tokens,
-            kv_tokens=kv_tokens,
+            kv_tokens=demand.kv_tokens,
             sequences=sequences,
             now=now,
         )
         return Lease(
             replica=replica,
-            predicted=found.uncorrected,
+            predicted=candidate.uncorrected_times,
             sequences=sequences,
             sent=sent,
             _fleet=self,
             _prompt_tokens=uncached_tokens,
             _output_tokens=output_tokens,
             _max_output_tokens=output_tokens,
-            _kv_tokens=kv_tokens,
+            _kv_tokens=demand.kv_tokens,
             _slots_taken=replica.state.slots + replica.others.counted.slots,
             _unqueued_ms=unqueued_ms,
             _probe=probe,
-            _load=found.load,
+            _load=candidate.load,
         )
 
     def _members_except(
@@ -530,29 +523,28 @@ class Fleet:
             return NONE_READY
         load = self._load(now)
         tier = self._tier_snapshot(members[0].spec, members, prefix)
-        request = self._request(demand)
         if not over_limit:
-            return candidate(tier, request, load)
+            return best_candidate(tier, demand, load)
         position = _least_loaded_open(members)
         if position is None:
             return NONE_READY
-        return expected(tier, position, request, fleet=load)
+        return candidate_at(tier, position, demand, fleet=load)
 
-    def _request(self, demand: Demand) -> Request:
-        """Return a demand with the output that recent requests let one expect."""
-        return Request(
-            prompt_tokens=demand.prompt_tokens,
-            output_tokens=self._expected_output_tokens(demand),
-            sequences=demand.sequences,
-            long=demand.prompt_tokens > self.options.long_prompt_tokens,
+    def demand(self, prompt_tokens: int, max_tokens: int, sequences: int = 1) -> Demand:
+        """Return what a request needs, with the output that recent requests let one expect.
+
+        Args:
+            prompt_tokens: Tokens of all its prompts, with the chat template.
+            max_tokens: Most output tokens of each sequence.
+            sequences: Answers computed at the same time.
+        """
+        return expected_demand(
+            prompt_tokens,
+            max_tokens,
+            sequences,
             output_share=self.output_share,
+            long_prompt_tokens=self.options.long_prompt_tokens,
         )
-
-    def _expected_output_tokens(self, demand: Demand) -> int:
-        return math.ceil(self.output_share * (demand.max_tokens * demand.sequences))
-
-    def _kv_tokens(self, demand: Demand) -> int:
-        return demand.prompt_tokens + self._expected_output_tokens(demand)
 
     def _predict_unqueued_ms(
         self, replica: Replica, chosen: Candidate, uncached_tokens: int
@@ -568,9 +560,9 @@ class Fleet:
                 max_num_seqs,
                 output_share=self.output_share,
             ).ttft_ms
-        if chosen.uncorrected is None:
+        if chosen.uncorrected_times is None:
             return None
-        return chosen.uncorrected.ttft_ms
+        return chosen.uncorrected_times.ttft_ms
 
     def _tier_snapshot(
         self, spec: TierSpec, members: Sequence[Replica], prefix: Prefix | None
@@ -637,10 +629,9 @@ class Fleet:
     ) -> bool:
         """Tell whether a request could be leased on one of several tiers, apart from the excluded replicas."""
         self.refresh(monotonic())
-        request = self._request(demand)
         for tier in tiers:
             for replica in self._members_except(tier, exclude):
-                if takes(replica.state, request, replica.spec.max_in_flight):
+                if takes(replica.state, demand, replica.spec.max_in_flight):
                     return True
         return False
 
@@ -654,12 +645,10 @@ class Fleet:
     ) -> str | None:
         """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""
         self.refresh(monotonic())
-        kv_tokens = self._kv_tokens(demand)
-        is_long = demand.prompt_tokens > self.options.long_prompt_tokens
 
         def lacking(state: ReplicaState) -> tuple[int, int]:
             lacking_slots = max(state.slots + demand.sequences - state.limit, 0)
-            return lacking_slots, state.kv.held + kv_tokens - state.kv.size
+            return lacking_slots, state.kv.held + demand.kv_tokens - state.kv.size
 
         nearly_able = []
         for replica in self.replicas:
@@ -670,7 +659,7 @@ class Fleet:
             if (
                 is_candidate
                 and state.slots < state.limit
-                and not (is_long and state.kv.pressure)
+                and not (demand.is_long and state.kv.pressure)
             ):
                 nearly_able.append(state)
         if not nearly_able:
@@ -721,7 +710,7 @@ class Fleet:
 
 def _is_current(chosen: Candidate, members: Sequence[Replica], now: float) -> bool:
     """Tell whether a candidate still holds: it is fresh, and the state of its replica has not been replaced since."""
-    if not chosen.free or chosen.position is None or chosen.snapshot_at is None:
+    if not chosen.is_free or chosen.position is None or chosen.snapshot_at is None:
         return False
     if now - chosen.snapshot_at > FRESH_S or chosen.position >= len(members):
         return False

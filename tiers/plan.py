@@ -1,4 +1,4 @@
-"""Plan how the engines share one machine, before anything starts. Pure, apart from ``read_machine``."""
+"""MemoryPlan how the engines share one machine, before anything starts. Pure, apart from ``read_machine``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tiers.spec import (
     NGRAM,
     PRECISIONS,
     STANDARD_TIERS,
-    Placement,
+    EnginePlacement,
     Precision,
     TierName,
     TierSpec,
@@ -82,7 +82,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class EngineShare:
     """One engine's share. Memory in bytes, of all its GPUs together.
 
     Attributes:
@@ -97,12 +97,12 @@ class Share:
     on_disk: int
     kv_cache: int
     kv_tokens: int
-    placement: Placement
+    placement: EnginePlacement
     number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """How the machine is shared.
 
     Attributes:
@@ -111,11 +111,11 @@ class Plan:
     """
 
     device: str
-    shares: tuple[Share, ...]
+    shares: tuple[EngineShare, ...]
     left_out: tuple[TierName, ...] = ()
     lacking: str = ""
 
-    def placement(self, tier: TierName, number: int = 0) -> Placement:
+    def placement(self, tier: TierName, number: int = 0) -> EnginePlacement:
         """Return the share of the machine of one of a tier's engines."""
         return next(
             share.placement
@@ -322,8 +322,8 @@ def make_plan(
     kv_cache_gib: float | None = None,
     base: Path | None = None,
     optional: Collection[TierName] = (),
-) -> Plan:
-    """Share the machine between engines started here: GPUs if there are any, else the CPU.
+) -> MemoryPlan:
+    """EngineShare the machine between engines started here: GPUs if there are any, else the CPU.
 
     Args:
         machine: The resources.
@@ -337,7 +337,7 @@ def make_plan(
     """
     needs = [_need(tier, base, machine.instructions) for tier in tiers]
     if not any(need.tier.replicas for need in needs):
-        return Plan("none", ())
+        return MemoryPlan("none", ())
     errors: list[NoRoomError] = []
     for left_out in LEFT_OUT:
         kept = [need for need in needs if need.tier.name not in left_out]
@@ -356,8 +356,8 @@ def make_plan(
 
 def _share_machine(
     machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None
-) -> Plan:
-    """Share the machine between all engines of some tiers."""
+) -> MemoryPlan:
+    """EngineShare the machine between all engines of some tiers."""
     engine_needs = []
     for need in needs:
         engine_needs += [
@@ -458,7 +458,7 @@ def _divide_up(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
 
 
-def _gpu_plan(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> Plan:
+def _gpu_plan(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> MemoryPlan:
     """Place the engines on GPUs, and share what their weights leave by the tokens of each engine's largest batch.
 
     An engine on several GPUs gets the same fraction of each, so the smallest of its shares counts.
@@ -469,7 +469,7 @@ def _gpu_plan(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> Plan:
     used = [gpu for gpu in gpus if gpu in chosen]
     indices = ", ".join(str(gpu.index) for gpu in used)
     names = ", ".join(dict.fromkeys(gpu.name for gpu in used))
-    return Plan(f"GPU{'s' * (len(used) > 1)} {indices} ({names})", tuple(shares))
+    return MemoryPlan(f"GPU{'s' * (len(used) > 1)} {indices} ({names})", tuple(shares))
 
 
 def _places(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> list[tuple[Gpu, ...]]:
@@ -522,7 +522,7 @@ def _choose_gpus(need: _Need, left: Mapping[int, int]) -> list[int]:
 
 def _gpu_share(
     position: int, needs: Sequence[_Need], places: Sequence[tuple[Gpu, ...]]
-) -> Share:
+) -> EngineShare:
     """Return the share of one engine, given the GPUs of all."""
     need = needs[position]
     tier = need.tier
@@ -538,13 +538,13 @@ def _gpu_share(
             (need.weights_each + int(GPU_OVERHEAD_GIB * GIB) + kv_cache) / gpu.total
         )
     smallest_cache = min(caches)
-    return Share(
+    return EngineShare(
         tier=tier.name,
         weights=need.on_disk,
         on_disk=need.on_disk,
         kv_cache=smallest_cache * tier.world_size,
         kv_tokens=smallest_cache // need.kv_per_token,
-        placement=Placement(
+        placement=EnginePlacement(
             gpus=tuple(gpu.index for gpu in places[position]),
             gpu_memory_fraction=min(fractions),
         ),
@@ -595,7 +595,7 @@ def usual_kv_cache_gib(per_token: int, context: int, sequences: int) -> float:
 
 def _cpu_plan(
     machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None
-) -> Plan:
+) -> MemoryPlan:
     needed_bytes = 0
     shares = []
     for need, cores in zip(needs, _share_cores(machine.cores, len(needs)), strict=True):
@@ -613,12 +613,12 @@ def _cpu_plan(
             f"{machine.memory_available / GIB:.1f} GiB are available: "
             f"free memory, take a smaller model, or run a tier elsewhere with tiers.<name>.urls"
         )
-    return Plan(f"CPU ({len(machine.cores)} cores)", tuple(shares))
+    return MemoryPlan(f"CPU ({len(machine.cores)} cores)", tuple(shares))
 
 
 def _cpu_share(
     need: _Need, cores: tuple[int, ...], kv_cache_gib: float | None
-) -> Share:
+) -> EngineShare:
     """Return one engine's share of a machine without GPUs.
 
     Raises:
@@ -641,13 +641,13 @@ def _cpu_share(
             f"tier {tier.name} needs {longest_request / GIB:.2f} GiB of KV cache for one request of "
             f"{tier.max_model_len} tokens, engine.cpu_kv_cache_gib is {kv_cache_gib}: raise it"
         )
-    return Share(
+    return EngineShare(
         tier=tier.name,
         weights=need.held,
         on_disk=need.on_disk,
         kv_cache=kv_cache,
         kv_tokens=kv_cache // need.kv_per_token,
-        placement=Placement(
+        placement=EnginePlacement(
             cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_gib
         ),
         number=need.number,
@@ -660,7 +660,7 @@ def _cpu_need(held: int, on_disk: int, kv_cache: int) -> int:
 
 
 def lacking_for_one_more(
-    machine: Machine, tier: TierSpec, placement: Placement
+    machine: Machine, tier: TierSpec, placement: EnginePlacement
 ) -> str | None:
     """Return, in words, the memory that is missing for one more engine of a tier; None if there is enough.
 

@@ -70,7 +70,7 @@ def about(seconds: float) -> str:
 
 
 @dataclass(slots=True)
-class _Step:
+class _PreparationStep:
     """A step with counted parts, whose pace is that of the parts so far."""
 
     message: str
@@ -107,7 +107,7 @@ class Preparations:
     _weights: int | None = None
     _began: float = 0.0
     _message: str = ""
-    _step: _Step | None = None
+    _step: _PreparationStep | None = None
     # whose engines are not started yet
     _made: list[TierName] = field(default_factory=list)
     # when the tier's engine is ready, if known
@@ -145,7 +145,7 @@ class Preparations:
         if not total:
             return
         if self._step is None or self._step.message != message:
-            self._step = _Step(message, total, done, now, done, now)
+            self._step = _PreparationStep(message, total, done, now, done, now)
         elif done != self._step.done:
             self._step.done, self._step.done_at = done, now
 

@@ -111,60 +111,60 @@ class Counters:
         return Counters(*map(add, astuple(self), astuple(other)))
 
 
-class _Answer(BaseModel):
+class _ParsedAnswer(BaseModel):
     """The fields that are read of an answer. Others are ignored."""
 
     model_config = ConfigDict(frozen=True)
 
 
-class _Models(_Answer):
+class _ModelList(_ParsedAnswer):
     # adapters may follow the model, without a context length
     data: Annotated[tuple[Any, ...], Field(min_length=1)]
 
 
-class _Card(_Answer):
+class _Card(_ParsedAnswer):
     id: str
     max_model_len: Annotated[int, Field(ge=1)]
     root: str | None = None
 
 
-class _Adapter(_Answer):
+class _AdapterCard(_ParsedAnswer):
     id: str
     parent: str | None = None  # the model that an adapter belongs to
 
 
-class _Tokens(_Answer):
+class _TokenIds(_ParsedAnswer):
     tokens: tuple[int, ...]
 
 
-class _Choices(_Answer):
+class _Choices(_ParsedAnswer):
     choices: tuple[dict[str, Any], ...]
 
 
-class _TokenScore(_Answer):
+class _TokenScore(_ParsedAnswer):
     logprob: float
 
 
-class _ScoredPrompt(_Answer):
+class _ScoredPrompt(_ParsedAnswer):
     # One entry a token, with the scores of that token and of likelier ones by their ids; the first token has none.
     prompt_logprobs: tuple[dict[str, _TokenScore] | None, ...]
 
 
-class _TokenLogprobs(_Answer):
+class _TokenLogprobs(_ParsedAnswer):
     token_logprobs: tuple[float, ...]
 
 
-class _ScoredCompletion(_Answer):
+class _ScoredCompletion(_ParsedAnswer):
     token_ids: tuple[int, ...]
     logprobs: _TokenLogprobs
 
 
-class _Delta(_Answer):
+class _StreamedDelta(_ParsedAnswer):
     content: str | None = None
 
 
-class _Choice(_Answer):
-    delta: _Delta | None = None
+class _StreamedChoice(_ParsedAnswer):
+    delta: _StreamedDelta | None = None
     text: str | None = None
 
     @property
@@ -174,14 +174,14 @@ class _Choice(_Answer):
         return text or ""
 
 
-class _Usage(_Answer):
+class _StreamedUsage(_ParsedAnswer):
     prompt_tokens: Annotated[int, Field(ge=0)]
     completion_tokens: Annotated[int, Field(ge=0)]
 
 
-class _Chunk(_Answer):
-    choices: tuple[_Choice, ...] = ()
-    usage: _Usage | None = None
+class _StreamedChunk(_ParsedAnswer):
+    choices: tuple[_StreamedChoice, ...] = ()
+    usage: _StreamedUsage | None = None
     system_fingerprint: str | None = None
 
     @property
@@ -195,12 +195,12 @@ class _ReceivedStream:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._texts: list[str] = []
-        self._usage = _Usage(prompt_tokens=0, completion_tokens=0)
+        self._usage = _StreamedUsage(prompt_tokens=0, completion_tokens=0)
         self._fingerprint: str | None = None
         self._first_text_at: float | None = None
         self._last_text_at = 0.0
 
-    def add(self, chunk: _Chunk) -> None:
+    def add(self, chunk: _StreamedChunk) -> None:
         """Take the next chunk."""
         self._usage = chunk.usage or self._usage
         self._fingerprint = chunk.system_fingerprint or self._fingerprint
@@ -231,7 +231,7 @@ class _ReceivedStream:
         )
 
 
-_Read = TypeVar("_Read", bound=_Answer)
+_Read = TypeVar("_Read", bound=_ParsedAnswer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +309,11 @@ class EngineProbe:
             ProbeError: The engine does not answer, or lists no model.
         """
         path = "/v1/models"
-        listed = self._checked(_Models, path, await self._json("GET", path, None))
+        listed = self._checked(_ModelList, path, await self._json("GET", path, None))
         card = self._checked(_Card, path, listed.data[0])
-        more_cards = [self._checked(_Adapter, path, entry) for entry in listed.data[1:]]
+        more_cards = [
+            self._checked(_AdapterCard, path, entry) for entry in listed.data[1:]
+        ]
         adapters = {more.id for more in more_cards if more.parent == card.id}
         return ServedModel(
             name=card.id,
@@ -481,7 +483,9 @@ class EngineProbe:
                 )
             async with aclosing(self._events(path, response)) as events:
                 async for data in events:
-                    received.add(self._checked(_Chunk, path, self._parsed(path, data)))
+                    received.add(
+                        self._checked(_StreamedChunk, path, self._parsed(path, data))
+                    )
         return received.generation()
 
     async def _events(
@@ -511,7 +515,7 @@ class EngineProbe:
     async def _tokenized(self, body: Mapping[str, Any]) -> list[int]:
         path = "/tokenize"
         answer = await self._json("POST", path, body)
-        return list(self._checked(_Tokens, path, answer).tokens)
+        return list(self._checked(_TokenIds, path, answer).tokens)
 
     async def _json(
         self,

@@ -30,7 +30,7 @@ from tiers.speed import (
     BUSY_MEMORY_S,
     PREFILL_MEMORY_MS,
     AnswerSample,
-    Load,
+    ReplicaLoad,
     SpeedModel,
     Trend,
 )
@@ -63,7 +63,7 @@ class PeerLoad(NamedTuple):
 NO_PEERS = PeerLoad()
 
 
-class Share(NamedTuple):
+class SlotShare(NamedTuple):
     """The slots that this router may take of a replica shared with other routers, until a monotonic time.
 
     Afterwards it may take one: the other routers may no longer count it.
@@ -198,7 +198,7 @@ class OtherClients:
         surplus: By how many sequences the last gauges exceeded the requests that routers knew of.
     """
 
-    share: Share | None = None
+    share: SlotShare | None = None
     peers: PeerLoad = NO_PEERS
     peers_until: float = 0.0
     counted: PeerLoad = NO_PEERS
@@ -220,7 +220,7 @@ class OtherClients:
 
 
 @dataclass(slots=True)
-class Work:
+class ReplicaWork:
     """What a replica has done so far, and for how long it has made no progress.
 
     Attributes:
@@ -333,7 +333,7 @@ class Replica:
     state: ReplicaState = field(init=False)
     state_expires_at: float = math.inf
     others: OtherClients = field(default_factory=OtherClients)
-    work: Work = field(default_factory=Work)
+    work: ReplicaWork = field(default_factory=ReplicaWork)
     breaker: Breaker = field(init=False)
     limiter: ConcurrencyLimit = field(init=False)
     turnover: Turnover = field(default_factory=Turnover)
@@ -389,10 +389,10 @@ class Replica:
             return self.whole_limit
         return min(self.whole_limit, max(share.holds(now), 1))
 
-    def _load_with(self, peers: PeerLoad) -> Load:
+    def _load_with(self, peers: PeerLoad) -> ReplicaLoad:
         """Return the load of all clients, as far as it does not change by itself."""
         state = self.state
-        return Load(
+        return ReplicaLoad(
             sequences=state.slots + peers.slots + self.others.foreign,
             prompt_tokens=state.prompt_tokens + peers.prompt_tokens,
             output_tokens=peers.output_tokens,
@@ -432,7 +432,7 @@ class Replica:
             return highest
         return min(self.limiter.value, highest)
 
-    def note_share(self, share: Share | None) -> None:
+    def note_share(self, share: SlotShare | None) -> None:
         """Note this router's share of the slots; None: all of them are its own."""
         self.others.share = share
         self.update()
@@ -545,7 +545,7 @@ class Replica:
             in_flight=state.in_flight + 1,
             slots=state.slots + sequences,
             prompt_tokens=state.prompt_tokens + prompt_tokens,
-            load=Load(
+            load=ReplicaLoad(
                 sequences=load.sequences + sequences,
                 prompt_tokens=load.prompt_tokens + prompt_tokens,
                 output_tokens=load.output_tokens,

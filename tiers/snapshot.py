@@ -21,7 +21,7 @@ from tiers.speed import (
     IDLE,
     PREFILL_MEMORY_MS,
     STEADY,
-    Load,
+    ReplicaLoad,
     SpeedModel,
     Trend,
 )
@@ -141,7 +141,7 @@ class ReplicaState(Struct, frozen=True):
     slots: int = 0
     limit: int = 1 << 30
     prompt_tokens: int = 0
-    load: Load = IDLE
+    load: ReplicaLoad = IDLE
     prompts_at: float = 0.0
     prefill_at: float = 0.0
     kv: KvCache = KvCache()
@@ -183,7 +183,9 @@ class FleetLoad(Struct, frozen=True):
     usually: float = 0.0
 
 
-def load_of(replica: ReplicaState, output_tokens: int, fleet: FleetLoad | None) -> Load:
+def load_of(
+    replica: ReplicaState, output_tokens: int, fleet: FleetLoad | None
+) -> ReplicaLoad:
     """Return a replica's load at one time.
 
     Args:
@@ -211,7 +213,7 @@ def load_of(replica: ReplicaState, output_tokens: int, fleet: FleetLoad | None) 
     if fleet.left_ms is not None and busy_neighbours:
         own_left_ms = fleet.left_ms.get(replica.id, 0.0)
         neighbours_left_ms = (fleet.left_ms_sum - own_left_ms) / busy_neighbours
-    return Load(
+    return ReplicaLoad(
         sequences=load.sequences,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens + load.output_tokens,

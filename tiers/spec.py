@@ -276,7 +276,7 @@ class TemplateTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class EnginePlacement:
     """An engine's share of the machine.
 
     Attributes:
@@ -313,7 +313,7 @@ class EngineLaunch:
     """
 
     tier: TierSpec
-    placement: Placement
+    placement: EnginePlacement
     python: Path
     served_model: str
     host: str

@@ -36,7 +36,7 @@ ALWAYS_MS = 1e12
 UNMEASURED_SPREAD = 0.3
 
 
-class Load(Struct, frozen=True):
+class ReplicaLoad(Struct, frozen=True):
     """A replica's load, before one more request.
 
     Attributes:
@@ -65,11 +65,11 @@ class Load(Struct, frozen=True):
         return busy + (1 - busy) * self.neighbours_usually
 
 
-IDLE = Load()
+IDLE = ReplicaLoad()
 
 
-class Times(NamedTuple):
-    """Times of one answer, in milliseconds."""
+class PredictedTimes(NamedTuple):
+    """PredictedTimes of one answer, in milliseconds."""
 
     ttft_ms: float
     tpot_ms: float
@@ -146,13 +146,13 @@ class SpeedModel:
     def times(
         self,
         prompt_tokens: int,
-        load: Load,
+        load: ReplicaLoad,
         max_num_seqs: int,
         output_share: float,
         sequences: int = 1,
         *,
         output_tokens: float = 0.0,
-    ) -> Times:
+    ) -> PredictedTimes:
         """Predict the times of one more request.
 
         Args:
@@ -187,7 +187,7 @@ class SpeedModel:
                 ttft_ms + output_tokens * step_ms
             )
         prefill_share = self.prefill_ms_per_token * load.prefill_rate * slowdown
-        return Times(
+        return PredictedTimes(
             ttft_ms, step_ms * slowdown / (1 - min(MOST_PREFILL, prefill_share))
         )
 
@@ -204,7 +204,9 @@ class SpeedModel:
             + output_tokens * self.step_ms(batch) / batch
         )
 
-    def left_ms(self, load: Load, max_num_seqs: int, output_share: float) -> float:
+    def left_ms(
+        self, load: ReplicaLoad, max_num_seqs: int, output_share: float
+    ) -> float:
         """Predict the time until the replica's requests have ended, without contention."""
         prefill_ms = self.prefill_ms_per_token * load.prompt_tokens
         decode_ms = remaining_tokens(load, output_share) * self.step_ms(
@@ -212,7 +214,9 @@ class SpeedModel:
         )
         return prefill_ms + decode_ms
 
-    def relief_ms(self, load: Load, max_num_seqs: int, output_share: float) -> float:
+    def relief_ms(
+        self, load: ReplicaLoad, max_num_seqs: int, output_share: float
+    ) -> float:
         """Predict the time until a request ends: of n, evenly spread over their progress, the next has 2 / (n + 1) left."""
         if load.sequences == 0:
             return 0.0
@@ -225,7 +229,7 @@ class SpeedModel:
         return (prefill_ms + decode_ms) * slowdown
 
 
-def remaining_tokens(load: Load, output_share: float) -> float:
+def remaining_tokens(load: ReplicaLoad, output_share: float) -> float:
     """Return the output tokens that each sequence is expected to have left."""
     return output_share * load.output_tokens / max(load.sequences, 1)
 

@@ -16,7 +16,7 @@ from router.accounting.budgets import OverBudgetError
 from router.accounting.reservations import Reservation, Reservations
 from router.auth.api_keys import Caller
 from router.policy.decide import decide
-from router.policy.decision import Decision, Query, Rate, Refusal
+from router.policy.decision import Decision, Rate, Refusal, RoutingQuery
 from router.policy.table import PolicyStore
 from router.settings import Settings
 from router.telemetry.record import Cost, TierUsage
@@ -159,7 +159,7 @@ class Charging:
         tiers = self._tiers(replace(decision.query, require=False))
         return min(tiers, key=lambda tier: pricing.most(decision, tier))
 
-    def _decide_for(self, tier: TierName, query: Query) -> Decision:
+    def _decide_for(self, tier: TierName, query: RoutingQuery) -> Decision:
         """Decide a request that is over budget again, with one tier alone."""
         cheaper_query = replace(query, allowed=frozenset({tier}), over_budget=True)
         return decide(
@@ -168,14 +168,14 @@ class Charging:
             self.policy.table,
         )
 
-    def _tiers(self, query: Query) -> list[TierName]:
+    def _tiers(self, query: RoutingQuery) -> list[TierName]:
         """Return the tiers that may compute any of a request: its reservation covers the dearest of them.
 
         ``Admission._specs`` looks alike, but answers for which tiers a request may wait, and differs in three conditions:
 
         - A tier without engines is left out here, where its price would raise the reservation. In a queue it does no harm,
           since no slot of it ever becomes free.
-        - What the request itself allows (``Query.takes``) is left out of account here: then a reservation may be too
+        - What the request itself allows (``RoutingQuery.takes``) is left out of account here: then a reservation may be too
           large, which its settlement corrects, but never too small.
         - At least one tier is returned here, since every reservation needs a price.
         """

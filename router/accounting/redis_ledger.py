@@ -32,12 +32,12 @@ MARK_KEPT_S = 86_400  # The marks of a router that died are kept for this time.
 YOUNG_S = 2.0
 REDIS_CONNECTIONS = 8
 Place = tuple[str, str]  # An account's id and a period.
-# An account's id, a period, and the fields of ``Seen``.
+# An account's id, a period, and the fields of ``SeenSpending``.
 CopyRow = tuple[str, str, str, int, int]
 _TOO_LATE = -1  # The reservation's script answers with it after the deadline.
 # What ``budget_reserve.lua`` answers for each account.
 _USED_VALUES = 4  # Two amounts for the day and two for the month.
-_SPENT_VALUES = 3  # The fields of ``Seen``, for a day or a month.
+_SPENT_VALUES = 3  # The fields of ``SeenSpending``, for a day or a month.
 _ACCOUNT_VALUES = _USED_VALUES + 2 * _SPENT_VALUES
 _LIMITS: tuple[tuple[Span, Unit], ...] = (
     ("day", "engine_us"),
@@ -47,14 +47,14 @@ _LIMITS: tuple[tuple[Span, Unit], ...] = (
 )
 
 
-class Seen(NamedTuple):
+class SeenSpending(NamedTuple):
     """What a router last saw spent, and the name of the hash that had it, which is empty if there was none."""
 
     ledger: str = ""
     spent: Cost = FREE
 
 
-NOTHING_SEEN = Seen()
+NOTHING_SEEN = SeenSpending()
 
 
 class RedisLedger:
@@ -185,7 +185,7 @@ class RedisLedger:
         if not ledger:
             return
         had_lost_it = self._copy.note(
-            place, Seen(ledger, Cost(int(engine_us), int(money_u)))
+            place, SeenSpending(ledger, Cost(int(engine_us), int(money_u)))
         )
         if had_lost_it:
             if not self.restored:
@@ -200,7 +200,7 @@ class LedgerCopy:
 
     def __init__(self, database: Database | None) -> None:
         self._database = database
-        self._seen: dict[Place, Seen] = {}
+        self._seen: dict[Place, SeenSpending] = {}
         self._unwritten: set[Place] = set()
         self._month = ""  # Nothing earlier than this month is remembered.
         self.began_with_any = False  # Whether the file had anything when it was read.
@@ -208,7 +208,7 @@ class LedgerCopy:
         self._reading = asyncio.Lock()
         self._faults = Faults(repeats=False)
 
-    async def seen(self, places: Iterable[Place]) -> list[Seen]:
+    async def seen(self, places: Iterable[Place]) -> list[SeenSpending]:
         await self._read()
         return [self._seen.get(place, NOTHING_SEEN) for place in places]
 
@@ -226,7 +226,7 @@ class LedgerCopy:
                 if period >= month
             }
 
-    def note(self, place: Place, seen: Seen) -> bool:
+    def note(self, place: Place, seen: SeenSpending) -> bool:
         """Remember what Redis has now; return whether it had lost what was seen before."""
         before = self._seen.get(place, NOTHING_SEEN)
         is_older_answer = before.ledger == seen.ledger and sum(before.spent) > sum(
@@ -274,7 +274,7 @@ class LedgerCopy:
                 rows = []
             for account, period, ledger, engine_us, money_u in rows:
                 self._seen.setdefault(
-                    (account, period), Seen(ledger, Cost(engine_us, money_u))
+                    (account, period), SeenSpending(ledger, Cost(engine_us, money_u))
                 )
             self.began_with_any = bool(rows)
             self._is_read = True
@@ -313,7 +313,7 @@ def _groups(values: list[str], size: int) -> list[list[str]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-def _reserve_args(hold: Hold, seen: list[Seen]) -> list[object]:
+def _reserve_args(hold: Hold, seen: list[SeenSpending]) -> list[object]:
     """Return what ``budget_reserve.lua`` takes after the deadline; ``seen`` has two entries for each account."""
     args: list[object] = [
         hold.id,
@@ -337,7 +337,7 @@ def _limit_args(account: Account, times: int) -> list[int]:
     return [amounts.get(span_and_unit, -1) for span_and_unit in _LIMITS]
 
 
-def _settle_args(hold: Hold, cost: Cost, seen: Iterable[Seen]) -> list[object]:
+def _settle_args(hold: Hold, cost: Cost, seen: Iterable[SeenSpending]) -> list[object]:
     """Return what ``budget_settle.lua`` takes."""
     args: list[object] = [
         hold.id,
@@ -352,7 +352,7 @@ def _settle_args(hold: Hold, cost: Cost, seen: Iterable[Seen]) -> list[object]:
     return args
 
 
-def _seen_args(seen: Iterable[Seen]) -> list[object]:
+def _seen_args(seen: Iterable[SeenSpending]) -> list[object]:
     """Return what shows a script what this router last saw spent in some places."""
     args: list[object] = []
     for seen_place in seen:

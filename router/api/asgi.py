@@ -58,7 +58,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         ClientGoneError: The client went away before the body was complete.
     """
     context: RequestContext = scope[CONTEXT]
-    announced = context.sent.get(b"content-length", b"")
+    announced = context.request_headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > limit:
         raise BodyTooLargeError(limit)
     parts: list[bytes] = []
@@ -74,9 +74,9 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise BodyTooLargeError(limit)
         parts.append(part)
         more_body = message.get("more_body", False)
-    context.arrived = time.monotonic()
+    context.arrived_at = time.monotonic()
     body = parts[0] if len(parts) == 1 else b"".join(parts)
-    if b"content-encoding" in context.sent:
+    if b"content-encoding" in context.request_headers:
         body = _decode(body, context.header(b"content-encoding") or "", limit)
     return body.removeprefix(BYTE_ORDER_MARK)
 

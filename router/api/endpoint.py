@@ -91,12 +91,12 @@ class Endpoint:
             call = await apart(size, self.parse, body, context, service)
         else:  # saves most requests a coroutine
             call = self.parse(body, context, service)
-        if call.cut is None:
+        if call.cut_prompt is None:
             return call
         cutter = await cutter_for(call, service.pipeline, size)
         if cutter is None:
             return call
-        return await apart(size, call.cut, call, cutter)
+        return await apart(size, call.cut_prompt, call, cutter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Answering:
         server = service.settings.server
         body = await read_body(scope, receive, server.max_body_bytes)
         cancel_on_disconnect(scope)
-        last_event_id = context.sent.get(b"last-event-id")
+        last_event_id = context.request_headers.get(b"last-event-id")
         # the client has sent the body again, which the stream does not need
         if endpoint.resumes and last_event_id:
             await self._resume(last_event_id, scope, receive, send)
@@ -123,13 +123,15 @@ class Answering:
         del body  # or it would be held for as long as the answer takes
         decision = await service.pipeline.decide(call)
         out: Responder = scope[OUT]
-        if call.streamed and server.silence_s:
+        if call.is_streamed and server.silence_s:
             # If the first event is late, the head is sent before it is known which tier answers.
             out.break_silences(
                 server.silence_s,
-                lambda: start_message(context.headers, EVENT_STREAM, STREAM_HEADERS),
+                lambda: start_message(
+                    context.response_headers, EVENT_STREAM, STREAM_HEADERS
+                ),
             )
-        if call.resumable:
+        if call.is_resumable:
             stream = service.streams.open(
                 context.caller.key_id,
                 partial(self._respond, call, decision),
@@ -138,7 +140,7 @@ class Answering:
             if stream is not None:
                 await self._read(stream, after=0, context=context, send=send)
                 return
-            call = replace(call, resumable=False)
+            call = replace(call, is_resumable=False)
         await self._respond(call, decision, out)
 
     async def _resume(
@@ -152,7 +154,7 @@ class Answering:
         )
         if stream.over and after == stream.newest:
             streams.drop(stream)
-            await Response(status_code=204, headers=context.headers)(
+            await Response(status_code=204, headers=context.response_headers)(
                 scope, receive, send
             )
         else:
@@ -162,7 +164,7 @@ class Answering:
         """Serve an answer: its head, what follows as it comes, then exactly one end or one error."""
         async with self.service.pipeline.serve(call, decision) as active:
             headers = answer_headers(active, self.service.settings.telemetry)
-            if not call.streamed:
+            if not call.is_streamed:
                 assert not isinstance(out, ResumableStream)
                 await self._send_unstreamed(call, active, headers, out=out)
                 return
@@ -176,7 +178,7 @@ class Answering:
                     media_type = answer.media_type or EVENT_STREAM
                 await out.respond(
                     start_message(
-                        {**call.context.headers, **headers},
+                        {**call.context.response_headers, **headers},
                         media_type,
                         STREAM_HEADERS,
                         hold=True,
@@ -208,7 +210,9 @@ class Answering:
         content, media_type = await self.endpoint.unstreamed(call, active)
         length = {"content-length": str(len(content))}
         await out.respond(
-            start_message({**call.context.headers, **headers}, media_type, length)
+            start_message(
+                {**call.context.response_headers, **headers}, media_type, length
+            )
         )
         await out.respond(body_message(content, more=False))
 
@@ -223,7 +227,9 @@ class Answering:
             has_started = True
             await send(
                 start_message(
-                    {**headers, **context.headers}, EVENT_STREAM, STREAM_HEADERS
+                    {**headers, **context.response_headers},
+                    EVENT_STREAM,
+                    STREAM_HEADERS,
                 )
             )
 
@@ -251,7 +257,7 @@ def answer_headers(
             "x-qarr-precision": answer.spec.precision,
         }
     headers["x-qarr-reason"] = reason_of(decision, answer)
-    waited_for = active.slot or active.diverted
+    waited_for = active.grant or active.diverted
     if waited_for is not None and waited_for.waited_ms:
         headers["x-qarr-queue-ms"] = f"{waited_for.waited_ms:.0f}"
     if decision.degraded:
@@ -279,7 +285,7 @@ def reason_of(decision: Decision, answer: EngineAnswer) -> str:
 def report_on(call: Call, active: ActiveRequest) -> dict[str, Any] | None:
     """Return who serves an answer and why, to be added to it; None if its caller did not ask for a report."""
     answer = active.answer
-    if not call.report or answer is None:
+    if not call.wants_report or answer is None:
         return None
     report: dict[str, Any] = {
         "tier": answer.tier,

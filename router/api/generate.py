@@ -222,7 +222,7 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
         context=context,
         prompt=read_messages(messages, service.pipeline.counter),
         options=with_provider(body.options(priority, "tier"), body.provider, fleet),
-        asked=EngineRequest(
+        engine_request=EngineRequest(
             document={"messages": messages, "max_tokens": max_tokens, **sampling},
             request_id=context.request_id,
             priority=priority,
@@ -234,11 +234,11 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
             adapter=body.adapter,
         ),  # always streamed from the engine, so that an engine that stalls is noticed
         max_tokens=max_tokens,
-        limited=body.max_tokens is not None,
+        is_limited=body.max_tokens is not None,
         session=session_of(context),
-        streamed=body.stream,
-        resumable=body.resumable,
-        cut=cut,
+        is_streamed=body.stream,
+        is_resumable=body.resumable,
+        cut_prompt=cut,
     )
 
 
@@ -296,18 +296,20 @@ def _implied_by(body: GenerateBody) -> tuple[str, ...]:
 
 def _cut(call: Call, cutter: Cutter, *, is_chat: bool) -> Call:
     """Return a call with a shorter prompt; the same call if no cut makes the prompt fit."""
-    messages = call.asked.chat or ()
+    messages = call.engine_request.chat or ()
     shorter_messages = _cut_messages(messages, cutter, is_chat=is_chat)
     if shorter_messages is None:
         return call
     document = {
-        **cast("Mapping[str, Any]", call.asked.document),
+        **cast("Mapping[str, Any]", call.engine_request.document),
         "messages": shorter_messages,
     }
-    engine_request = replace(call.asked, chat=shorter_messages, document=document)
+    engine_request = replace(
+        call.engine_request, chat=shorter_messages, document=document
+    )
     shorter = replace(
         call,
-        asked=engine_request,
+        engine_request=engine_request,
         prompt=read_messages(shorter_messages, cutter.counter),
     )
     return replace(
@@ -377,7 +379,7 @@ class TextEvents:
         self._out = out
         # Number of the last event, which is its id. A resumable stream numbers its events itself.
         self._last_number: int | None = 0
-        if call.resumable:
+        if call.is_resumable:
             self._last_number = None
 
     def feed(self, chunks: Sequence[Chunk]) -> bool:
@@ -464,7 +466,7 @@ async def decision_alone(service: Service, request: Request) -> Response:
         request.scope, request.receive, service.settings.server.max_body_bytes
     )
     call = await GENERATE.read(body, context, service)
-    grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
+    grant = await pipeline.quotas.enter(context.caller, 0, context.quota_headers)
     # nothing counts against the quota if no decision is made
     used_tokens: int | None = None
     try:
@@ -473,4 +475,4 @@ async def decision_alone(service: Service, request: Request) -> Response:
     finally:
         if grant is not None:
             await grant.settle(used_tokens)
-    return json_response(rendered, headers=context.headers)
+    return json_response(rendered, headers=context.response_headers)

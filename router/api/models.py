@@ -23,15 +23,17 @@ from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 ANY_TIER = {"auto": "auto", "qarr": "auto"}
 
 
-class Choice(NamedTuple):
+class ModelChoice(NamedTuple):
     tier: str = "auto"  # a tier, or ``auto``
     # the LoRA adapter of that name; None: the name is none of an adapter
     adapter: str | None = None
 
 
 # The names that most requests have, so that these are looked up and nothing is made for them.
-_CHOICES: dict[str, Choice] = {name: Choice(tier) for name, tier in ANY_TIER.items()}
-_CHOICES.update((tier, Choice(tier)) for tier in STANDARD_TIERS)
+_CHOICES: dict[str, ModelChoice] = {
+    name: ModelChoice(tier) for name, tier in ANY_TIER.items()
+}
+_CHOICES.update((tier, ModelChoice(tier)) for tier in STANDARD_TIERS)
 
 
 # Parameters of vLLM's chat completions, by OpenAI's and OpenRouter's names. Tools need an engine that is started for them.
@@ -63,9 +65,11 @@ class Models:
         if name is None:
             return json_response(
                 {"object": "list", "data": self._cards(allowed_tiers)},
-                headers=context.headers,
+                headers=context.response_headers,
             )
-        return json_response(self.card(name, allowed_tiers), headers=context.headers)
+        return json_response(
+            self.card(name, allowed_tiers), headers=context.response_headers
+        )
 
     async def endpoints(self, request: Request) -> Response:
         """Answer with the tiers behind one model, in OpenRouter's form. It does not say where engines run."""
@@ -94,7 +98,7 @@ class Models:
                 if tier.spec.name in tier_names
             ],
         }
-        return json_response({"data": data}, headers=context.headers)
+        return json_response({"data": data}, headers=context.response_headers)
 
     def card(
         self, name: str, allowed_tiers: frozenset[TierName] | None
@@ -116,10 +120,10 @@ class Models:
         """Return all models that have one name each: those of tiers, aliases and adapters, without patterns."""
         names = model_names(self.settings, self.fleet)
         choices = {
-            name: Choice(tier) for name, tier in names.items() if "*" not in name
+            name: ModelChoice(tier) for name, tier in names.items() if "*" not in name
         }
         for adapter in adapter_names(self.fleet):
-            choices.setdefault(adapter, Choice(adapter=adapter))
+            choices.setdefault(adapter, ModelChoice(adapter=adapter))
         cards = [
             self._card(name, choice, allowed_tiers) for name, choice in choices.items()
         ]
@@ -128,7 +132,7 @@ class Models:
         return [card for card in cards if card["tiers"]]
 
     def _card(
-        self, name: str, choice: Choice, allowed_tiers: frozenset[TierName] | None
+        self, name: str, choice: ModelChoice, allowed_tiers: frozenset[TierName] | None
     ) -> dict[str, Any]:
         tier_names = [spec.name for spec in self._specs_behind(choice, allowed_tiers)]
         served_by = [
@@ -151,7 +155,7 @@ class Models:
         }
 
     def _specs_behind(
-        self, choice: Choice, allowed_tiers: frozenset[TierName] | None
+        self, choice: ModelChoice, allowed_tiers: frozenset[TierName] | None
     ) -> Sequence[TierSpec]:
         """Return the tiers that may serve a model's requests, of those that a caller may use (None: all)."""
         specs: Sequence[TierSpec] = self.fleet.specs
@@ -228,24 +232,26 @@ def adapter_names(fleet: Fleet) -> list[str]:
     return sorted(offered - {*ANY_TIER, *(spec.name for spec in fleet.specs)})
 
 
-def choice_of(name: str, settings: OpenAISettings, fleet: Fleet) -> Choice | None:
+def choice_of(name: str, settings: OpenAISettings, fleet: Fleet) -> ModelChoice | None:
     """Return what a model name asks for; the engines' own name, which stands in answers, any tier. None: it is not known."""
     if name in _CHOICES and name not in settings.aliases:
         return _CHOICES[name]
     tier = model_names(settings, fleet).get(name)
     if tier is not None:
-        return Choice(tier)
+        return ModelChoice(tier)
     if name in adapter_names(fleet):
-        return Choice(adapter=name)
+        return ModelChoice(adapter=name)
     for alias, tier_of_alias in settings.aliases.items():
         if "*" in alias and fnmatchcase(name, alias):
-            return Choice(tier_of_alias)
+            return ModelChoice(tier_of_alias)
     if any(replica.model == name for replica in fleet.replicas):
         return _CHOICES["auto"]
     return None
 
 
-def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Choice:
+def resolve(
+    document: JsonObject, settings: OpenAISettings, fleet: Fleet
+) -> ModelChoice:
     """Return what a body's model name asks for; ``auto`` if it names none, as vLLM allows, or ``UnknownModelError``."""
     name = document.get("model")
     if name is None or name == "":

@@ -238,12 +238,12 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
         options=with_provider(
             fields.options(priority or 0, hint_field), provider, fleet
         ),
-        asked=EngineRequest(
+        engine_request=EngineRequest(
             document=document,
             path=api.path,
             request_id=context.request_id,
             answers=api.answers,
-            streamed=is_streamed,
+            is_streamed=is_streamed,
             priority=priority,
             counts=False,
             may_be_silent=may_be_silent(document),
@@ -251,9 +251,9 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
             adapter=choice.adapter,
         ),
         max_tokens=min(max(max_tokens, 1), MAX_COUNT),
-        limited=named_limit is not None,
-        streamed=is_streamed,
-        report=fields.report,
+        is_limited=named_limit is not None,
+        is_streamed=is_streamed,
+        wants_report=fields.report,
         undraftable=undraftable_of(document),
         session=session_of(context, *_session_names(document)),
     )

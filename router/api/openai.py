@@ -127,17 +127,17 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
         options=with_provider(
             fields.options(priority or 0, hint_field), provider, pipeline.fleet
         ),
-        asked=engine_request,
+        engine_request=engine_request,
         max_tokens=_max_tokens(named_limit, settings.limits, is_chat=is_chat),
-        limited=named_limit is not None,
+        is_limited=named_limit is not None,
         sequences=sequences,
-        streamed=engine_request.streamed,
-        report=fields.report,
+        is_streamed=engine_request.is_streamed,
+        wants_report=fields.report,
         undraftable=undraftable_of(document),
         session=session_of(
             context, document.get("prompt_cache_key"), document.get("user")
         ),
-        cut=cut,
+        cut_prompt=cut,
     )
 
 
@@ -178,7 +178,7 @@ def _engine_request(
         path=path,
         operation="chat" if is_chat else "text_completion",
         request_id=request_id,
-        streamed=is_streamed,
+        is_streamed=is_streamed,
         priority=priority,
         wants_usage=isinstance(stream_options, dict)
         and as_boolean(stream_options.get("include_usage")),
@@ -198,7 +198,7 @@ def _cut(call: Call, cutter: Cutter) -> Call:
 
 
 def _cut_chat(call: Call, cutter: Cutter) -> Call:
-    document = call.asked.document
+    document = call.engine_request.document
     assert isinstance(document, JsonObject)
     messages = document.get("messages")
     # the engine says best what is wrong with it
@@ -217,7 +217,7 @@ def _cut_chat(call: Call, cutter: Cutter) -> Call:
 
 
 def _cut_prompt(call: Call, cutter: Cutter) -> Call:
-    prompt = cut_prompts(call.asked.document.get("prompt"), cutter)
+    prompt = cut_prompts(call.engine_request.document.get("prompt"), cutter)
     if prompt is None:
         return call
     shorter = _with_prompt(call, cutter, "prompt", prompt=prompt, read=read_completion)
@@ -233,16 +233,20 @@ def _with_prompt(
     read: Callable[[JsonObject, TokenCounter], PromptText],
 ) -> Call:
     """Return a call whose body has another prompt in one of its members, which ``read`` reads."""
-    document = call.asked.document
+    document = call.engine_request.document
     assert isinstance(document, JsonObject)
     shorter_document = JsonObject.parse(
         document.edited({member: json.dumps(prompt).encode()})
     )
     engine_request = replace(
-        call.asked, document=shorter_document, chat=messages_in(shorter_document)
+        call.engine_request,
+        document=shorter_document,
+        chat=messages_in(shorter_document),
     )
     return replace(
-        call, asked=engine_request, prompt=read(shorter_document, cutter.counter)
+        call,
+        engine_request=engine_request,
+        prompt=read(shorter_document, cutter.counter),
     )
 
 
@@ -318,9 +322,9 @@ def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
     options: dict[str, Any] = {}
     problems: list[FieldProblem] = []
     for name, path in HEADERS.items():
-        if name not in context.sent:
+        if name not in context.request_headers:
             continue
-        text = context.sent[name].decode("latin-1")
+        text = context.request_headers[name].decode("latin-1")
         try:
             option = _header_option(path, text, rules)
         except ValueError:  # pydantic's errors are ValueErrors too

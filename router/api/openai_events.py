@@ -39,9 +39,9 @@ class RelayedEvents:
         self._answer = active.answer
         self._report = report_on(call, active)
         self._out = out
-        self._is_chat = call.asked.path == CHAT
-        self._wants_usage = call.asked.wants_usage
-        self._hides_token_ids = call.asked.asks_token_ids
+        self._is_chat = call.engine_request.path == CHAT
+        self._wants_usage = call.engine_request.wants_usage
+        self._hides_token_ids = call.engine_request.asks_token_ids
         self._first_event = b""  # what other engines add is made to look like this
         self._has_sent_usage = False
 

@@ -120,7 +120,9 @@ class Passthrough:
         context = context_of(request.scope)
         path = request.scope["path"]
         cancel_on_disconnect(request.scope)
-        grant = await self.quotas.enter(context.caller, quota_tokens, context.limits)
+        grant = await self.quotas.enter(
+            context.caller, quota_tokens, context.quota_headers
+        )
         used_tokens: int | None = None
         try:
             status, media_type, content = await self._first_answer(
@@ -135,7 +137,9 @@ class Passthrough:
                 await grant.settle(used_tokens)
         if error_form(path) is ErrorForm.ANTHROPIC and status != HTTPStatus.OK:
             raise refusal(status, content)  # vLLM words some of these as OpenAI does
-        return Response(content, status, headers=context.headers, media_type=media_type)
+        return Response(
+            content, status, headers=context.response_headers, media_type=media_type
+        )
 
     async def _first_answer(
         self,

@@ -187,7 +187,7 @@ class Problem:
 
     def response(self, context: RequestContext, form: ErrorForm) -> Response:
         """Return the whole answer to a request, in the form that its caller expects."""
-        headers = {**context.headers, **self.headers}
+        headers = {**context.response_headers, **self.headers}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
         if self.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
@@ -349,7 +349,10 @@ def _engine_refusal(
             error.status, "engine-refused", title="", detail=error.detail
         ).response(context, form)
     return Response(
-        error.body, error.status, headers=context.headers, media_type="application/json"
+        error.body,
+        error.status,
+        headers=context.response_headers,
+        media_type="application/json",
     )
 
 
@@ -558,7 +561,7 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     BudgetUnknownError: _plain(503, "budget-unknown", "The budget's use is not known now", retry_after_s=BUSY_RETRY_S),
     BeyondKeyError: _at_field(
         403, "beyond-key", "The key does not allow this",
-        field_problem=lambda error: FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed),
+        field_problem=lambda error: FieldProblem(error.field, f"{error.requested} is beyond this key", error.allowed),
     ),
     OverQuotaError: _over_quota,
     OverBudgetError: _over_budget,

@@ -20,7 +20,7 @@ from router.auth.api_keys import (
     read_content,
     version_of,
 )
-from router.auth.tokens import MOST_TOKEN_CHARS, Tokens
+from router.auth.tokens import MOST_TOKEN_CHARS, TokenVerifier
 from router.settings import Settings
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -47,7 +47,11 @@ class KeyStore:
     """
 
     def __init__(
-        self, path: Path, tokens: Tokens | None = None, *, allow_keyless: bool = False
+        self,
+        path: Path,
+        tokens: TokenVerifier | None = None,
+        *,
+        allow_keyless: bool = False,
     ) -> None:
         self.path = path
         self.tokens = tokens
@@ -233,9 +237,9 @@ def _file_state(path: Path) -> FileState | None:
 
 def open_access(settings: Settings) -> KeyStore:
     """Return who may use the router; ``KeysError`` if the key file, or a file of the issuer's keys, cannot be used."""
-    tokens: Tokens | None = None
+    tokens: TokenVerifier | None = None
     if settings.jwt.issuer:
-        tokens = Tokens(settings.jwt, ca=settings.tls.ca)
+        tokens = TokenVerifier(settings.jwt, ca=settings.tls.ca)
     return KeyStore(
         settings.auth.keys_file, tokens, allow_keyless=settings.auth.allow_keyless
     )

@@ -56,10 +56,10 @@ class IssuerUnreachableError(UnknownSignerError):
 class BeyondKeyError(Exception):
     """A request asks for more than its key allows, and the key refuses such requests."""
 
-    def __init__(self, field: str, asked: str, allowed: str) -> None:
-        super().__init__(f"{field} {asked} is beyond this key: it allows {allowed}")
+    def __init__(self, field: str, requested: str, allowed: str) -> None:
+        super().__init__(f"{field} {requested} is beyond this key: it allows {allowed}")
         self.field = field
-        self.asked = asked
+        self.requested = requested
         self.allowed = allowed
 
 

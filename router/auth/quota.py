@@ -59,17 +59,21 @@ _LIMITS: dict[Resource, ResourceLimit] = {
 class OverQuotaError(Exception):
     """A key's quota has too little left; ``retry_after_s`` None: the request is larger than the quota itself.
 
-    ``asked``: tokens that the request may need.
+    ``requested_tokens``: tokens that the request may need.
     """
 
     def __init__(
-        self, resource: Resource, limit: int, asked: int, retry_after_s: float | None
+        self,
+        resource: Resource,
+        limit: int,
+        requested_tokens: int,
+        retry_after_s: float | None,
     ) -> None:
         text = f"this key allows {limit} {_LIMITS[resource].unit}"
         if retry_after_s is None:
-            text += f"; this request alone needs {asked}"
+            text += f"; this request alone needs {requested_tokens}"
         elif resource == "tokens":
-            text += f"; this request may need {asked}, which is more than is left now"
+            text += f"; this request may need {requested_tokens}, which is more than is left now"
         super().__init__(text)
         self.resource = resource
         self.limit = limit
@@ -136,9 +140,9 @@ class Quotas:
         self, redis_url: str = "", now: Callable[[], float] = time.monotonic
     ) -> None:
         self._local = LocalLedger(now)
-        self._shared: RedisLedger | None = None
+        self._shared: RedisQuotaLedger | None = None
         if redis_url:
-            self._shared = RedisLedger(redis_url)
+            self._shared = RedisQuotaLedger(redis_url)
         self._lost = False  # Whether Redis is lost, so that this process counts alone.
         # The name of the ledger in Redis, empty until Redis is asked. If it changes, Redis has lost the ledger.
         self._name = ""
@@ -169,7 +173,9 @@ class Quotas:
             return None
         limit = quota.tokens_per_minute
         if limit is not None and tokens > limit:
-            raise OverQuotaError("tokens", limit, asked=tokens, retry_after_s=None)
+            raise OverQuotaError(
+                "tokens", limit, requested_tokens=tokens, retry_after_s=None
+            )
         slot = secrets.token_hex(8)
         demand = Refund(
             caller.key_id, second=None, requests=1, tokens=tokens, slot=slot
@@ -187,7 +193,10 @@ class Quotas:
         if state.denied is not None:
             denied_limit = getattr(quota, _LIMITS[state.denied].field)
             raise OverQuotaError(
-                state.denied, denied_limit, asked=tokens, retry_after_s=state.wait_s
+                state.denied,
+                denied_limit,
+                requested_tokens=tokens,
+                retry_after_s=state.wait_s,
             )
         if in_redis:
             self._open[slot] = caller.key_id
@@ -208,7 +217,7 @@ class Quotas:
             await self._shared.aclose()
 
     async def _take(
-        self, shared: RedisLedger, quota: Quota, demand: Refund
+        self, shared: RedisQuotaLedger, quota: Quota, demand: Refund
     ) -> QuotaState | None:
         """Take what a request demands in Redis; None if Redis does not serve, and may have taken it nevertheless."""
         if self._keeper is None:
@@ -237,12 +246,12 @@ class Quotas:
                 self._timeouts.discard(timeout)
 
     async def _undo(
-        self, shared: RedisLedger, demand: Refund, state: QuotaState | None
+        self, shared: RedisQuotaLedger, demand: Refund, state: QuotaState | None
     ) -> None:
         if state is not None and state.denied is None:
             await self._give_back(shared, demand._replace(second=state.second))
 
-    async def _give_back(self, shared: RedisLedger, unused: Refund) -> None:
+    async def _give_back(self, shared: RedisQuotaLedger, unused: Refund) -> None:
         self._refunds[unused.slot] = unused
         if not self._lost:
             try:
@@ -250,12 +259,12 @@ class Quotas:
             except UNAVAILABLE as error:
                 self._lose(shared, error)
 
-    async def _refund(self, shared: RedisLedger, unused: Refund) -> None:
+    async def _refund(self, shared: RedisQuotaLedger, unused: Refund) -> None:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
             await shared.give_back(unused)
         self._refunds.pop(unused.slot, None)
 
-    def _lose(self, shared: RedisLedger, error: BaseException) -> None:
+    def _lose(self, shared: RedisQuotaLedger, error: BaseException) -> None:
         """Count alone from now on, and let no request wait for Redis any longer."""
         shared.link.state.fail(error)
         if not self._lost:
@@ -268,7 +277,7 @@ class Quotas:
             if not timeout.expired():
                 timeout.reschedule(asyncio.get_running_loop().time())
 
-    async def _keep(self, shared: RedisLedger) -> None:
+    async def _keep(self, shared: RedisQuotaLedger) -> None:
         faults = Faults(repeats=False)
         while True:
             await asyncio.sleep(min(REDIS_RETRY_S, RENEW_S))
@@ -279,7 +288,7 @@ class Quotas:
             except Exception as error:  # noqa: BLE001  whatever it is, slots must still be renewed
                 faults.log(error, "slots could not be renewed in Redis; trying again")
 
-    async def _maintain(self, shared: RedisLedger) -> None:
+    async def _maintain(self, shared: RedisQuotaLedger) -> None:
         """Pay refunds and renew slots; if Redis serves again, or has lost its ledger, restore what is open first."""
         name, _ = await shared.link.name_of(LEDGER_NAME)
         if self._name and name != self._name:
@@ -408,7 +417,7 @@ def _seconds_until_free(
     return float(WINDOW_S)
 
 
-class RedisLedger:
+class RedisQuotaLedger:
     """Counts in Redis, for several routers at once. Every change is one script, which Redis runs atomically."""
 
     def __init__(self, url: str) -> None:

@@ -68,7 +68,7 @@ class IssuerError(KeysError):
         super().__init__(f"jwt.jwks: {text}")
 
 
-class Tokens:
+class TokenVerifier:
     """Checks the tokens of one issuer, by a monotonic clock. One event loop owns it.
 
     ``ca`` names authorities by which the issuer's certificate is trusted besides the system's.

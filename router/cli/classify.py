@@ -21,7 +21,7 @@ from router.deployment.layout import (
     tier_spec,
 )
 from router.policy.decide import decide
-from router.policy.decision import Query
+from router.policy.decision import RoutingQuery
 from router.policy.model_size import parameters_of
 from router.policy.render import render_features
 from router.policy.table import policy_table
@@ -94,7 +94,9 @@ def classify(
     def decided(prompt: str, features: PromptFeatures) -> tuple[Any, str]:
         if router is None:
             decision = decide(
-                Query(features, features.tokens, settings.limits.default_max_tokens),
+                RoutingQuery(
+                    features, features.tokens, settings.limits.default_max_tokens
+                ),
                 fleet,
                 policy,
             )

@@ -45,7 +45,7 @@ from tiers.checkpoints.prepare import finished, servable
 from tiers.errors import PlanError
 from tiers.fleet import Fleet
 from tiers.lifecycle.engine_args import check_engine_args
-from tiers.plan import GIB, Plan
+from tiers.plan import GIB, MemoryPlan
 from tiers.preparing import about
 from tiers.replica import Replica
 from tiers.spec import PRECISIONS, ReplicaStatus, TierSpec
@@ -231,7 +231,7 @@ def _check_redis(settings: Settings) -> None:
             err.print(plain(warning))
 
 
-def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
+def _show_plan(model: str, plan: MemoryPlan, specs: Sequence[TierSpec]) -> None:
     err.print(f"model {model} on {plan.device}")
     width = 9 if len(plan.shares) == len({share.tier for share in plan.shares}) else 12
     for share in plan.shares:
@@ -312,7 +312,7 @@ def _run(
         how += f" ({' and '.join(left_out)} left out)" if left_out else ""
         say(f"[bold green]up[/]: listening on {url}, {how}. Ctrl-C stops.")
 
-    def planned(plan: Plan, specs: Sequence[TierSpec]) -> None:
+    def planned(plan: MemoryPlan, specs: Sequence[TierSpec]) -> None:
         logging.say(lambda: _show_plan(deployment.model, plan, specs))
 
     observer = StartObserver(

@@ -31,7 +31,7 @@ from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
 from tiers.errors import CheckpointError, TierError
 from tiers.lifecycle.process import check_port_free
 from tiers.lifecycle.supervisor import Supervisor
-from tiers.plan import Plan, read_machine, weight_bytes
+from tiers.plan import MemoryPlan, read_machine, weight_bytes
 from tiers.preparing import about
 from tiers.spec import EngineLaunch, TierName, TierSpec
 
@@ -70,7 +70,7 @@ class FirstStart:
         self,
         deployment: Deployment,
         supervisor: Supervisor,
-        on_plan: Callable[[Plan, tuple[TierSpec, ...]], None],
+        on_plan: Callable[[MemoryPlan, tuple[TierSpec, ...]], None],
         say: Callable[[str], None],
     ) -> None:
         self._deployment, self._supervisor = deployment, supervisor
@@ -78,7 +78,7 @@ class FirstStart:
         self._on_plan, self._say, self._steps = on_plan, say, Steps(say)
         self._specs = {spec.name: spec for spec in deployment.specs if spec.replicas}
         self._missing = set(deployment.missing)
-        self._plan: Plan | None = None
+        self._plan: MemoryPlan | None = None
         self._began = time.monotonic()
         self._launched: set[TierName] = set()
         self._over = False
@@ -123,7 +123,9 @@ class FirstStart:
             self._options.quantizer.stop()
             await asyncio.gather(making, return_exceptions=True)
 
-    def _launches(self, made: Checkpoint) -> tuple[list[EngineLaunch], Plan | None]:
+    def _launches(
+        self, made: Checkpoint
+    ) -> tuple[list[EngineLaunch], MemoryPlan | None]:
         """Return the engines that can start now that a checkpoint is made, and the plan if it is new. In the thread."""
         settings, model = self._deployment.settings, self._deployment.model
         if made.tier in self._missing:
@@ -167,7 +169,7 @@ class FirstStart:
         ], (self._plan if known is None else None)
 
     async def _start(
-        self, made: Checkpoint, launches: list[EngineLaunch], plan: Plan | None
+        self, made: Checkpoint, launches: list[EngineLaunch], plan: MemoryPlan | None
     ) -> None:
         if self._over:
             return

@@ -27,7 +27,7 @@ from tiers.cluster.runner import RayOptions
 from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatchError
 from tiers.plan import (
     Machine,
-    Plan,
+    MemoryPlan,
     machine_name,
     make_plan,
     model_config,
@@ -48,7 +48,7 @@ HOST = "127.0.0.1"
 
 
 def make_launches(
-    specs: Sequence[TierSpec], plan: Plan, settings: Settings, model: str
+    specs: Sequence[TierSpec], plan: MemoryPlan, settings: Settings, model: str
 ) -> tuple[EngineLaunch, ...]:
     """Return how engines are started, in the order of their ports; those without a checkpoint have only a port."""
     engines = [(spec, number) for spec in specs for number in range(spec.replicas)]
@@ -115,7 +115,7 @@ class Deployment:
     specs: tuple[TierSpec, ...]  # the tiers, by rising precision
     # engines to start here at once; none if checkpoints are missing
     launches: tuple[EngineLaunch, ...]
-    plan: Plan  # how they share the machine
+    plan: MemoryPlan  # how they share the machine
     counter: TokenCounter  # counts tokens as the engines do, once there is a checkpoint
     model: str  # the model's name
     # tiers to run here whose checkpoints must be made first
@@ -197,7 +197,7 @@ def make_deployment(
             settings,
             specs,
             (),
-            Plan("", ()),
+            MemoryPlan("", ()),
             LateCounter(counter),
             model,
             missing,
@@ -216,7 +216,7 @@ def plan_of(
     machine: Machine,
     local: Sequence[TierSpec],
     base: Path | None = None,
-) -> Plan:
+) -> MemoryPlan:
     """Share the machine; where memory does not suffice, tiers for whose engines the settings do not ask are left out."""
     tiers = {name: settings.tiers.of(name) for name in settings.tiers.names}
     drafts = {tier.draft for tier in tiers.values()}

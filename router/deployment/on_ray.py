@@ -30,7 +30,7 @@ from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError, PlanError
 from tiers.fleet import Fleet
 from tiers.lifecycle.command import engine_options, engine_variables
-from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpec
+from tiers.spec import EngineLaunch, EnginePlacement, ReplicaStatus, TierName, TierSpec
 
 # of the memory of a GPU that an engine has for itself, vLLM's own default
 GPU_SHARE = 0.9
@@ -189,14 +189,14 @@ def replica_resources(
 
 def _share(
     spec: TierSpec, resources: Mapping[str, float], kv_cache_gib: float
-) -> Placement:
+) -> EnginePlacement:
     """Return an engine's share of its node: its GPUs, else as many threads as it has CPUs."""
     gpus = resources.get("GPU", 0)
     if not gpus:
-        return Placement(
+        return EnginePlacement(
             threads=max(int(resources.get("CPU", 1)), 1), kv_cache_gib=kv_cache_gib
         )
-    return Placement(
+    return EnginePlacement(
         gpus=tuple(range(spec.world_size)),
         gpu_memory_fraction=GPU_SHARE * min(gpus, 1.0),
     )

@@ -36,7 +36,7 @@ from router.upstream.transport import EngineTransport
 from tiers.errors import TrustError
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor
-from tiers.plan import Plan
+from tiers.plan import MemoryPlan
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierSpec
 from tiers.trust import client_context
@@ -88,7 +88,7 @@ class StartObserver:
     # called once, when one tier is ready while others are starting
     serving: Callable[[Fleet], None]
     # called once with the plan and the tiers, if checkpoints are made first
-    planned: Callable[[Plan, tuple[TierSpec, ...]], None]
+    planned: Callable[[MemoryPlan, tuple[TierSpec, ...]], None]
     # called with a line for each step of making checkpoints
     step: Callable[[str], None]
 

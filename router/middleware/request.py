@@ -125,7 +125,7 @@ class RequestMiddleware:
     def _report(self, scope: Scope, status: int) -> None:
         """Note how a request was answered, for the log, the metrics and the span."""
         context: RequestContext = scope[CONTEXT]
-        if status >= CLIENT_ERROR and not context.recorded:
+        if status >= CLIENT_ERROR and not context.is_recorded:
             log_failure(scope, status)
         # answered without Starlette's routing
         is_direct = "endpoint" in scope and "path_params" not in scope
@@ -138,7 +138,9 @@ class RequestMiddleware:
         # the first of those that share a name
         headers = dict(reversed(scope["headers"]))
         context = RequestContext(
-            *self._telemetry.request_ids(headers), route=scope["path"], sent=headers
+            *self._telemetry.request_ids(headers),
+            route=scope["path"],
+            request_headers=headers,
         )
         begin_request(context.request_id, context.trace_id)
         scope[CONTEXT] = context
@@ -174,7 +176,9 @@ class RequestMiddleware:
             ForeignHostError, ForeignPageError: A web page may have sent it, and no key shows who is behind it.
         """
         path = context.route
-        resumes_stream = path == "/generate" and b"last-event-id" in context.sent
+        resumes_stream = (
+            path == "/generate" and b"last-event-id" in context.request_headers
+        )
         # A stream that was interrupted can go on here only: no other router has the rest of it.
         if (
             self._server_state.state is ServerPhase.DRAINING
@@ -187,7 +191,10 @@ class RequestMiddleware:
             return self._keys.find(_sent_key(context))
         if not is_open:
             self._check_host(context)
-        is_from_browser = b"origin" in context.sent or b"sec-fetch-site" in context.sent
+        is_from_browser = (
+            b"origin" in context.request_headers
+            or b"sec-fetch-site" in context.request_headers
+        )
         if is_from_browser and method not in SAFE_METHODS:
             _check_origin(context, self._origins)
         return ANONYMOUS
@@ -200,7 +207,7 @@ class RequestMiddleware:
         """
         names = self._local_names
         if names is not None and not is_address_or_local(
-            context.sent.get(b"host", b""), names
+            context.request_headers.get(b"host", b""), names
         ):
             raise ForeignHostError(
                 "without keys a router on this machine serves requests to an address or to localhost only, since any "

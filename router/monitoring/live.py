@@ -137,7 +137,9 @@ class Live:
         with self.watching(context.caller) as reader:
             await send(
                 start_message(
-                    context.headers, "text/event-stream; charset=utf-8", STREAM_HEADERS
+                    context.response_headers,
+                    "text/event-stream; charset=utf-8",
+                    STREAM_HEADERS,
                 )
             )
             async for events in reader.events():
@@ -363,8 +365,8 @@ def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
     overflow = request.diverted.name if request.diverted is not None else None
     if overflow is not None:
         tier = replica = None
-    elif part is None and request.slot is not None:
-        replica = request.slot.lease.replica.id
+    elif part is None and request.grant is not None:
+        replica = request.grant.lease.replica.id
     return {
         "request_id": request.context.request_id,
         "trace_id": request.context.trace_id,
@@ -373,7 +375,7 @@ def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
         "overflow": overflow,
         "replica": replica,
         "state": request.state,
-        "age_ms": round((now - request.context.arrived) * 1000, 1),
+        "age_ms": round((now - request.context.arrived_at) * 1000, 1),
         "prompt_tokens": decision.query.tokens_to_read,
         "output_tokens": answer.output_tokens if answer is not None else 0,
     }

@@ -42,8 +42,7 @@ from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.redis_link import CAUSES, RedisState
 from router.telemetry.record import Outcome, RequestRecord
 from tiers.breaker import BreakerState
-from tiers.choice import Request as Asked
-from tiers.choice import candidate
+from tiers.choice import Demand, best_candidate
 from tiers.spec import OVERFLOW, STANDARD_TIERS, ReplicaStatus, TierName
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -203,7 +202,7 @@ class RequestMetrics:
     def _measure(self, record: RequestRecord, kind: str, tier: str) -> None:
         """Measure an answer. Predictions are compared with what was seen of those that nothing disturbed."""
         served, tokens, times = record.served, record.tokens, record.times
-        chosen = record.decision.choice.chosen if served.tier is not None else None
+        chosen = record.decision.comparison.chosen if served.tier is not None else None
         trace, whole = (
             {"trace_id": record.trace_id} if record.trace_id else None,
             record.outcome is Outcome.OK,
@@ -427,11 +426,11 @@ class Load(Collector):
         ]
         yield _gauge("tier_waiting_requests", text, TIER, waiting)
         text = f"Predicted time to the first token of {PROMPT_TOKENS} prompt tokens sent to a tier now."
-        request = Asked(
+        demand = Demand(
             PROMPT_TOKENS, OUTPUT_TOKENS, output_share=snapshot.output_share
         )
         times = [
-            (tier.spec.name, candidate(tier, request, snapshot.load).times)
+            (tier.spec.name, best_candidate(tier, demand, snapshot.load).times)
             for tier in there
         ]
         predicted = [

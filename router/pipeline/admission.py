@@ -29,14 +29,15 @@ from router.policy.decision import (
     PRIORITIES,
     Basis,
     Decision,
-    Query,
     Refusal,
     RequestRefusedError,
+    RoutingQuery,
 )
 from router.policy.table import PolicyStore
 from router.telemetry.record import JOURNEY
 from router.upstream.client import lease_for
-from tiers.fleet import Demand, Fleet, Lease
+from tiers.choice import Demand
+from tiers.fleet import Fleet, Lease
 from tiers.spec import TierName, TierSpec
 
 OLDEST_EVERY = 8  # one slot in so many goes to the request that has waited longest
@@ -44,18 +45,19 @@ OLDEST_EVERY = 8  # one slot in so many goes to the request that has waited long
 DISPATCH_EVERY_S = 0.1
 
 
-class Slot(Struct, frozen=True):
+class Grant(Struct, frozen=True):
+    """What admission gives a request. A lease belongs to the fleet, which knows neither decisions nor the queue."""
+
     decision: Decision  # the one that admitted it
     lease: Lease
     waited_ms: float = 0.0  # the request's time in the queue
 
 
 @dataclass(slots=True, eq=False)
-class _Queued(Waiter):
+class _QueuedRequest(Waiter):
     decision: Decision
-    demand: Demand
     gives_up_at: float  # in seconds by the monotonic clock
-    turn: asyncio.Future[Slot]  # done when it is admitted or refused
+    turn: asyncio.Future[Grant]  # done when it is admitted or refused
     has_waited: bool = False  # it was not admitted at once
 
 
@@ -69,7 +71,7 @@ class Admission:
         self._policy = policy
         self._options = options
         self._held: Counter[str] = Counter()  # slots, by key
-        self._queue: RequestQueue[_Queued] = RequestQueue(self._held)
+        self._queue: RequestQueue[_QueuedRequest] = RequestQueue(self._held)
         self._granted: Counter[TierName] = Counter()
         self._scheduled = False
         fleet.on_capacity = self._schedule
@@ -94,7 +96,7 @@ class Admission:
             await asyncio.sleep(DISPATCH_EVERY_S)
             self._dispatch()
 
-    async def enter(self, decision: Decision, key_id: str, priority: int) -> Slot:
+    async def enter(self, decision: Decision, key_id: str, priority: int) -> Grant:
         """Return a slot, at once or after a wait; give it back by ``leave``. ``priority`` is in vLLM's numbers, lower first.
 
         ``RequestRefusedError``: no tier serves the request, or none in time.
@@ -105,9 +107,9 @@ class Admission:
         if decision.tier is None and not may_wait:
             raise RequestRefusedError(decision)
         if not self._queue.count:
-            slot = self._take_slot(decision, key_id, waited_ms=0.0)
-            if slot is not None:
-                return slot
+            grant = self._take_slots(decision, key_id, waited_ms=0.0)
+            if grant is not None:
+                return grant
         queued = self._queued(decision, key_id, priority)
         self._queue.add(queued)
         try:
@@ -121,14 +123,14 @@ class Admission:
         finally:
             self._queue.remove(queued)
 
-    def leave(self, key_id: str, slot: Slot) -> None:
+    def leave(self, key_id: str, grant: Grant) -> None:
         """Give back an admitted request's slot, unless an attempt has released the lease already."""
-        slot.lease.release()
-        self._held[key_id] -= slot.lease.sequences
+        grant.lease.release()
+        self._held[key_id] -= grant.lease.sequences
         if self._held[key_id] <= 0:
             del self._held[key_id]
 
-    def _queued(self, decision: Decision, key_id: str, priority: int) -> _Queued:
+    def _queued(self, decision: Decision, key_id: str, priority: int) -> _QueuedRequest:
         now = time.monotonic()
         query = decision.query
         priority_class = class_of(priority)
@@ -142,7 +144,7 @@ class Admission:
             )
         specs = self._specs(query)
         most_slots = max([spec.max_in_flight for spec in specs], default=1)
-        return _Queued(
+        return _QueuedRequest(
             key_id=key_id,
             rank=PRIORITIES[priority_class],
             since=now,
@@ -151,12 +153,11 @@ class Admission:
             slots=min(query.sequences, most_slots),
             long=query.tokens_to_read > self._fleet.options.long_prompt_tokens,
             decision=decision,
-            demand=Demand(query.tokens_to_read, query.max_tokens, query.sequences),
             gives_up_at=now + gives_up_after_s,
             turn=asyncio.get_running_loop().create_future(),
         )
 
-    def _specs(self, query: Query) -> list[TierSpec]:
+    def _specs(self, query: RoutingQuery) -> list[TierSpec]:
         """Return the tiers that a request may wait for."""
         # ``router.accounting.charging`` chooses tiers in much the same way, but an unsuitable tier does other harm there. It
         # reserves the highest price of its tiers, so one that the request itself excludes (``takes``) only makes the
@@ -173,7 +174,7 @@ class Admission:
             and query.prompt_tokens + query.max_tokens <= spec.max_model_len
         ]
 
-    def _check(self, queued: _Queued) -> None:
+    def _check(self, queued: _QueuedRequest) -> None:
         """Refuse a request that would be late; if the queue is full, the least urgent one. Raise if it is this one."""
         wait_s = self._expected_wait_s(queued)
         if queued.since + wait_s > queued.gives_up_at:
@@ -189,7 +190,7 @@ class Admission:
             self._queue.remove(last)
             last.turn.set_exception(refused)
 
-    async def _wait(self, queued: _Queued) -> Slot:
+    async def _wait(self, queued: _QueuedRequest) -> Grant:
         """Wait for a request's turn, and note the wait in its journey.
 
         ``RequestRefusedError``: it is refused meanwhile, or waits for too long.
@@ -202,7 +203,7 @@ class Admission:
             if journey is not None:
                 journey.waits.append((began, time.monotonic()))
 
-    async def _await_turn(self, queued: _Queued) -> Slot:
+    async def _await_turn(self, queued: _QueuedRequest) -> Grant:
         """Wait until a request is admitted or refused, or gives up."""
         turn = queued.turn
         try:
@@ -220,7 +221,7 @@ class Admission:
         why = f"no slot became free within {time.monotonic() - queued.since:.1f} s"
         raise _refused(queued, why, self._expected_wait_s(queued))
 
-    def _expected_wait_s(self, queued: _Queued) -> float:
+    def _expected_wait_s(self, queued: _QueuedRequest) -> float:
         """Predict a request's wait: slots wanted up to and with it, over slots that become free per second.
 
         Both are counted for each set of its tiers, since others wait for some of them only. The shortest wait counts.
@@ -246,20 +247,21 @@ class Admission:
         """Admit or refuse waiting requests, in the queue's order, for as long as a new decision can change anything."""
         self._scheduled = False
         reserved_replica_ids = set[str]()
-        passed_over = set[_Queued]()
+        passed_over = set[_QueuedRequest]()
         while (queued := self._next(passed_over)) is not None:
-            if self._can_be_settled(queued, reserved_replica_ids) and self._settle(
-                queued, reserved_replica_ids
-            ):
+            demand = self._demand_of(queued)
+            if self._can_be_settled(
+                queued, demand, reserved_replica_ids
+            ) and self._settle(queued, reserved_replica_ids):
                 continue
             passed_over.add(queued)
             nearest_replica_id = self._fleet.nearest(
-                queued.tiers, queued.demand, reserved_replica_ids
+                queued.tiers, demand, reserved_replica_ids
             )
             if nearest_replica_id is not None:
                 reserved_replica_ids.add(nearest_replica_id)
 
-    def _next(self, passed_over: Collection[_Queued]) -> _Queued | None:
+    def _next(self, passed_over: Collection[_QueuedRequest]) -> _QueuedRequest | None:
         """Return the request to examine next: the oldest of a tier whose next slot is for the oldest, else the first."""
         for spec in self._fleet.specs:
             if not self._is_for_the_oldest(spec.name):
@@ -273,16 +275,28 @@ class Admission:
         """Tell whether a tier's next slot goes to the request that has waited longest; true until that takes it."""
         return self._granted[tier] % OLDEST_EVERY == OLDEST_EVERY - 1
 
+    def _demand_of(self, queued: _QueuedRequest) -> Demand:
+        """Return what a waiting request needs, with the output that is expected by now."""
+        query = queued.decision.query
+        return self._fleet.demand(
+            query.tokens_to_read, query.max_tokens, query.sequences
+        )
+
     def _can_be_settled(
-        self, queued: _Queued, reserved_replica_ids: Collection[str]
+        self,
+        queued: _QueuedRequest,
+        demand: Demand,
+        reserved_replica_ids: Collection[str],
     ) -> bool:
         """Tell whether a new decision may end a request's wait: there is room for it, or no tier of it is ready."""
         is_any_ready = any(self._fleet.is_ready(tier) for tier in queued.tiers)
         return not is_any_ready or self._fleet.has_capacity(
-            queued.tiers, queued.demand, reserved_replica_ids
+            queued.tiers, demand, reserved_replica_ids
         )
 
-    def _settle(self, queued: _Queued, reserved_replica_ids: Collection[str]) -> bool:
+    def _settle(
+        self, queued: _QueuedRequest, reserved_replica_ids: Collection[str]
+    ) -> bool:
         """Decide again for a waiting request, and admit or refuse it; return False if it has to wait on."""
         query = queued.decision.query
         snapshot = self._fleet.snapshot(reserved_replica_ids, query.prefix)
@@ -294,51 +308,53 @@ class Admission:
         waited_ms = 0.0
         if queued.has_waited:
             waited_ms = (time.monotonic() - queued.since) * 1000
-        slot = self._take_slot(decision, queued.key_id, waited_ms, reserved_replica_ids)
-        if slot is None:
+        grant = self._take_slots(
+            decision, queued.key_id, waited_ms, reserved_replica_ids
+        )
+        if grant is None:
             return False
-        self._count_granted(slot.lease.replica.spec.name, queued)
+        self._count_granted(grant.lease.replica.spec.name, queued)
         self._queue.remove(queued)
-        queued.turn.set_result(slot)
+        queued.turn.set_result(grant)
         return True
 
-    def _count_granted(self, tier: TierName, queued: _Queued) -> None:
+    def _count_granted(self, tier: TierName, queued: _QueuedRequest) -> None:
         """Count a tier's slot, unless it was the oldest request's turn and another one has got the slot."""
         if not self._is_for_the_oldest(tier) or self._queue.oldest(tier) is queued:
             self._granted[tier] += 1
 
-    def _take_slot(
+    def _take_slots(
         self,
         decision: Decision,
         key_id: str,
         waited_ms: float,
         reserved_replica_ids: Collection[str] = (),
-    ) -> Slot | None:
+    ) -> Grant | None:
         """Lease a slot on the decision's tier, apart from reserved replicas; None: there is none."""
         if decision.tier is None:
             return None
         candidate = None
-        chosen = decision.choice.chosen
+        chosen = decision.comparison.chosen
         if chosen is not None and chosen.tier is decision.tier:
-            candidate = chosen.found
+            candidate = chosen.candidate
         lease = lease_for(
             self._fleet,
             decision.tier,
             decision.query,
             reserved_replica_ids,
-            found=candidate,
+            candidate=candidate,
         )
         if lease is None:
             return None
         self._held[key_id] += lease.sequences
-        return Slot(decision, lease, waited_ms)
+        return Grant(decision, lease, waited_ms)
 
 
 def _shortest_ttft_s(decision: Decision) -> float:
     """Return the shortest predicted time to a first token; 0 if no tier's is known."""
     ttfts_ms = [
         estimate.times.ttft_ms
-        for estimate in decision.choice.estimates
+        for estimate in decision.comparison.estimates
         if estimate.times is not None
     ]
     return min(ttfts_ms, default=0.0) / 1000
@@ -349,7 +365,7 @@ def _nonempty_subsets(tiers: Collection[TierName]) -> Iterator[tuple[TierName, .
         yield from combinations(tiers, size)
 
 
-def _refused(queued: _Queued, why: str, wait_s: float) -> RequestRefusedError:
+def _refused(queued: _QueuedRequest, why: str, wait_s: float) -> RequestRefusedError:
     decision = queued.decision
     reason = why
     if decision.tier is None:

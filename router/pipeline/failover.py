@@ -30,7 +30,7 @@ from router.upstream.errors import (
     without_trace,
 )
 from router.upstream.json_object import read_json
-from router.upstream.progress import Continuable, Progress
+from router.upstream.progress import AnswerProgress, Continuable
 from router.upstream.sse import Chunk
 from tiers.fleet import Fleet
 from tiers.replica import Replica
@@ -142,7 +142,7 @@ class _Seam:
     """Where one engine's part of an answer is joined to what came before it."""
 
     joiner: StopStringJoiner
-    progress: Progress
+    progress: AnswerProgress
     continuable: Continuable
     out: Feed
     begins: int  # characters of the answer before it
@@ -217,7 +217,7 @@ class Continuation:
     decision: Decision
     request: EngineRequest
     continuable: Continuable
-    progress: Progress
+    progress: AnswerProgress
 
     async def relay(
         self, answer: EngineStream, broken: EngineBrokeError, feed: Feed, drain: Drain
@@ -226,7 +226,7 @@ class Continuation:
         progress = self.progress
         failing = answer
         failed_replica_ids = set[str]()
-        sent_characters = progress.told
+        sent_characters = progress.received_characters
         for number in count(1):
             log.warning(
                 "request %s: %s on %s",

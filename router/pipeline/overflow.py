@@ -67,7 +67,7 @@ class Overflow:
             and not options.require
             and options.only is None
             and (options.precisions is None or UNKNOWN in options.precisions)
-            and call.asked.adapter is None
+            and call.engine_request.adapter is None
             and not decision.query.over_budget
         )
 
@@ -75,7 +75,7 @@ class Overflow:
         self,
         active: ActiveRequest,
         decision: Decision,
-        asked: EngineRequest,
+        engine_request: EngineRequest,
         sent_at: float,
     ) -> EngineAnswer | None:
         """Return the overflow's answer to a request, once it has begun; None: the refusal stands.
@@ -90,7 +90,9 @@ class Overflow:
         )
         active.diverted = diverted
         try:
-            answer = await self.client.open(asked, decision.query.sequences, sent_at)
+            answer = await self.client.open(
+                engine_request, decision.query.sequences, sent_at
+            )
         except UpstreamError as error:
             active.diverted = diverted._replace(
                 failure=FAILURES.get(type(error), "failed")

@@ -15,7 +15,7 @@ from classifier import PromptClass, PromptFeatures, SecondLook, TokenCounter
 from router.accounting.charging import Charging, usage_of
 from router.auth.api_keys import BeyondKeyError
 from router.auth.quota import Quotas
-from router.pipeline.admission import Admission, Slot
+from router.pipeline.admission import Admission, Grant
 from router.pipeline.failover import Continuation, Failover
 from router.pipeline.overflow import Overflow
 from router.pipeline.registry import ActiveRequest, RequestRegistry
@@ -73,7 +73,7 @@ class Pipeline:
         )
         fleet = self.fleet.snapshot(prefix=query.prefix)
         table = self.policy.table
-        if not call.limited:
+        if not call.is_limited:
             query = within_context(query, fleet)
         decision = decide(query, fleet, table)
         if serve:
@@ -115,7 +115,7 @@ class Pipeline:
         if self.telemetry.record_prompts and server_span() is not None:
             prompt = call.prompt.text
         journey = Journey(
-            arrived=call.context.arrived,
+            arrived=call.context.arrived_at,
             began=began,
             classified=classified,
             decided=time.monotonic(),
@@ -136,25 +136,27 @@ class Pipeline:
             RequestRefusedError: No tier serves the request, or no slot was free in time.
             UpstreamError: No engine began an answer.
         """
-        asked = call.asked
-        if not call.limited:
-            asked = asked.at_most(decision.query.max_tokens)
+        engine_request = call.engine_request
+        if not call.is_limited:
+            engine_request = engine_request.at_most(decision.query.max_tokens)
         active = self.registry.begin(call.context, decision, call.options.priority)
         error: BaseException | None = None
         try:
             sent_at = time.monotonic()
             if call.context.caller.quota is not None or call.context.caller.accounts:
                 await self._reserve(active, call)
-            await self._admit(active, asked, call, sent_at=sent_at)
-            if active.slot is not None:
-                await self._open_answer(active, active.slot, asked, sent_at=sent_at)
+            await self._admit(active, engine_request, call, sent_at=sent_at)
+            if active.grant is not None:
+                await self._open_answer(
+                    active, active.grant, engine_request, sent_at=sent_at
+                )
             yield active
         except BaseException as caught:
             error = caught
             raise
         finally:
             try:
-                await self._close(active, asked, error)
+                await self._close(active, engine_request, error)
             finally:
                 self.registry.end(active, error)
                 # break the reference cycle between the exception and this frame
@@ -164,7 +166,7 @@ class Pipeline:
         """Take quota and budget of the caller, unless nobody serves the request."""
         decision = active.decision
         caller = call.context.caller
-        headers = call.context.limits
+        headers = call.context.quota_headers
         is_final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
         if is_final and not self.overflow.takes(decision, call):
             raise RequestRefusedError(decision)
@@ -177,52 +179,65 @@ class Pipeline:
             )
 
     async def _admit(
-        self, active: ActiveRequest, asked: EngineRequest, call: Call, *, sent_at: float
+        self,
+        active: ActiveRequest,
+        engine_request: EngineRequest,
+        call: Call,
+        *,
+        sent_at: float,
     ) -> None:
         """Take a slot; if there is none, open the overflow's answer, where that may answer."""
         key_id = active.context.caller.key_id
         try:
-            slot = await self.admission.enter(
+            grant = await self.admission.enter(
                 active.decision, key_id, call.options.priority
             )
         except RequestRefusedError as refused:
             if not self.overflow.takes(refused.decision, call):
                 raise
             active.answer = await self.overflow.open(
-                active, refused.decision, asked, sent_at
+                active, refused.decision, engine_request, sent_at
             )
             if active.answer is None:
                 raise
             return
-        active.slot = slot
-        active.decision = slot.decision
+        active.grant = grant
+        active.decision = grant.decision
         active.sent = time.monotonic()
 
     async def _open_answer(
-        self, active: ActiveRequest, slot: Slot, asked: EngineRequest, *, sent_at: float
+        self,
+        active: ActiveRequest,
+        grant: Grant,
+        engine_request: EngineRequest,
+        *,
+        sent_at: float,
     ) -> None:
         """Open an engine's answer, and let another engine continue it if its own one fails."""
         answer = await self.failover.upstream.open(
-            active.decision, asked, sent_at, lease=slot.lease
+            active.decision, engine_request, sent_at, lease=grant.lease
         )
         active.answer = answer
-        if isinstance(answer, EngineStream) and asked.continuable is not None:
+        if isinstance(answer, EngineStream) and engine_request.continuable is not None:
             continuation = Continuation(
                 failover=self.failover,
                 decision=active.decision,
-                request=asked,
-                continuable=asked.continuable,
+                request=engine_request,
+                continuable=engine_request.continuable,
                 progress=answer.progress,
             )
             answer.continuation = continuation.relay
 
     async def _close(
-        self, active: ActiveRequest, asked: EngineRequest, error: BaseException | None
+        self,
+        active: ActiveRequest,
+        engine_request: EngineRequest,
+        error: BaseException | None,
     ) -> None:
         """Close the answer and give back what the request took. Every step is taken, even if an earlier one fails."""
         try:
             if active.answer is not None:
-                await self._close_answer(active, active.answer, asked, error)
+                await self._close_answer(active, active.answer, engine_request, error)
             elif isinstance(error, asyncio.CancelledError | EngineTooSlowError):
                 _count_unanswered(active)
         finally:
@@ -235,7 +250,7 @@ class Pipeline:
         self,
         active: ActiveRequest,
         answer: EngineAnswer,
-        asked: EngineRequest,
+        engine_request: EngineRequest,
         error: BaseException | None,
     ) -> None:
         """Count what an answer has used, show it to the observer if it is complete, and close it."""
@@ -248,7 +263,7 @@ class Pipeline:
                 prompt_tokens = answer.usage["prompt_tokens"]
             active.used = prompt_tokens + answer.output_tokens
             if is_from_fleet and answer.complete and self.answer_observer is not None:
-                self.answer_observer(active.decision, answer.tier, asked.chat)
+                self.answer_observer(active.decision, answer.tier, engine_request.chat)
         finally:
             await answer.aclose(error or answer.error)
 
@@ -263,8 +278,8 @@ class Pipeline:
     async def _give_back(self, active: ActiveRequest) -> None:
         """Give back slot, quota and budget, each exactly once; of quota and budget, what was not used."""
         try:
-            if active.slot is not None:
-                self.admission.leave(active.context.caller.key_id, active.slot)
+            if active.grant is not None:
+                self.admission.leave(active.context.caller.key_id, active.grant)
             if active.quota is not None:
                 await active.quota.settle(active.used)
         finally:  # the budget goes back even if this task is cancelled while the quota does
@@ -287,8 +302,8 @@ def _check_hint(call: Call) -> None:
 def _count_unanswered(active: ActiveRequest) -> None:
     """Count a prompt that an engine may have computed, though it has not begun to answer."""
     prompt_tokens = active.decision.query.tokens_to_read
-    if active.slot is not None or active.diverted is not None:
+    if active.grant is not None or active.diverted is not None:
         active.used = prompt_tokens
     tier = active.decision.tier
-    if active.slot is not None and tier is not None and active.context.caller.key_id:
+    if active.grant is not None and tier is not None and active.context.caller.key_id:
         active.usage = (TierUsage(tier, prompt=prompt_tokens, cached=0, output=0),)

@@ -21,7 +21,7 @@ from router.accounting.budgets import OverBudgetError
 from router.accounting.reservations import Reservation
 from router.auth.quota import OverQuotaError, QuotaGrant
 from router.lifecycle import ServerState
-from router.pipeline.admission import Slot
+from router.pipeline.admission import Grant
 from router.pipeline.request import RequestContext, class_of
 from router.policy.decision import Decision, Priority, Refusal, RequestRefusedError, Sla
 from router.telemetry.logs import log_request
@@ -80,7 +80,7 @@ class ActiveRequest(Struct, eq=False):
     context: RequestContext
     decision: Decision
     priority: Priority
-    slot: Slot | None = None  # None while it waits
+    grant: Grant | None = None  # None while it waits
     sent: float = 0.0  # when it was admitted, in seconds by the monotonic clock
     answer: EngineAnswer | None = None  # None until it has begun
     # taken in advance; None: not yet, or its caller has no limits
@@ -99,7 +99,7 @@ class ActiveRequest(Struct, eq=False):
     def state(self) -> State:
         if self.answer is not None:
             return "decode"
-        if self.slot is None and self.diverted is None:
+        if self.grant is None and self.diverted is None:
             return "waiting"
         return "prefill"
 
@@ -164,7 +164,7 @@ class RequestRegistry:
         record = self._record(request, error, now)
         self._unobserved.append((now, record))
         self.totals["requests"] += 1
-        request.context.recorded = True
+        request.context.is_recorded = True
         for observe in self.at_once:
             _notify(observe, record)
         if len(self._unobserved) == 1:
@@ -208,7 +208,7 @@ class RequestRegistry:
         times = _times_of(request, now)
         sla_met = _meets_sla(decision.query.sla, ending, times)
         return RequestRecord(
-            at=time.time() - (now - context.arrived),
+            at=time.time() - (now - context.arrived_at),
             request_id=context.request_id,
             trace_id=context.trace_id,
             route=context.route,
@@ -290,11 +290,11 @@ def _failed(failure: BaseException) -> _Ending:
 
 def _times_of(request: ActiveRequest, now: float) -> Times:
     """Return the times of a request that ends ``now``, by the monotonic clock."""
-    arrived = request.context.arrived
+    arrived = request.context.arrived_at
     queue_ms = 0.0
     sent_at = None
-    if request.slot is not None:
-        queue_ms = request.slot.waited_ms
+    if request.grant is not None:
+        queue_ms = request.grant.waited_ms
         sent_at = request.sent
     elif request.diverted is not None:
         queue_ms = request.diverted.waited_ms
@@ -352,7 +352,7 @@ def _served_by(request: ActiveRequest) -> Served:
     overflow_failure = None
     if answer is not None:
         overflow = answer.overflow
-    if request.slot is None and request.diverted is not None:
+    if request.grant is None and request.diverted is not None:
         overflow_failure = request.diverted.failure
     return Served(overflow=overflow, overflow_failure=overflow_failure)
 

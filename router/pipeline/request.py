@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from classifier import Complexity, PromptClass, PromptFeatures, TokenCounter, extract
 from router.auth.api_keys import ANONYMOUS, BeyondKeyError, Caller
-from router.policy.decision import PRIORITIES, Priority, Query, Sla, Sort
+from router.policy.decision import PRIORITIES, Priority, RoutingQuery, Sla, Sort
 from router.telemetry.record import Journey
 from router.upstream.engine_request import EngineRequest
 from tiers.prefix_memory import Part, Prefix
@@ -26,23 +26,25 @@ MAX_COUNT = 1 << 40
 
 
 class RequestContext(Struct):
+    """Who sends a request, and how it is known. It is there before the body is read, and for requests that are no calls."""
+
     request_id: str  # the caller's own if it sent a usable one
     trace_id: str
     caller: Caller = ANONYMOUS
     route: str = ""  # the path
     # The request's headers, with names in lower case. Of headers that share a name, the first one is here.
-    sent: Mapping[bytes, bytes] = field(default_factory=dict)
+    request_headers: Mapping[bytes, bytes] = field(default_factory=dict)
     # When the last byte of the request had come, by the monotonic clock, in seconds.
-    arrived: float = field(default_factory=time.monotonic)
+    arrived_at: float = field(default_factory=time.monotonic)
     # whether there is a record of it, from which the log has a line
-    recorded: bool = False
+    is_recorded: bool = False
     # what it goes through; None: it is not to be served, or not decided on yet
     journey: Journey | None = None
     # Headers about the key's quotas, filled once they are known. Errors carry them as well.
-    limits: dict[str, str] = field(default_factory=dict)
+    quota_headers: dict[str, str] = field(default_factory=dict)
 
     def header(self, name: bytes) -> str | None:
-        value = self.sent.get(name)
+        value = self.request_headers.get(name)
         if value is None:
             return None
         return value.decode("latin-1")
@@ -52,11 +54,11 @@ class RequestContext(Struct):
         return {"request_id": self.request_id, "trace_id": self.trace_id}
 
     @property
-    def headers(self) -> dict[str, str]:
+    def response_headers(self) -> dict[str, str]:
         headers = {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id}
         if self.route.startswith("/v1/messages"):
             headers["request-id"] = self.request_id  # Anthropic's name of it
-        headers.update(self.limits)
+        headers.update(self.quota_headers)
         return headers
 
 
@@ -120,24 +122,26 @@ class RoutingOptions(Struct, frozen=True):
 
 
 class Call(Struct, frozen=True, kw_only=True):
+    """What a caller asks for: a request whose body is parsed and checked."""
+
     context: RequestContext
     prompt: PromptText
     options: RoutingOptions
-    asked: EngineRequest  # the request to an engine
+    engine_request: EngineRequest
     max_tokens: int  # the most output tokens of each answer
     # whether its caller named them; otherwise an answer may be shorter, where the context ends
-    limited: bool = True
+    is_limited: bool = True
     sequences: int = 1  # answers: prompts times choices
     # its parameters that engines with a draft refuse; empty: none
     undraftable: str = ""
     truncated: str = ""  # says what was cut of its prompt, for people; empty: nothing
     session: str = ""  # its caller's name of the conversation; empty: none
-    streamed: bool = True  # whether the answer is to be a stream
-    report: bool = False  # whether the answer is to say who served it
+    is_streamed: bool = True  # whether the answer is to be a stream
+    wants_report: bool = False  # whether the answer is to say who served it
     # whether its stream is kept for a while, so that a client can read on
-    resumable: bool = False
+    is_resumable: bool = False
     # Cuts its prompt by a ``Cutter``, where it fits no context. None: its caller has not asked for it.
-    cut: Callable[[Call, Any], Call] | None = None
+    cut_prompt: Callable[[Call, Any], Call] | None = None
 
     def query(
         self,
@@ -145,7 +149,7 @@ class Call(Struct, frozen=True, kw_only=True):
         template: TemplateTokens,
         *,
         affinity: bool = False,
-    ) -> Query:
+    ) -> RoutingQuery:
         prompt = self.prompt
         options = self.options
         template_tokens = 0
@@ -159,7 +163,7 @@ class Call(Struct, frozen=True, kw_only=True):
         prefix = None
         if affinity:
             prefix = self._prefix(features.tokens, template_tokens)
-        return Query(
+        return RoutingQuery(
             features,
             prompt_tokens=prompt_tokens + template_tokens,
             max_tokens=self.max_tokens,
@@ -170,7 +174,7 @@ class Call(Struct, frozen=True, kw_only=True):
             sequences=self.sequences,
             all_prompt_tokens=min(prompt.all_tokens, MAX_COUNT),
             undraftable=self.undraftable,
-            adapter=self.asked.adapter,
+            adapter=self.engine_request.adapter,
             precisions=options.precisions,
             only=options.only,
             sort=options.sort,
@@ -187,7 +191,7 @@ class Call(Struct, frozen=True, kw_only=True):
         last = parts[-1]
         if last.tokens < 0:
             parts = (*parts[:-1], Part(last.text, text_tokens))
-        salt = f"{self.asked.adapter or ''}\x1f{prompt.salt}"
+        salt = f"{self.engine_request.adapter or ''}\x1f{prompt.salt}"
         return Prefix.of(parts, added=template_tokens, salt=salt, session=self.session)
 
 
@@ -198,29 +202,29 @@ def chat_part(role: object, text: str, tokens: int) -> Part:
 
 def session_of(context: RequestContext, *named: Any) -> str:
     """Return the name of a conversation: from a header, else the first of some values that is a text, else the key's id."""
-    name = context.sent.get(SESSION_HEADER, b"").decode("latin-1")
+    name = context.request_headers.get(SESSION_HEADER, b"").decode("latin-1")
     for value in named:
         if not name and isinstance(value, str):
             name = value
     return (name or context.caller.key_id)[:LONGEST_SESSION]
 
 
-def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:
+def priority_within(caller: Caller, value: int, field: str, requested: str) -> int:
     """Return a priority in vLLM's numbers (lower is sooner), limited to the highest class of the caller's key.
 
     ``BeyondKeyError``: it is beyond that class, and the key refuses such requests.
     """
     highest = PRIORITIES[caller.max_priority]
     if value < highest and caller.over == "refuse":
-        raise BeyondKeyError(field, asked, f"{caller.max_priority} or lower")
+        raise BeyondKeyError(field, requested, f"{caller.max_priority} or lower")
     return max(value, highest)
 
 
-def class_priority(caller: Caller, asked: Priority | None, field: str) -> int:
+def class_priority(caller: Caller, priority: Priority | None, field: str) -> int:
     """Return the number of a priority class; None asks for standard, or the key's highest class if that is lower."""
-    if asked is None:
+    if priority is None:
         return max(PRIORITIES["standard"], PRIORITIES[caller.max_priority])
-    return priority_within(caller, PRIORITIES[asked], field, asked)
+    return priority_within(caller, PRIORITIES[priority], field, priority)
 
 
 def class_of(priority: int) -> Priority:

@@ -35,7 +35,7 @@ from router.redis_link import (
 from router.upstream.json_object import read_json
 from tiers.background import Faults
 from tiers.fleet import Fleet
-from tiers.replica import PeerLoad, Replica, Share
+from tiers.replica import PeerLoad, Replica, SlotShare
 from tiers.spec import ReplicaStatus, TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -94,7 +94,7 @@ class SharedLoad:
         self._rise_at = 0.0
         if self._link is not None:
             self._exchange = Script.read(__file__, "exchange_load.lua")
-            self._give_all(Share(0, math.inf))
+            self._give_all(SlotShare(0, math.inf))
 
     @property
     def redis(self) -> RedisState | None:
@@ -212,7 +212,7 @@ class SharedLoad:
                 self._sufficient_urls.add(replica.url)
             has_fallen = has_fallen or answer.share < report.share
             has_risen = has_risen or answer.share > report.share
-        self._fleet.first_share = Share(0, math.inf)
+        self._fleet.first_share = SlotShare(0, math.inf)
         self._routers = {
             url: count for url, count in self._routers.items() if url in answers
         }
@@ -228,7 +228,7 @@ class SharedLoad:
             output_tokens=int(answer.peer_output_tokens),
             kv_tokens=int(answer.peer_kv_tokens),
         )
-        replica.note_share(Share(int(answer.share), until))
+        replica.note_share(SlotShare(int(answer.share), until))
         replica.note_peers(peers, until)
         if answer.spared_s > 0:
             replica.breaker.adopt(time.monotonic(), answer.spared_s)
@@ -256,10 +256,10 @@ class SharedLoad:
                 slots = self._slots_without_redis(
                     replica, replica.others.share, may_rise=may_rise
                 )
-                replica.note_share(Share(slots, now + LIFE_S))
+                replica.note_share(SlotShare(slots, now + LIFE_S))
 
     def _slots_without_redis(
-        self, replica: Replica, share: Share, *, may_rise: bool
+        self, replica: Replica, share: SlotShare, *, may_rise: bool
     ) -> int:
         """Return this router's slots on a replica: an equal part of its limit, reached slot by slot from the last share."""
         # A replica that is not known from an exchange may have as many routers as any other.
@@ -277,7 +277,7 @@ class SharedLoad:
             slots += 1
         return min(slots, equal_part)
 
-    def _give_all(self, share: Share | None) -> None:
+    def _give_all(self, share: SlotShare | None) -> None:
         self._fleet.first_share = share
         for replica in self._fleet.replicas:
             replica.note_share(share)

@@ -24,16 +24,16 @@ from classifier import PromptClass
 from router.policy.decision import (
     CALLERS_OWN,
     Basis,
-    Choice,
     Decision,
-    Estimate,
     Refusal,
+    TierComparison,
+    TierEstimate,
     Unfitness,
     is_noticeably_later,
 )
 from router.policy.explain import obstacle_text, reason, refusal_reason
 from router.policy.losses import Z90
-from tiers.choice import READY, Request, candidate
+from tiers.choice import READY, Demand, best_candidate, expected_demand
 from tiers.snapshot import load_of
 from tiers.spec import UNKNOWN, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
         Objective,
         Obstacle,
         PolicyParameters,
-        Query,
+        RoutingQuery,
         Sla,
     )
     from router.policy.losses import ExpectedLoss
-    from tiers.choice import Candidate, Expectation
+    from tiers.choice import Candidate, CorrectedTimes
     from tiers.snapshot import FleetSnapshot, TierSnapshot
     from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
 
-    ObstacleCheck = Callable[[TierSpec, Query], Obstacle | None]
+    ObstacleCheck = Callable[[TierSpec, RoutingQuery], Obstacle | None]
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
 # share of the highest precision's slots up to which engine time is worth nothing
@@ -83,7 +83,9 @@ _BASIS_OF_DEGRADED: dict[Degraded, Basis] = {
 }
 
 
-def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decision:
+def decide(
+    query: RoutingQuery, fleet: FleetSnapshot, table: PolicyParameters
+) -> Decision:
     """Choose the tier that serves a request, or refuse it.
 
     Tiers are compared by what is possible on them, how fast they would answer and how good the answer would be. What is
@@ -92,24 +94,26 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
     if query.adapter is not None:
         table = table.with_adapter(query.adapter)
     demand = _demand(query, fleet)
-    choice = _compare_tiers(query, fleet, table, demand)
-    possible = [estimate for estimate in choice.considered if estimate.obstacle is None]
-    acceptable = [estimate for estimate in possible if estimate.meets]
+    comparison = _compare_tiers(query, fleet, table, demand)
+    possible = [
+        estimate for estimate in comparison.considered if estimate.obstacle is None
+    ]
+    acceptable = [estimate for estimate in possible if estimate.meets_bounds]
     if not possible or (query.require and not acceptable):
-        return _refuse(choice, fleet, demand, is_possible=bool(possible))
+        return _refuse(comparison, fleet, demand, is_possible=bool(possible))
     if not acceptable:
-        return _degrade(choice, possible, fleet, demand)
-    return _serve(choice, acceptable)
+        return _degrade(comparison, possible, fleet, demand)
+    return _serve(comparison, acceptable)
 
 
-def _demand(query: Query, fleet: FleetSnapshot) -> Request:
+def _demand(query: RoutingQuery, fleet: FleetSnapshot) -> Demand:
     """Return what the request is expected to need of a replica."""
-    return Request(
-        prompt_tokens=query.tokens_to_read,
-        output_tokens=fleet.output_share * query.max_tokens * query.sequences,
-        sequences=query.sequences,
-        long=query.tokens_to_read > fleet.long_prompt_tokens,
+    return expected_demand(
+        query.tokens_to_read,
+        query.max_tokens,
+        query.sequences,
         output_share=fleet.output_share,
+        long_prompt_tokens=fleet.long_prompt_tokens,
     )
 
 
@@ -127,7 +131,7 @@ class _Market(Struct, frozen=True):
     Attributes:
         confidence_z: The confidence asked for, as a quantile of the normal distribution.
         scarcity: Of engine time, 0..1.
-        bound: See ``Choice``.
+        bound: See ``TierComparison``.
         sequences: In the fleet, the request's own included.
     """
 
@@ -138,13 +142,13 @@ class _Market(Struct, frozen=True):
 
 
 def _compare_tiers(
-    query: Query, fleet: FleetSnapshot, table: PolicyParameters, demand: Request
-) -> Choice:
-    """Estimate what each tier would do with the request; nothing is chosen yet."""
+    query: RoutingQuery, fleet: FleetSnapshot, table: PolicyParameters, demand: Demand
+) -> TierComparison:
+    """TierEstimate what each tier would do with the request; nothing is chosen yet."""
     checks = _obstacle_checks(query)
     offers = []
     for tier in fleet.tiers:
-        best = candidate(tier, demand, fleet.load)
+        best = best_candidate(tier, demand, fleet.load)
         obstacle = _lasting_obstacle(
             checks, tier.spec, query, is_ready=best.replica is not None
         )
@@ -165,7 +169,7 @@ def _compare_tiers(
                 is_below_hint=is_below_hint,
             )
         )
-    return Choice(
+    return TierComparison(
         query=query,
         table=table,
         confidence_z=market.confidence_z,
@@ -175,7 +179,9 @@ def _compare_tiers(
     )
 
 
-def _market(query: Query, table: PolicyParameters, offers: Sequence[_Offer]) -> _Market:
+def _market(
+    query: RoutingQuery, table: PolicyParameters, offers: Sequence[_Offer]
+) -> _Market:
     highest: TierSnapshot | None = None
     sequences = query.sequences
     for offer in offers:
@@ -213,26 +219,26 @@ def _taken_share(highest: TierSnapshot | None) -> float:
     return taken_slots / max(slots, 1)
 
 
-def scarcity_at(objective: Objective, taken: float) -> float:
+def scarcity_at(objective: Objective, taken_share: float) -> float:
     """Return how scarce engine time is, 0..1: the share of the loss budget that is allowed."""
     if objective == "cheapest":
         return 1.0
-    return min(max((taken - PLENTY) / (1 - PLENTY), 0.0), 1.0)
+    return min(max((taken_share - PLENTY) / (1 - PLENTY), 0.0), 1.0)
 
 
 def _estimate(
     offer: _Offer,
-    query: Query,
+    query: RoutingQuery,
     table: PolicyParameters,
-    demand: Request,
+    demand: Demand,
     market: _Market,
     *,
     is_below_hint: bool,
-) -> Estimate:
+) -> TierEstimate:
     """Predict what one tier would do with a request: whether it can, how fast, and how good its answer would be."""
     spec = offer.tier.spec
     best = offer.candidate
-    batch = min(spec.max_num_seqs, market.sequences)
+    batch_size = min(spec.max_num_seqs, market.sequences)
     speed = None if best.replica is None else best.replica.speed
     obstacle = _obstacle_now(offer)
     state = READY
@@ -240,30 +246,31 @@ def _estimate(
     if obstacle is not None:
         state = offer.tier.status
         text = obstacle_text(obstacle, offer.tier, query)
-    is_slow, excess = _lateness(query.sla, best.times, market.confidence_z)
+    is_slow, bound_ratio = _lateness(query.sla, best.times, market.confidence_z)
     quality = _quality(
         spec.name, query, table, market=market, is_below_hint=is_below_hint
     )
-    return Estimate(
+    return TierEstimate(
         tier=spec.name,
         precision=spec.precision,
         state=state,
         speed=speed,
-        batch=batch,
+        batch_size=batch_size,
         times=best.times,
         loss=quality.loss,
-        worst=quality.worst,
-        allowed=quality.allowed,
-        cost=_cost(best, demand, batch=batch, price=table.prices.get(spec.name, 1.0)),
-        excess=excess,
+        worst_loss=quality.worst_loss,
+        allowed_loss=quality.allowed_loss,
+        cost=_cost(
+            best, demand, batch_size=batch_size, price=table.prices.get(spec.name, 1.0)
+        ),
+        bound_ratio=bound_ratio,
         obstacle=obstacle,
         obstacle_text=text,
-        slow=is_slow,
-        lossy=quality.is_lossy,
-        unfit=quality.unfitness is not None,
-        cached=best.cached,
-        meets=obstacle is None and not is_slow and not quality.is_lossy,
-        found=best,
+        is_slow=is_slow,
+        is_lossy=quality.is_lossy,
+        cached_tokens=best.cached_tokens,
+        meets_bounds=obstacle is None and not is_slow and not quality.is_lossy,
+        candidate=best,
         finish_ms=_finish_ms(best.times, demand),
         unfitness=quality.unfitness,
     )
@@ -272,7 +279,7 @@ def _estimate(
 # What is possible.
 
 
-def _obstacle_checks(query: Query) -> list[ObstacleCheck]:
+def _obstacle_checks(query: RoutingQuery) -> list[ObstacleCheck]:
     """Return the checks that can keep a tier from serving a request, whatever its load, in the order in which they count.
 
     Every such check is listed here, with the requests that it concerns. Most requests need the last one only: not to make
@@ -292,7 +299,11 @@ def _obstacle_checks(query: Query) -> list[ObstacleCheck]:
 
 
 def _lasting_obstacle(
-    checks: Sequence[ObstacleCheck], spec: TierSpec, query: Query, *, is_ready: bool
+    checks: Sequence[ObstacleCheck],
+    spec: TierSpec,
+    query: RoutingQuery,
+    *,
+    is_ready: bool,
 ) -> Obstacle | None:
     """Return why a tier does not serve a request, whatever its load; None: it does."""
     for check in checks:
@@ -311,49 +322,49 @@ def _lasting_obstacle(
 
 def _obstacle_now(offer: _Offer) -> Obstacle | None:
     """Return why a tier does not serve a request now: for its lasting obstacle, or because none of its replicas takes it."""
-    if offer.obstacle is not None or offer.candidate.free:
+    if offer.obstacle is not None or offer.candidate.is_free:
         return offer.obstacle
     if offer.candidate.replica is None:
         return Refusal.NOT_READY
     return Refusal.AT_CAPACITY
 
 
-def _check_key(spec: TierSpec, query: Query) -> Obstacle | None:
+def _check_key(spec: TierSpec, query: RoutingQuery) -> Obstacle | None:
     if query.allows(spec.name):
         return None
     return Refusal.NOT_ALLOWED
 
 
-def _check_callers_choice(spec: TierSpec, query: Query) -> Obstacle | None:
+def _check_callers_choice(spec: TierSpec, query: RoutingQuery) -> Obstacle | None:
     if query.takes(spec):
         return None
     return Refusal.EXCLUDED
 
 
-def _may_turn_out_allowed(spec: TierSpec, query: Query) -> bool:
+def _may_turn_out_allowed(spec: TierSpec, query: RoutingQuery) -> bool:
     """Tell whether a tier's precision, not known before it is ready, may be one that the request allows."""
     return spec.precision == UNKNOWN and (query.only is None or spec.name in query.only)
 
 
-def _check_adapter(spec: TierSpec, query: Query) -> Obstacle | None:
+def _check_adapter(spec: TierSpec, query: RoutingQuery) -> Obstacle | None:
     if query.adapter in spec.adapters:
         return None
     return Refusal.NO_ADAPTER
 
 
-def _check_draft(spec: TierSpec, _query: Query) -> Obstacle | None:
+def _check_draft(spec: TierSpec, _query: RoutingQuery) -> Obstacle | None:
     if spec.draft is None:
         return None
     return Refusal.UNSUPPORTED
 
 
-def _check_context(spec: TierSpec, query: Query) -> Obstacle | None:
+def _check_context(spec: TierSpec, query: RoutingQuery) -> Obstacle | None:
     if query.prompt_tokens + query.max_tokens <= spec.max_model_len:
         return None
     return Refusal.TOO_LONG
 
 
-def longest_context(query: Query, fleet: FleetSnapshot) -> int:
+def longest_context(query: RoutingQuery, fleet: FleetSnapshot) -> int:
     """Return the longest context of the tiers that may serve a request of any length; of those that are ready, if any is.
 
     Neither load nor bounds count. 0: no tier may.
@@ -376,7 +387,7 @@ def longest_context(query: Query, fleet: FleetSnapshot) -> int:
     return max((tier.spec.max_model_len for tier in ready or able), default=0)
 
 
-def within_context(query: Query, fleet: FleetSnapshot) -> Query:
+def within_context(query: RoutingQuery, fleet: FleetSnapshot) -> RoutingQuery:
     """Return a query whose caller named no limit with as many output tokens as the longest context leaves, at least one."""
     if query.prompt_tokens + query.max_tokens <= max(
         [tier.spec.max_model_len for tier in fleet.tiers]
@@ -390,30 +401,30 @@ def within_context(query: Query, fleet: FleetSnapshot) -> Query:
 
 
 def _lateness(
-    sla: Sla, times: Expectation | None, confidence_z: float
+    sla: Sla, times: CorrectedTimes | None, confidence_z: float
 ) -> tuple[bool, float]:
     """Tell whether a tier's times break a bound with the confidence asked for; return the largest ratio of time to bound.
 
     An unknown time meets no bound. Times are log-normally distributed about the prediction.
     """
     is_slow = False
-    excess = 0.0
+    bound_ratio = 0.0
     if sla.ttft_ms is None and sla.tpot_ms is None:
-        return is_slow, excess
+        return is_slow, bound_ratio
     if times is None:
         return True, math.inf
     if sla.tpot_ms is not None:
         safe_tpot_ms = times.tpot_ms * math.exp(confidence_z * times.tpot_spread)
         is_slow = safe_tpot_ms > sla.tpot_ms
-        excess = safe_tpot_ms / sla.tpot_ms
+        bound_ratio = safe_tpot_ms / sla.tpot_ms
     if sla.ttft_ms is not None:
         safe_ttft_ms = times.ttft_ms * math.exp(confidence_z * times.ttft_spread)
         is_slow = is_slow or safe_ttft_ms > sla.ttft_ms
-        excess = max(excess, safe_ttft_ms / sla.ttft_ms)
-    return is_slow, excess
+        bound_ratio = max(bound_ratio, safe_ttft_ms / sla.ttft_ms)
+    return is_slow, bound_ratio
 
 
-def _finish_ms(times: Expectation | None, demand: Request) -> float | None:
+def _finish_ms(times: CorrectedTimes | None, demand: Demand) -> float | None:
     """Return when the caller should have the whole answer: its queue and prefill, then each further token."""
     if times is None:
         return None
@@ -422,14 +433,14 @@ def _finish_ms(times: Expectation | None, demand: Request) -> float | None:
 
 
 def _cost(
-    best: Candidate, demand: Request, *, batch: int, price: float
+    best: Candidate, demand: Demand, *, batch_size: int, price: float
 ) -> float | None:
     """Return the engine-seconds that the request takes, times the tier's price; None: its speed is not known."""
     if best.replica is None or best.replica.speed is None:
         return None
-    tokens_to_read = max(demand.prompt_tokens - (best.cached or 0), 0)
+    tokens_to_read = max(demand.prompt_tokens - (best.cached_tokens or 0), 0)
     engine_ms = best.replica.speed.engine_ms(
-        tokens_to_read, max(1.0, demand.output_tokens), batch
+        tokens_to_read, max(1.0, demand.output_tokens), batch_size
     )
     drift = 1.0 if best.times is None else best.times.drift
     return engine_ms * drift / 1000 * price
@@ -439,18 +450,18 @@ def _cost(
 
 
 class _Quality(Struct, frozen=True):
-    """What is expected of a tier's answer; see ``Estimate``."""
+    """What is expected of a tier's answer; see ``TierEstimate``."""
 
     loss: ExpectedLoss
-    worst: float
-    allowed: float
+    worst_loss: float
+    allowed_loss: float
     is_lossy: bool
     unfitness: Unfitness | None
 
 
 def _quality(
     tier: TierName,
-    query: Query,
+    query: RoutingQuery,
     table: PolicyParameters,
     market: _Market,
     *,
@@ -458,21 +469,23 @@ def _quality(
 ) -> _Quality:
     """Hold the loss that is expected of a tier against what the request, its class and the loss budget allow."""
     loss = table.loss(tier, query.features)
-    worst = min(loss.mean + (loss.high - loss.mean) * market.confidence_z / Z90, 1.0)
+    worst_loss = min(
+        loss.mean + (loss.high - loss.mean) * market.confidence_z / Z90, 1.0
+    )
     loss_bound = query.sla.max_quality_loss
     spare_budget = max(table.budget(tier) - table.negligible_loss, 0.0)
     unfitness = None
     if is_below_hint:
         unfitness = Unfitness.BELOW_HINT
-    elif market.bound is not None and worst > market.bound:
+    elif market.bound is not None and worst_loss > market.bound:
         unfitness = Unfitness.OVER_BOUND
     elif loss.mean > table.negligible_loss + spare_budget:
         unfitness = Unfitness.OVER_BUDGET
     return _Quality(
         loss=loss,
-        worst=worst,
-        allowed=table.negligible_loss + market.scarcity * spare_budget,
-        is_lossy=loss_bound is not None and worst > loss_bound,
+        worst_loss=worst_loss,
+        allowed_loss=table.negligible_loss + market.scarcity * spare_budget,
+        is_lossy=loss_bound is not None and worst_loss > loss_bound,
         unfitness=unfitness,
     )
 
@@ -480,32 +493,32 @@ def _quality(
 # Which tier serves.
 
 
-def _serve(choice: Choice, acceptable: Sequence[Estimate]) -> Decision:
+def _serve(comparison: TierComparison, acceptable: Sequence[TierEstimate]) -> Decision:
     """Serve a request on one of the tiers that meet its bounds."""
-    chosen, basis = _choose(choice.query, choice.table, acceptable)
-    choice = replace(choice, chosen=chosen, basis=basis)
+    chosen, basis = _choose(comparison.query, comparison.table, acceptable)
+    comparison = replace(comparison, chosen=chosen, basis=basis)
     degraded: tuple[Degraded, ...] = (
         ("quality",) if basis is Basis.DEGRADED_QUALITY else ()
     )
     return Decision(
         tier=chosen.tier,
-        reason=reason(choice, chosen),
-        query=choice.query,
-        choice=choice,
+        reason=reason(comparison, chosen),
+        query=comparison.query,
+        comparison=comparison,
         basis=basis,
         degraded=degraded,
     )
 
 
 def _choose(
-    query: Query, table: PolicyParameters, acceptable: Sequence[Estimate]
-) -> tuple[Estimate, Basis]:
+    query: RoutingQuery, table: PolicyParameters, acceptable: Sequence[TierEstimate]
+) -> tuple[TierEstimate, Basis]:
     """Choose among the tiers that meet the request's bounds: at least one, by rising precision."""
     if query.hint is not None:
         for estimate in acceptable:
             if estimate.tier is query.hint:
                 return estimate, Basis.HINT
-    fit = [estimate for estimate in acceptable if not estimate.unfit]
+    fit = [estimate for estimate in acceptable if not estimate.is_unfit]
     if not fit:
         return acceptable[-1], Basis.DEGRADED_QUALITY
     if query.sort is not None:
@@ -514,7 +527,7 @@ def _choose(
     if query.features.prompt_class is PromptClass.SMALL_TALK:
         return _lowest_in_time(fit), Basis.SMALL_TALK
     allowed = _within_loss(fit)
-    if all(estimate.under_load for estimate in allowed):
+    if all(estimate.is_known_under_load for estimate in allowed):
         chosen = _fastest_or_cheapest(allowed, table.objective)
     else:
         chosen = _lowest(allowed, table.max_slowdown)
@@ -523,7 +536,7 @@ def _choose(
     )
 
 
-def _lowest_in_time(fit: Sequence[Estimate]) -> Estimate:
+def _lowest_in_time(fit: Sequence[TierEstimate]) -> TierEstimate:
     """Choose the lowest precision whose first token does not come long after another tier's."""
     known_ttft_ms = [
         estimate.times.ttft_ms for estimate in fit if estimate.times is not None
@@ -539,16 +552,20 @@ def _lowest_in_time(fit: Sequence[Estimate]) -> Estimate:
     return next(in_time)
 
 
-def _within_loss(fit: Sequence[Estimate]) -> list[Estimate]:
+def _within_loss(fit: Sequence[TierEstimate]) -> list[TierEstimate]:
     """Return the tiers that lose no more than is allowed now; if the tiers that lose so little cannot serve, the best."""
-    allowed = [estimate for estimate in fit if estimate.loss.mean <= estimate.allowed]
+    allowed = [
+        estimate for estimate in fit if estimate.loss.mean <= estimate.allowed_loss
+    ]
     if allowed:
         return allowed
     smallest_loss = min(estimate.loss.mean for estimate in fit)
     return [estimate for estimate in fit if estimate.loss.mean == smallest_loss]
 
 
-def _fastest_or_cheapest(allowed: Sequence[Estimate], objective: Objective) -> Estimate:
+def _fastest_or_cheapest(
+    allowed: Sequence[TierEstimate], objective: Objective
+) -> TierEstimate:
     """Choose the tier that should finish soonest, or the cheapest of those whose finish a person cannot tell apart."""
     if objective == "best":
         soonest_ms = min(estimate.finishes_in_ms for estimate in allowed)
@@ -557,10 +574,10 @@ def _fastest_or_cheapest(allowed: Sequence[Estimate], objective: Objective) -> E
             for estimate in allowed
             if not is_noticeably_later(estimate.finishes_in_ms, soonest_ms)
         ]
-    return min(allowed, key=Estimate.order)
+    return min(allowed, key=TierEstimate.order)
 
 
-def _lowest(allowed: Sequence[Estimate], max_slowdown: float) -> Estimate:
+def _lowest(allowed: Sequence[TierEstimate], max_slowdown: float) -> TierEstimate:
     """Choose the lowest precision while no speed is measured under load, unless a higher one is far faster even so."""
     chosen = allowed[0]
     for higher in allowed[1:]:
@@ -581,9 +598,9 @@ def _dominated(
 
 
 def _basis(
-    chosen: Estimate,
-    fit: Sequence[Estimate],
-    acceptable: Sequence[Estimate],
+    chosen: TierEstimate,
+    fit: Sequence[TierEstimate],
+    acceptable: Sequence[TierEstimate],
     negligible_loss: float,
 ) -> Basis:
     """Return what the choice of a tier by its loss rests on.
@@ -601,21 +618,24 @@ def _basis(
 
 
 def _degrade(
-    choice: Choice, possible: Sequence[Estimate], fleet: FleetSnapshot, demand: Request
+    comparison: TierComparison,
+    possible: Sequence[TierEstimate],
+    fleet: FleetSnapshot,
+    demand: Demand,
 ) -> Decision:
     """Serve a request although no tier meets every bound, and say what is given up."""
-    chosen = _nearest(choice.query, possible, choice.table)
+    chosen = _nearest(comparison.query, possible, comparison.table)
     degraded = _given_up(chosen)
     basis = _BASIS_OF_DEGRADED[degraded[0]]
-    choice = replace(choice, chosen=chosen, basis=basis, given_up=degraded)
+    comparison = replace(comparison, chosen=chosen, basis=basis, given_up=degraded)
     are_times_impossible = "latency" in degraded and not _could_any_meet_times(
-        fleet, choice, demand
+        fleet, comparison, demand
     )
     return Decision(
         tier=chosen.tier,
-        reason=reason(choice, chosen),
-        query=choice.query,
-        choice=choice,
+        reason=reason(comparison, chosen),
+        query=comparison.query,
+        comparison=comparison,
         basis=basis,
         degraded=degraded,
         are_times_impossible=are_times_impossible,
@@ -623,16 +643,16 @@ def _degrade(
 
 
 def _nearest(
-    query: Query, possible: Sequence[Estimate], table: PolicyParameters
-) -> Estimate:
+    query: RoutingQuery, possible: Sequence[TierEstimate], table: PolicyParameters
+) -> TierEstimate:
     """Choose where no tier meets every bound: give up what ``give_up`` names, if a tier keeps the other bound.
 
     A hinted tier that keeps it is taken. Else of those that keep the loss, that of the class too if one does, the least
     late: so load beyond what the tiers can do spreads over all of them. Of those that keep the latency, the one that
     loses least.
     """
-    lossless = [estimate for estimate in possible if not estimate.lossy]
-    prompt = [estimate for estimate in possible if not estimate.slow]
+    lossless = [estimate for estimate in possible if not estimate.is_lossy]
+    prompt = [estimate for estimate in possible if not estimate.is_slow]
     gives_up_latency = table.give_up == "latency"
     keeping = lossless if gives_up_latency else prompt
     for estimate in keeping:
@@ -643,42 +663,45 @@ def _nearest(
     return _least_lossy(prompt or possible)
 
 
-def _least_late(lossless: Sequence[Estimate]) -> Estimate:
+def _least_late(lossless: Sequence[TierEstimate]) -> TierEstimate:
     """Choose the tier that misses its bounds on times by least, a fit one if there is any; of equals, the cheapest."""
-    fit = [estimate for estimate in lossless if not estimate.unfit]
+    fit = [estimate for estimate in lossless if not estimate.is_unfit]
     return min(
-        fit or lossless, key=lambda estimate: (estimate.excess, estimate.order())
+        fit or lossless, key=lambda estimate: (estimate.bound_ratio, estimate.order())
     )
 
 
-def _least_lossy(estimates: Sequence[Estimate]) -> Estimate:
+def _least_lossy(estimates: Sequence[TierEstimate]) -> TierEstimate:
     """Choose the tier that loses least; of equals, the highest precision."""
     return min(reversed(estimates), key=lambda estimate: estimate.loss.mean)
 
 
-def _given_up(chosen: Estimate) -> tuple[Degraded, ...]:
+def _given_up(chosen: TierEstimate) -> tuple[Degraded, ...]:
     """Return what a request does not get on a tier that does not meet its bounds; quality comes first."""
     given_up: list[Degraded] = []
-    if chosen.lossy or chosen.unfit:
+    if chosen.is_lossy or chosen.is_unfit:
         given_up.append("quality")
-    if chosen.slow and chosen.times is None:
+    if chosen.is_slow and chosen.times is None:
         given_up.append("unmeasured")
-    elif chosen.slow:
+    elif chosen.is_slow:
         given_up.append("latency")
     return tuple(given_up)
 
 
 def _could_any_meet_times(
-    fleet: FleetSnapshot, choice: Choice, demand: Request
+    fleet: FleetSnapshot, comparison: TierComparison, demand: Demand
 ) -> bool:
-    for tier, estimate in zip(fleet.tiers, choice.estimates, strict=True):
-        if _could_meet_times(tier, estimate, choice, demand):
+    for tier, estimate in zip(fleet.tiers, comparison.estimates, strict=True):
+        if _could_meet_times(tier, estimate, comparison, demand):
             return True
     return False
 
 
 def _could_meet_times(
-    tier: TierSnapshot, estimate: Estimate, choice: Choice, demand: Request
+    tier: TierSnapshot,
+    estimate: TierEstimate,
+    comparison: TierComparison,
+    demand: Demand,
 ) -> bool:
     """Tell whether a tier might meet the bounds on times at some load; one whose speed is not known might."""
     if estimate.obstacle in CALLERS_OWN or tier.spec.absent:
@@ -687,7 +710,7 @@ def _could_meet_times(
     if not ready:
         return True
     return any(
-        _meets_times_idle(replica.speed, tier.spec, choice, demand, cached=0)
+        _meets_times_idle(replica.speed, tier.spec, comparison, demand, cached_tokens=0)
         for replica in ready
     )
 
@@ -695,36 +718,40 @@ def _could_meet_times(
 def _meets_times_idle(
     speed: SpeedModel | None,
     spec: TierSpec,
-    choice: Choice,
-    demand: Request,
+    comparison: TierComparison,
+    demand: Demand,
     *,
-    cached: int,
+    cached_tokens: int,
 ) -> bool:
     """Tell whether an idle replica would meet the bounds on times with the confidence asked for; True: not known."""
     if speed is None:
         return True
-    sla = choice.query.sla
+    sla = comparison.query.sla
     idle = speed.times(
-        max(demand.prompt_tokens - cached, 0),
+        max(demand.prompt_tokens - cached_tokens, 0),
         IDLE,
         spec.max_num_seqs,
         output_share=demand.output_share,
-        sequences=choice.query.sequences,
+        sequences=comparison.query.sequences,
     )
-    safe_ttft_ms = idle.ttft_ms * math.exp(choice.confidence_z * speed.ttft_spread)
-    safe_tpot_ms = idle.tpot_ms * math.exp(choice.confidence_z * speed.tpot_spread)
+    safe_ttft_ms = idle.ttft_ms * math.exp(comparison.confidence_z * speed.ttft_spread)
+    safe_tpot_ms = idle.tpot_ms * math.exp(comparison.confidence_z * speed.tpot_spread)
     is_first_late = sla.ttft_ms is not None and safe_ttft_ms > sla.ttft_ms
     are_others_late = sla.tpot_ms is not None and safe_tpot_ms > sla.tpot_ms
     return not is_first_late and not are_others_late
 
 
 def _refuse(
-    choice: Choice, fleet: FleetSnapshot, demand: Request, *, is_possible: bool
+    comparison: TierComparison,
+    fleet: FleetSnapshot,
+    demand: Demand,
+    *,
+    is_possible: bool,
 ) -> Decision:
     """Refuse a request, and say when it could be served.
 
     Args:
-        choice: The tiers as they were compared.
+        comparison: The tiers as they were compared.
         fleet: The snapshot that they were compared in.
         demand: What the request needs of a replica.
         is_possible: Whether a tier could serve it, outside of its bounds.
@@ -732,25 +759,29 @@ def _refuse(
     tiers = {tier.spec.name: tier for tier in fleet.tiers}
     configured = [
         estimate
-        for estimate in choice.considered
+        for estimate in comparison.considered
         if not tiers[estimate.tier].spec.absent
     ]
     waits_s = []
-    for estimate in choice.considered:
+    for estimate in comparison.considered:
         wait_s = _possible_in_s(
-            tiers[estimate.tier], estimate, choice=choice, demand=demand, fleet=fleet
+            tiers[estimate.tier],
+            estimate,
+            comparison=comparison,
+            demand=demand,
+            fleet=fleet,
         )
         if wait_s is not None:
             waits_s.append(wait_s)
     longest = 0
     # Contexts are worth naming if no tier could serve the request as it is, whatever the load.
     if all(estimate.obstacle in CALLERS_OWN for estimate in configured):
-        longest = _longest_exceeded(choice.considered, tiers)
+        longest = _longest_exceeded(comparison.considered, tiers)
     return Decision(
         tier=None,
-        reason=refusal_reason(choice, longest or None),
-        query=choice.query,
-        choice=choice,
+        reason=refusal_reason(comparison, longest or None),
+        query=comparison.query,
+        comparison=comparison,
         basis=Basis.REFUSED,
         refusal=Refusal.SLA_UNMET if is_possible else _likeliest_to_pass(configured),
         retry_after_s=min(waits_s, default=None),
@@ -758,14 +789,14 @@ def _refuse(
     )
 
 
-def _likeliest_to_pass(configured: Sequence[Estimate]) -> Refusal:
+def _likeliest_to_pass(configured: Sequence[TierEstimate]) -> Refusal:
     """Return the obstacle, of any tier that this router serves, that is likeliest to pass. No tier: none is ready."""
     obstacles = {estimate.obstacle for estimate in configured} or {Refusal.NOT_READY}
     return next(obstacle for obstacle in LIKELIEST_TO_PASS if obstacle in obstacles)
 
 
 def _longest_exceeded(
-    considered: Sequence[Estimate], tiers: Mapping[TierName, TierSnapshot]
+    considered: Sequence[TierEstimate], tiers: Mapping[TierName, TierSnapshot]
 ) -> int:
     """Return the longest context, in tokens, of the tiers that the request is too long for; 0: there are none."""
     too_short = [
@@ -778,9 +809,9 @@ def _longest_exceeded(
 
 def _possible_in_s(
     tier: TierSnapshot,
-    estimate: Estimate,
-    choice: Choice,
-    demand: Request,
+    estimate: TierEstimate,
+    comparison: TierComparison,
+    demand: Demand,
     fleet: FleetSnapshot,
 ) -> float | None:
     """Predict in how many seconds a tier could serve the request as asked; None: never, as far as is known."""
@@ -788,13 +819,13 @@ def _possible_in_s(
         return _ready_in_s(tier)
     if estimate.obstacle in CALLERS_OWN:
         return None
-    if choice.query.require and estimate.lossy:
+    if comparison.query.require and estimate.is_lossy:
         return None  # Waiting does not make its answers better.
     waits_s = []
     for position, replica in enumerate(tier.replicas):
         if replica.status is READY:
             wait_s = _relieved_in_s(
-                tier, position, choice=choice, demand=demand, fleet=fleet
+                tier, position, comparison=comparison, demand=demand, fleet=fleet
             )
             if wait_s is not None:
                 waits_s.append(wait_s)
@@ -817,8 +848,8 @@ def _ready_in_s(tier: TierSnapshot) -> float | None:
 def _relieved_in_s(
     tier: TierSnapshot,
     position: int,
-    choice: Choice,
-    demand: Request,
+    comparison: TierComparison,
+    demand: Demand,
     fleet: FleetSnapshot,
 ) -> float | None:
     """Predict in how many seconds the replica at a position has room for the request; None: it is too slow even when idle.
@@ -829,12 +860,12 @@ def _relieved_in_s(
     replica = tier.replicas[position]
     speed = replica.speed
     spec = tier.spec
-    query = choice.query
+    query = comparison.query
     if speed is None:
         return UNKNOWN_RETRY_S
-    cached = tier.cached[position] if tier.cached else 0
+    cached_tokens = tier.cached[position] if tier.cached else 0
     if query.require and not _meets_times_idle(
-        speed, spec, choice, demand, cached=cached
+        speed, spec, comparison, demand, cached_tokens=cached_tokens
     ):
         return None
     load = load_of(replica, tier.output_tokens[position], fleet.load)
@@ -842,7 +873,7 @@ def _relieved_in_s(
     to_end = max(replica.slots + min(query.sequences, limit) - limit, 1)
     if query.require and query.sla.tpot_ms is not None:
         largest_batch = _largest_batch(
-            speed, spec, query.sla.tpot_ms, choice.confidence_z
+            speed, spec, query.sla.tpot_ms, comparison.confidence_z
         )
         to_end = max(to_end, load.sequences + query.sequences - largest_batch)
     wait_s = (
@@ -867,7 +898,7 @@ def _largest_batch(
 
 
 def successors(
-    tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyParameters
+    tier: TierName, query: RoutingQuery, fleet: FleetSnapshot, table: PolicyParameters
 ) -> tuple[TierName, ...]:
     """Return the tiers that may take over now from one that failed, in the order of a decision's fallbacks.
 
@@ -892,17 +923,17 @@ def successors(
 
 def fallbacks(decision: Decision) -> tuple[TierName, ...]:
     """Return the tiers that could take over when a decision was made, in order; after a failure they are chosen anew."""
-    choice = decision.choice
-    if decision.tier is None or choice.query.require:
+    comparison = decision.comparison
+    if decision.tier is None or comparison.query.require:
         return ()
     spare: dict[TierName, SpeedModel | None] = {}
-    for estimate in choice.considered:
-        if estimate.obstacle is None and estimate is not choice.chosen:
+    for estimate in comparison.considered:
+        if estimate.obstacle is None and estimate is not comparison.chosen:
             spare[estimate.tier] = estimate.speed
-    ranks = {estimate.tier: rank for rank, estimate in enumerate(choice.estimates)}
-    chosen = decision.tier if choice.chosen is None else choice.chosen.tier
+    ranks = {estimate.tier: rank for rank, estimate in enumerate(comparison.estimates)}
+    chosen = decision.tier if comparison.chosen is None else comparison.chosen.tier
     return _fallback_order(
-        chosen, spare, ranks=ranks, max_slowdown=choice.table.max_slowdown
+        chosen, spare, ranks=ranks, max_slowdown=comparison.table.max_slowdown
     )
 
 

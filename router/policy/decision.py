@@ -20,7 +20,7 @@ from tiers.quantization import quantizations_of
 from tiers.spec import ReplicaStatus, TierName
 
 if TYPE_CHECKING:
-    from tiers.choice import Candidate, Expectation
+    from tiers.choice import Candidate, CorrectedTimes
     from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
 
@@ -132,7 +132,7 @@ class Sla(Struct, frozen=True):
     confidence: float | None = None
 
 
-class Query(Struct, frozen=True):
+class RoutingQuery(Struct, frozen=True):
     """One request as the policy sees it.
 
     Attributes:
@@ -248,7 +248,7 @@ class Unfitness(Enum):
     """Why a tier serves a request only if no better one can, although it may be within the request's bounds."""
 
     BELOW_HINT = "below_hint"
-    OVER_BOUND = "over_bound"  # it may lose more than ``Choice.bound``
+    OVER_BOUND = "over_bound"  # it may lose more than ``TierComparison.bound``
     OVER_BUDGET = "over_budget"  # it is expected to lose more than the loss budget
 
 
@@ -259,25 +259,24 @@ class Rate(NamedTuple):
     output_us: float
 
 
-class Estimate(Struct, frozen=True):
+class TierEstimate(Struct, frozen=True):
     """What the policy expects of one tier for a request at the present load. None: not known.
 
     Attributes:
         precision: What the tier serves; see ``TierSpec``.
         speed: Of the replica that would serve the request, or of the first ready one.
-        batch: Sequences that this replica is expected to compute at once.
-        worst: Upper bound of the loss at the confidence asked for.
-        allowed: Share of answers, 0..1, that may get worse on the tier now.
+        batch_size: Sequences that this replica is expected to compute at once.
+        worst_loss: Upper bound of the loss at the confidence asked for.
+        allowed_loss: Share of answers, 0..1, that may get worse on the tier now.
         cost: Engine-seconds, times the tier's price.
-        excess: Largest ratio of a predicted time to its bound; infinite where a time is not known.
+        bound_ratio: Largest ratio of a predicted time to its bound; infinite where a time is not known.
         obstacle: Why the tier cannot serve now; None: it can.
         obstacle_text: The obstacle in words, for a person.
-        slow: The tier breaks a bound on time with the confidence asked for, or its times are not known.
-        lossy: The tier breaks the bound on loss with the confidence asked for.
-        unfit: There is an ``unfitness``.
-        cached: Prompt tokens that need no prefill on the replica that would serve it.
-        meets: The tier can serve the request within the bounds asked for.
-        found: The replica that would serve it, or the first ready one.
+        is_slow: The tier breaks a bound on time with the confidence asked for, or its times are not known.
+        is_lossy: The tier breaks the bound on loss with the confidence asked for.
+        cached_tokens: Prompt tokens that need no prefill on the replica that would serve it.
+        meets_bounds: The tier can serve the request within the bounds asked for.
+        candidate: The replica that would serve it, or the first ready one.
         finish_ms: When the caller should have the whole answer.
         unfitness: Of several reasons, the first in the order of ``Unfitness``; None: the tier is fit.
     """
@@ -286,26 +285,31 @@ class Estimate(Struct, frozen=True):
     precision: str
     state: ReplicaStatus
     speed: SpeedModel | None
-    batch: int
-    times: Expectation | None
+    batch_size: int
+    times: CorrectedTimes | None
     loss: ExpectedLoss
-    worst: float
-    allowed: float
+    worst_loss: float
+    allowed_loss: float
     cost: float | None
-    excess: float
+    bound_ratio: float
     obstacle: Obstacle | None
     obstacle_text: str
-    slow: bool
-    lossy: bool
-    unfit: bool
-    cached: int | None
-    meets: bool
-    found: Candidate | None = None
+    is_slow: bool
+    is_lossy: bool
+    cached_tokens: int | None
+    meets_bounds: bool
+    candidate: Candidate | None = None
     finish_ms: float | None = None
     unfitness: Unfitness | None = None
 
     @property
-    def under_load(self) -> bool:
+    def is_unfit(self) -> bool:
+        """Tell whether the tier serves the request only if no better one can."""
+        return self.unfitness is not None
+
+    @property
+    def is_known_under_load(self) -> bool:
+        """Tell whether the tier's speed was measured with other requests at the same time."""
         return self.speed is not None and self.speed.under_load
 
     @property
@@ -343,8 +347,8 @@ class Estimate(Struct, frozen=True):
         drift = 1.0 if self.times is None else self.times.drift
         us_per_ms = 1000 * drift
         return Rate(
-            prompt_us=self.speed.engine_ms(1, 0, self.batch) * us_per_ms,
-            output_us=self.speed.engine_ms(0, 1, self.batch) * us_per_ms,
+            prompt_us=self.speed.engine_ms(1, 0, self.batch_size) * us_per_ms,
+            output_us=self.speed.engine_ms(0, 1, self.batch_size) * us_per_ms,
         )
 
 
@@ -358,30 +362,33 @@ def latest_unnoticed_ms(soonest_ms: float) -> float:
     return soonest_ms + max(soonest_ms * NOTICEABLE_SHARE, NOTICEABLE_MS)
 
 
-class Choice(Struct, frozen=True):
-    """A choice between tiers, and all that it was made from.
+class TierComparison(Struct, frozen=True):
+    """What all tiers would do with a request, and which of them came out best.
+
+    It is apart from the decision because the decision's reason is worded from it, and because a decision may change
+    afterwards: a request that has waited for too long is refused, and a continuation goes to another tier.
 
     Attributes:
         confidence_z: The confidence asked for, as a quantile of the normal distribution.
         scarcity: Of engine time, 0..1.
         estimates: One for each tier, by rising precision.
-        chosen: None: the request is refused.
+        chosen: The tier that came out best; None: the request is refused.
         given_up: Bounds that no tier meets.
         bound: Share of answers, 0..1, that may get worse, as the request says, or else its class; None: there is no bound.
     """
 
-    query: Query
+    query: RoutingQuery
     table: PolicyParameters
     confidence_z: float
     scarcity: float
-    estimates: tuple[Estimate, ...]
-    chosen: Estimate | None = None
+    estimates: tuple[TierEstimate, ...]
+    chosen: TierEstimate | None = None
     basis: Basis = Basis.REFUSED
     given_up: tuple[Degraded, ...] = ()
     bound: float | None = None
 
     @property
-    def considered(self) -> list[Estimate]:
+    def considered(self) -> list[TierEstimate]:
         """Return the tiers that may be chosen: all, or only the one that the request requires."""
         if self.query.hint is None or not self.query.require:
             return list(self.estimates)
@@ -404,7 +411,7 @@ class Decision(Struct, frozen=True):
     Attributes:
         tier: The tier that is to serve it; None: it is refused.
         reason: Why, for a person; without any of the prompt's text.
-        choice: What the decision was made from.
+        comparison: What the decision was made from.
         degraded: What the request asks for or its class needs, and is not expected, or not known, to get.
         refusal: Why there is no tier; None where there is one.
         retry_after_s: Of a refusal: predicted seconds until it could be served; None: never, as far as is known.
@@ -415,8 +422,8 @@ class Decision(Struct, frozen=True):
 
     tier: TierName | None
     reason: str
-    query: Query
-    choice: Choice
+    query: RoutingQuery
+    comparison: TierComparison
     basis: Basis
     degraded: tuple[Degraded, ...] = ()
     refusal: Refusal | None = None
@@ -424,9 +431,9 @@ class Decision(Struct, frozen=True):
     longest: int = 0
     are_times_impossible: bool = False
 
-    def estimate(self, tier: TierName) -> Estimate:
+    def estimate(self, tier: TierName) -> TierEstimate:
         """Return what was expected of one tier; ``KeyError``: the fleet had no such tier."""
-        for estimate in self.choice.estimates:
+        for estimate in self.comparison.estimates:
             if estimate.tier is tier:
                 return estimate
         raise KeyError(tier)
@@ -436,7 +443,7 @@ class Decision(Struct, frozen=True):
         return next(
             (
                 estimate.rate
-                for estimate in self.choice.estimates
+                for estimate in self.comparison.estimates
                 if estimate.tier is tier
             ),
             None,
@@ -450,7 +457,7 @@ class Decision(Struct, frozen=True):
             return False
         return all(
             estimate.state is ReplicaStatus.ABSENT
-            for estimate in self.choice.considered
+            for estimate in self.comparison.considered
         )
 
     @property
@@ -479,11 +486,11 @@ class Decision(Struct, frozen=True):
         )
 
     @property
-    def chosen(self) -> Estimate | None:
+    def chosen(self) -> TierEstimate | None:
         return next(
             (
                 estimate
-                for estimate in self.choice.estimates
+                for estimate in self.comparison.estimates
                 if estimate.tier is self.tier
             ),
             None,

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from router.line_file import LineWriter
-from router.policy.decision import Decision, PolicyParameters, Query, Refusal
+from router.policy.decision import Decision, PolicyParameters, Refusal, RoutingQuery
 from router.policy.profiles import ProfileError, first_fault
 from tiers.snapshot import (
     FleetLoad,
@@ -139,7 +139,7 @@ def _read_state(line: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _query_line(query: Query) -> dict[str, Any]:
+def _query_line(query: RoutingQuery) -> dict[str, Any]:
     """Return a query without its prefix: what replicas hold of that is in the snapshot."""
     line: dict[str, Any] = to_builtins(
         structs.replace(query, prefix=None), enc_hook=str
@@ -149,9 +149,9 @@ def _query_line(query: Query) -> dict[str, Any]:
 
 
 _READ_QUERY = PlainValidator(
-    lambda line: convert(line, Query, dec_hook=lambda kind, value: kind(value))
+    lambda line: convert(line, RoutingQuery, dec_hook=lambda kind, value: kind(value))
 )
-LoggedQuery = Annotated[Query, _READ_QUERY, PlainSerializer(_query_line)]
+LoggedQuery = Annotated[RoutingQuery, _READ_QUERY, PlainSerializer(_query_line)]
 LoggedFleet = Annotated[
     FleetSnapshot, PlainValidator(_read_fleet), PlainSerializer(_fleet_line)
 ]

@@ -15,7 +15,13 @@ from tiers.spec import ReplicaStatus
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.policy.decision import Choice, Estimate, Obstacle, Query, Sort
+    from router.policy.decision import (
+        Obstacle,
+        RoutingQuery,
+        Sort,
+        TierComparison,
+        TierEstimate,
+    )
     from tiers.snapshot import ReplicaState, TierSnapshot
     from tiers.spec import TierName
 
@@ -27,22 +33,22 @@ SORTED_BY: dict[Sort, str] = {
 }
 
 
-def verdict(choice: Choice, estimate: Estimate) -> str:
+def verdict(comparison: TierComparison, estimate: TierEstimate) -> str:
     """Return what was decided of a tier, and why."""
-    chosen = choice.chosen
+    chosen = comparison.chosen
     if chosen is not None and estimate.tier is chosen.tier:
         return CHOSEN
-    if not estimate.meets or estimate.unfit:
-        return _against(choice, estimate)
+    if not estimate.meets_bounds or estimate.is_unfit:
+        return _against(comparison, estimate)
     if chosen is None:
         return "not asked for"
-    if estimate.loss.mean > estimate.allowed and choice.scarcity < 1:
+    if estimate.loss.mean > estimate.allowed_loss and comparison.scarcity < 1:
         wrong = f"may get up to {of_100(estimate.loss.stated_high)} answers wrong"
         return f"{wrong}, and engine time is not scarce enough for that"
     return f"would do, {_comparison(estimate, chosen)}"
 
 
-def _comparison(estimate: Estimate, chosen: Estimate) -> str:
+def _comparison(estimate: TierEstimate, chosen: TierEstimate) -> str:
     """Return why a tier that would do as well was not chosen, to follow "would do"."""
     if estimate.finish_ms is None or chosen.finish_ms is None:
         return f"but {chosen.tier} was taken"
@@ -57,15 +63,15 @@ def _comparison(estimate: Estimate, chosen: Estimate) -> str:
     return f"{finish}, {engine_time}"
 
 
-def reason(choice: Choice, chosen: Estimate) -> str:
+def reason(comparison: TierComparison, chosen: TierEstimate) -> str:
     """Return why a tier was chosen, for a person. What was asked for and is not given comes first."""
-    query = choice.query
-    text = _why(choice, chosen)
+    query = comparison.query
+    text = _why(comparison, chosen)
     if query.hint is not None and chosen.tier is not query.hint:
         hinted = next(
-            estimate for estimate in choice.estimates if estimate.tier is query.hint
+            estimate for estimate in comparison.estimates if estimate.tier is query.hint
         )
-        against = "not chosen" if hinted.meets else _against(choice, hinted)
+        against = "not chosen" if hinted.meets_bounds else _against(comparison, hinted)
         text = f"hint {query.hint} not taken: {against}; {text}"
     if query.precisions is not None:
         text += f"; the request allows {', '.join(sorted(query.precisions))} only"
@@ -74,21 +80,23 @@ def reason(choice: Choice, chosen: Estimate) -> str:
     return text
 
 
-def refusal_reason(choice: Choice, longest_context: int | None) -> str:
+def refusal_reason(comparison: TierComparison, longest_context: int | None) -> str:
     """Return why no tier serves a request, for a person.
 
     Args:
-        choice: The tiers as they were compared.
+        comparison: The tiers as they were compared.
         longest_context: Of the tiers for which the request alone is too long, in tokens; None: there are others, or none.
     """
     text = "; ".join(
         [
-            f"{estimate.tier} {verdict(choice, estimate)}"
-            for estimate in choice.considered
+            f"{estimate.tier} {verdict(comparison, estimate)}"
+            for estimate in comparison.considered
         ]
     )
-    suitable = [estimate.tier for estimate in choice.estimates if estimate.meets]
-    if choice.query.require and suitable:
+    suitable = [
+        estimate.tier for estimate in comparison.estimates if estimate.meets_bounds
+    ]
+    if comparison.query.require and suitable:
         text += f"; {' and '.join(suitable)} can, and tier_policy 'prefer' lets another tier serve"
     if longest_context is None:
         return text
@@ -96,31 +104,31 @@ def refusal_reason(choice: Choice, longest_context: int | None) -> str:
     return f"This model's maximum context length is {longest_context} tokens: {text}"
 
 
-def _why(choice: Choice, chosen: Estimate) -> str:
+def _why(comparison: TierComparison, chosen: TierEstimate) -> str:
     """Return what a choice rests on."""
-    if choice.given_up:
-        return _given_up_text(choice, chosen)
-    if choice.basis is Basis.HINT and choice.query.require:
+    if comparison.given_up:
+        return _given_up_text(comparison, chosen)
+    if comparison.basis is Basis.HINT and comparison.query.require:
         return f"{chosen.tier} is required"
-    if choice.basis is Basis.HINT:
+    if comparison.basis is Basis.HINT:
         return f"hint {chosen.tier}"
-    if choice.basis is Basis.DEGRADED_QUALITY:
-        return f"degraded to {chosen.tier}: {_unfit(choice, chosen)}, {_no_better(choice.considered)}"
-    return f"{_kind(choice)}: {_chosen_text(choice, chosen)}"
+    if comparison.basis is Basis.DEGRADED_QUALITY:
+        return f"degraded to {chosen.tier}: {_unfit(comparison, chosen)}, {_no_better(comparison.considered)}"
+    return f"{_kind(comparison)}: {_chosen_text(comparison, chosen)}"
 
 
-def _given_up_text(choice: Choice, chosen: Estimate) -> str:
+def _given_up_text(comparison: TierComparison, chosen: TierEstimate) -> str:
     given_up = " and ".join(
-        [bound for bound in choice.given_up if bound != "unmeasured"]
+        [bound for bound in comparison.given_up if bound != "unmeasured"]
     )
     if given_up:
         return f"no tier is expected to meet the SLA: {given_up} given up, {chosen.tier} taken"
     return f"no tier is known to meet the SLA, {chosen.tier} taken"
 
 
-def _kind(choice: Choice) -> str:
+def _kind(comparison: TierComparison) -> str:
     """Return of what kind a prompt is."""
-    features = choice.query.features
+    features = comparison.query.features
     prompt_class = features.prompt_class
     complexity = features.complexity or Complexity.MODERATE
     if features.confidence >= SURE or prompt_class is PromptClass.UNKNOWN:
@@ -128,19 +136,21 @@ def _kind(choice: Choice) -> str:
     return f"probably {prompt_class.value}, {complexity.value}"
 
 
-def _chosen_text(choice: Choice, chosen: Estimate) -> str:
+def _chosen_text(comparison: TierComparison, chosen: TierEstimate) -> str:
     """Return why a tier was chosen, to follow the prompt's kind."""
-    if choice.basis is Basis.SORT and choice.query.sort is not None:
-        return _sorted_text(chosen, choice.query.sort)
-    acceptable = [estimate for estimate in choice.considered if estimate.meets]
-    if choice.basis is Basis.SMALL_TALK:
-        return _small_talk_text(choice, chosen, acceptable)
-    if choice.basis is Basis.BUDGET:
-        return _budget_text(choice, chosen, acceptable)
-    return _little_loss_text(choice, chosen, acceptable)
+    if comparison.basis is Basis.SORT and comparison.query.sort is not None:
+        return _sorted_text(chosen, comparison.query.sort)
+    acceptable = [
+        estimate for estimate in comparison.considered if estimate.meets_bounds
+    ]
+    if comparison.basis is Basis.SMALL_TALK:
+        return _small_talk_text(comparison, chosen, acceptable)
+    if comparison.basis is Basis.BUDGET:
+        return _budget_text(comparison, chosen, acceptable)
+    return _little_loss_text(comparison, chosen, acceptable)
 
 
-def _sorted_text(chosen: Estimate, sort: Sort) -> str:
+def _sorted_text(chosen: TierEstimate, sort: Sort) -> str:
     value = chosen.order(sort)
     if value == math.inf:
         return f"sort {sort}: speed is not measured, so {chosen.tier}, the lowest precision that may serve, was taken"
@@ -148,10 +158,10 @@ def _sorted_text(chosen: Estimate, sort: Sort) -> str:
 
 
 def _small_talk_text(
-    choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]
+    comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
 ) -> str:
     """Return why a tier answers what cannot be right or wrong."""
-    lower = _fit_below(choice, chosen, acceptable)
+    lower = _fit_below(comparison, chosen, acceptable)
     if lower and lower[-1].times is not None and chosen.times is not None:
         passed_over = f"{lower[-1].tier} would take {_seconds(lower[-1].times.ttft_ms)} to its first token"
         return f"no precision loses anything, and {passed_over}, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
@@ -161,37 +171,39 @@ def _small_talk_text(
 
 
 def _budget_text(
-    choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]
+    comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
 ) -> str:
     """Return why a tier was chosen that loses more than a negligible share of answers."""
-    highest = choice.estimates[-1].tier
+    highest = comparison.estimates[-1].tier
     wrong = f"{chosen.tier} gets up to {of_100(chosen.loss.stated_high)} answers wrong that {highest} gets right"
-    when = " while engine time is scarce" if choice.table.objective == "best" else ""
-    advantage = _advantage(choice, chosen, acceptable)
+    when = (
+        " while engine time is scarce" if comparison.table.objective == "best" else ""
+    )
+    advantage = _advantage(comparison, chosen, acceptable)
     return (
         f"{wrong} ({chosen.loss.basis}), within the loss budget{when}, and {advantage}"
     )
 
 
 def _little_loss_text(
-    choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]
+    comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
 ) -> str:
     """Return why a tier was chosen that loses next to nothing, or less than all others."""
-    highest = choice.estimates[-1].tier
-    tolerated = max(chosen.loss.mean, choice.table.negligible_loss)
+    highest = comparison.estimates[-1].tier
+    tolerated = max(chosen.loss.mean, comparison.table.negligible_loss)
     worse = [estimate for estimate in acceptable if estimate.loss.mean > tolerated]
     parts = []
     if worse:
         parts.append(_wrong_text(worse, highest))
-    if choice.basis is Basis.NEGLIGIBLE:
-        advantage = _advantage(choice, chosen, acceptable)
+    if comparison.basis is Basis.NEGLIGIBLE:
+        advantage = _advantage(comparison, chosen, acceptable)
         parts.append(f"{chosen.tier} {_good_text(chosen, highest)}, and {advantage}")
     if parts:
         return "; ".join(parts)
-    return _alone_text(choice, chosen, acceptable)
+    return _alone_text(comparison, chosen, acceptable)
 
 
-def _wrong_text(worse: Sequence[Estimate], highest: TierName) -> str:
+def _wrong_text(worse: Sequence[TierEstimate], highest: TierName) -> str:
     """Return how many answers the tiers get wrong that were not chosen for it."""
     lowest, *higher = worse
     wrong = f"up to {of_100(lowest.loss.stated_high)} answers wrong that {highest} gets right ({lowest.loss.basis})"
@@ -202,74 +214,84 @@ def _wrong_text(worse: Sequence[Estimate], highest: TierName) -> str:
     return "; ".join([f"{lowest.tier} may get {wrong}", *higher_texts])
 
 
-def _good_text(chosen: Estimate, highest: TierName) -> str:
+def _good_text(chosen: TierEstimate, highest: TierName) -> str:
     if chosen.loss.mean == 0:
         return "loses nothing"
     return f"is as good as {highest} (up to {of_100(chosen.loss.stated_high)} answers get worse, {chosen.loss.basis})"
 
 
 def _alone_text(
-    choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]
+    comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
 ) -> str:
     """Return why a tier was chosen where nothing is known that another tier does worse."""
     if len(acceptable) > 1:
         return f"no tier loses less than {chosen.tier}"
     if any(
-        estimate.obstacle is None and not estimate.meets
-        for estimate in choice.considered
+        estimate.obstacle is None and not estimate.meets_bounds
+        for estimate in comparison.considered
     ):
         return "no other tier meets the request's bounds"
     obstructed = [
-        estimate for estimate in choice.considered if estimate.obstacle is not None
+        estimate for estimate in comparison.considered if estimate.obstacle is not None
     ]
     obstacles = [f"{estimate.tier} {estimate.obstacle_text}" for estimate in obstructed]
     return f"only {chosen.tier} can serve: {'; '.join(obstacles)}"
 
 
-def _advantage(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
+def _advantage(
+    comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
+) -> str:
     """Return what decided between the tiers whose loss is allowed."""
     fit_others = [
         estimate
         for estimate in acceptable
-        if not estimate.unfit and estimate is not chosen
+        if not estimate.is_unfit and estimate is not chosen
     ]
     rivals = [
-        estimate for estimate in fit_others if estimate.loss.mean <= estimate.allowed
+        estimate
+        for estimate in fit_others
+        if estimate.loss.mean <= estimate.allowed_loss
     ]
-    if chosen.under_load and rivals and all(rival.under_load for rival in rivals):
-        return _faster_text(choice, chosen, rivals)
-    if _fit_below(choice, chosen, acceptable):
+    if (
+        chosen.is_known_under_load
+        and rivals
+        and all(rival.is_known_under_load for rival in rivals)
+    ):
+        return _faster_text(comparison, chosen, rivals)
+    if _fit_below(comparison, chosen, acceptable):
         return "is much faster here than lower precisions"
-    if choice.rank(chosen.tier) > 0:
+    if comparison.rank(chosen.tier) > 0:
         return "is the lowest precision that can serve"
     return "is the lowest precision"
 
 
 def _fit_below(
-    choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]
-) -> list[Estimate]:
+    comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
+) -> list[TierEstimate]:
     """Return the fit tiers of lower precision than the chosen one, which were passed over."""
-    rank = choice.rank(chosen.tier)
+    rank = comparison.rank(chosen.tier)
     return [
         estimate
         for estimate in acceptable
-        if not estimate.unfit and choice.rank(estimate.tier) < rank
+        if not estimate.is_unfit and comparison.rank(estimate.tier) < rank
     ]
 
 
-def _faster_text(choice: Choice, chosen: Estimate, rivals: Sequence[Estimate]) -> str:
+def _faster_text(
+    comparison: TierComparison, chosen: TierEstimate, rivals: Sequence[TierEstimate]
+) -> str:
     """Return by how much a tier should finish sooner than its rivals, or how much engine time it saves if that decided."""
     finishes_later = any(
         is_noticeably_later(rival.finishes_in_ms, chosen.finishes_in_ms)
         for rival in rivals
     )
-    if choice.table.objective == "best" and finishes_later:
+    if comparison.table.objective == "best" and finishes_later:
         return f"should finish soonest: {_finish_text(chosen, rivals)}"
     costs = ", ".join([f"{rival.tier} {rival.order():.2g}" for rival in rivals])
     return f"should take {chosen.order():.2g} s of engine time ({costs})"
 
 
-def _finish_text(chosen: Estimate, rivals: Sequence[Estimate]) -> str:
+def _finish_text(chosen: TierEstimate, rivals: Sequence[TierEstimate]) -> str:
     """Return when a tier and its rivals should finish, or have their first token if that makes the difference."""
     rival = max(rivals, key=lambda estimate: estimate.finishes_in_ms)
     if rival.times is None or chosen.times is None:
@@ -291,32 +313,34 @@ def _seconds(milliseconds: float) -> str:
     return f"{two_digits:g} s"
 
 
-def _against(choice: Choice, estimate: Estimate) -> str:
+def _against(comparison: TierComparison, estimate: TierEstimate) -> str:
     """Return what speaks against a tier that has an obstacle, breaks a bound or is unfit."""
     if estimate.obstacle is not None:
         return estimate.obstacle_text
-    if estimate.lossy:
-        wrong = f"may get up to {of_100(estimate.worst)} answers wrong ({estimate.loss.basis})"
-        return f"{wrong}, {of_100(choice.query.sla.max_quality_loss or 0.0)} allowed"
-    if estimate.slow:
-        return _slow_text(estimate, choice.query, choice.confidence_z)
-    return _unfit(choice, estimate)
+    if estimate.is_lossy:
+        wrong = f"may get up to {of_100(estimate.worst_loss)} answers wrong ({estimate.loss.basis})"
+        return (
+            f"{wrong}, {of_100(comparison.query.sla.max_quality_loss or 0.0)} allowed"
+        )
+    if estimate.is_slow:
+        return _slow_text(estimate, comparison.query, comparison.confidence_z)
+    return _unfit(comparison, estimate)
 
 
-def _unfit(choice: Choice, estimate: Estimate) -> str:
+def _unfit(comparison: TierComparison, estimate: TierEstimate) -> str:
     """Return why a tier is unfit."""
-    hint = choice.query.hint
+    hint = comparison.query.hint
     tier = estimate.tier
     if estimate.unfitness is Unfitness.BELOW_HINT:
         return f"hint {hint} wants {hint} or higher"
     if estimate.unfitness is Unfitness.OVER_BOUND:
-        wrong = of_100(estimate.worst)
-        return f"{_kind(choice)}: {tier} may get up to {wrong} answers wrong, {of_100(choice.bound or 0.0)} allowed"
+        wrong = of_100(estimate.worst_loss)
+        return f"{_kind(comparison)}: {tier} may get up to {wrong} answers wrong, {of_100(comparison.bound or 0.0)} allowed"
     wrong = of_100(estimate.loss.mean)
-    return f"{_kind(choice)}: {tier} is expected to get {wrong} answers wrong, more than policy.loss_budget allows"
+    return f"{_kind(comparison)}: {tier} is expected to get {wrong} answers wrong, more than policy.loss_budget allows"
 
 
-def _slow_text(estimate: Estimate, query: Query, confidence_z: float) -> str:
+def _slow_text(estimate: TierEstimate, query: RoutingQuery, confidence_z: float) -> str:
     """Return which bound a tier's times break with the confidence asked for; of both, the bound on TTFT."""
     times = estimate.times
     if times is None:
@@ -350,9 +374,9 @@ def _late_text(
     return None
 
 
-def _no_better(considered: Sequence[Estimate]) -> str:
+def _no_better(considered: Sequence[TierEstimate]) -> str:
     """Return why none of the fit tiers serves, to follow why the chosen one is unfit."""
-    obstacles = {estimate.obstacle for estimate in considered if not estimate.unfit}
+    obstacles = {estimate.obstacle for estimate in considered if not estimate.is_unfit}
     if obstacles <= {Refusal.NOT_ALLOWED}:
         return "none of which this key allows"
     if obstacles <= {Refusal.NOT_ALLOWED, Refusal.EXCLUDED}:
@@ -362,7 +386,7 @@ def _no_better(considered: Sequence[Estimate]) -> str:
     return "none of which can serve now"
 
 
-def obstacle_text(obstacle: Obstacle, tier: TierSnapshot, query: Query) -> str:
+def obstacle_text(obstacle: Obstacle, tier: TierSnapshot, query: RoutingQuery) -> str:
     """Return why a tier cannot serve a request now, to follow its name."""
     match obstacle:
         case Refusal.NOT_ALLOWED:
@@ -387,7 +411,7 @@ def obstacle_text(obstacle: Obstacle, tier: TierSnapshot, query: Query) -> str:
     return text
 
 
-def _excluded(tier: TierSnapshot, query: Query) -> str:
+def _excluded(tier: TierSnapshot, query: RoutingQuery) -> str:
     spec = tier.spec
     if query.only is not None and spec.name not in query.only:
         return "is not among the tiers that the request allows"

@@ -198,7 +198,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
-class Sample(Frozen):
+class SpeedSample(Frozen):
     """One timed request, and its tier's load when it was sent. Times in milliseconds."""
 
     tier: TierName
@@ -255,7 +255,7 @@ class LatencyProfile(_Profile):
     version: Literal[1] = 1
     machine: str
     fits: tuple[Fit, ...]
-    samples: tuple[Sample, ...]
+    samples: tuple[SpeedSample, ...]
 
     def with_others(self, earlier: LatencyProfile) -> LatencyProfile:
         """Return the profile with an earlier one's measurements of the tiers that it leaves out."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from classifier import PromptFeatures
 from router.policy.decide import fallbacks
-from router.policy.decision import Decision, Estimate
+from router.policy.decision import Decision, TierEstimate
 from router.policy.explain import verdict
 from router.policy.losses import ExpectedLoss
 from router.policy.table import PolicyStore
@@ -14,14 +14,14 @@ from tiers.spec import TierName
 
 
 def render_estimates(decision: Decision) -> list[dict[str, Any]]:
-    choice = decision.choice
+    comparison = decision.comparison
     return [
-        _render_estimate(estimate, verdict(choice, estimate))
-        for estimate in choice.estimates
+        _render_estimate(estimate, verdict(comparison, estimate))
+        for estimate in comparison.estimates
     ]
 
 
-def _render_estimate(estimate: Estimate, verdict_text: str) -> dict[str, Any]:
+def _render_estimate(estimate: TierEstimate, verdict_text: str) -> dict[str, Any]:
     loss = render_loss(estimate.loss)
     return {
         "tier": estimate.tier,
@@ -33,7 +33,7 @@ def _render_estimate(estimate: Estimate, verdict_text: str) -> dict[str, Any]:
         "loss_answers": loss["answers"],
         "loss_source": loss["source"],
         "cost": estimate.rounded_cost,
-        "cached_prompt_tokens": estimate.cached,
+        "cached_prompt_tokens": estimate.cached_tokens,
         "verdict": verdict_text,
     }
 

@@ -33,7 +33,7 @@ class LikeTier(Section):
         return like
 
 
-class PolicySettings(Section, reloads=AllBut({"profiles"})):
+class PolicySettings(Section, reloads=AllBut({"profiles", "second_look"})):
     """How a tier is chosen."""
 
     # share of answers; a tier that loses no more is as good as the highest
@@ -79,6 +79,11 @@ class PolicySettings(Section, reloads=AllBut({"profiles"})):
         gt=1,
         description="While speed under load is not measured, a tier this many times slower per token than a higher "
         "precision is not used.",
+    )
+    second_look: bool = Field(
+        default=True,
+        description="Whether a small transformer reads a prompt again where fastText is not sure that it has code and the "
+        "tier depends on it. `false` saves its memory; docs/classifier.md says what both cost.",
     )
     live_check_share: Share = Field(
         0,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from classifier import PromptClass
-    from router.policy.decision import Decision, Query
+    from router.policy.decision import Decision, RoutingQuery
     from router.policy.losses import ExpectedLoss, Kind, Losses
     from router.policy.profiles import AnswerCount
     from router.policy.settings import PolicySettings
@@ -120,7 +120,7 @@ class PolicyStore:
             for adapter in sorted(adapters)
         }
 
-    def successors(self, tier: TierName, query: Query) -> tuple[TierName, ...]:
+    def successors(self, tier: TierName, query: RoutingQuery) -> tuple[TierName, ...]:
         return successors(tier, query, self._fleet.snapshot(), self.table)
 
     def served(self, decision: Decision, tier: TierName | None) -> None:
@@ -136,8 +136,8 @@ class PolicyStore:
         tally.answers += 1
         tally.lost += table.loss(tier, features).mean
         tally.allowed += max(table.budget(tier), table.negligible_loss)
-        chosen = decision.choice.chosen
-        cost_at_highest = decision.choice.estimates[-1].cost
+        chosen = decision.comparison.chosen
+        cost_at_highest = decision.comparison.estimates[-1].cost
         if (
             chosen is not None
             and chosen.tier is tier

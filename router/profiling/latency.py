@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, pstdev
 
-from router.policy.profiles import Fit, FitError, ProfileError, Sample, percentile
+from router.policy.profiles import Fit, FitError, ProfileError, SpeedSample, percentile
 from tiers.least_squares import least_squares
 from tiers.spec import TierName
-from tiers.speed import Load, SpeedModel
+from tiers.speed import ReplicaLoad, SpeedModel
 
 # of the smallest batch's median time a token: no batch is decoded in less
 BUNCHED = 0.1
@@ -23,7 +23,7 @@ KNEE_PAYS = 0.7  # a knee must reduce the line's squared error to less than this
 
 
 def fit_all(
-    samples: Sequence[Sample], max_num_seqs: Mapping[TierName, int]
+    samples: Sequence[SpeedSample], max_num_seqs: Mapping[TierName, int]
 ) -> tuple[Fit, ...]:
     """Fit the speed models of several tiers; ``contention`` is one for all, since they share one machine.
 
@@ -40,7 +40,7 @@ def fit_all(
 
 def fit(
     tier: TierName,
-    samples: Sequence[Sample],
+    samples: Sequence[SpeedSample],
     max_num_seqs: int,
     contention: float | None = None,
 ) -> Fit:
@@ -75,7 +75,7 @@ def fit(
         contention = _contention(own, alone, max_num_seqs)
     shared = contention
 
-    def factor(s: Sample) -> float:
+    def factor(s: SpeedSample) -> float:
         return 1 + shared * s.neighbours
 
     ttft_pairs = [
@@ -106,7 +106,9 @@ def fit(
     )
 
 
-def _contention(own: Sequence[Sample], alone: SpeedModel, max_num_seqs: int) -> float:
+def _contention(
+    own: Sequence[SpeedSample], alone: SpeedModel, max_num_seqs: int
+) -> float:
     """Return the median slowdown by neighbours, of TPOT and TTFT at batch 1; 0: none, or nothing was measured."""
     slowed = [
         (seen / predicted - 1) / s.neighbours
@@ -121,7 +123,7 @@ def _contention(own: Sequence[Sample], alone: SpeedModel, max_num_seqs: int) -> 
     return max(median(slowed), 0.0) if slowed else 0.0
 
 
-def _paced(own: list[Sample]) -> list[Sample]:
+def _paced(own: list[SpeedSample]) -> list[SpeedSample]:
     """Return samples without the pace of answers that came in one piece, because this process or the router had to wait."""
     paces = [
         (s.batch, s.tpot_ms) for s in own if s.tpot_ms is not None and not s.neighbours
@@ -140,7 +142,7 @@ def _paced(own: list[Sample]) -> list[Sample]:
     ]
 
 
-def _fit_steps(decoded: Sequence[Sample]) -> SpeedModel:
+def _fit_steps(decoded: Sequence[SpeedSample]) -> SpeedModel:
     """Fit the time of a decode step to the batch size: a line, or two lines that meet at a measured batch size."""
     seen = [s.tpot_ms for s in decoded if s.tpot_ms is not None]
     batches = sorted({s.batch for s in decoded})
@@ -163,8 +165,8 @@ def _fit_steps(decoded: Sequence[Sample]) -> SpeedModel:
     return best[1] if best[0] < KNEE_PAYS * line[0] else line[1]
 
 
-def _predicted_ttft(model: SpeedModel, sample: Sample, max_num_seqs: int) -> float:
-    load = Load(sample.sequences, sample.waiting_tokens, 0, 0.0)
+def _predicted_ttft(model: SpeedModel, sample: SpeedSample, max_num_seqs: int) -> float:
+    load = ReplicaLoad(sample.sequences, sample.waiting_tokens, 0, 0.0)
     return model.times(sample.prompt_tokens, load, max_num_seqs, 1.0).ttft_ms
 
 

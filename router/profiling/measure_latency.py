@@ -13,7 +13,7 @@ from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
-from router.policy.profiles import LatencyProfile, ProfileError, Sample
+from router.policy.profiles import LatencyProfile, ProfileError, SpeedSample
 from router.profiling.client import Client, FleetState, Timed, first_of
 from router.profiling.latency import fit_all
 from tiers.spec import TierName
@@ -88,7 +88,7 @@ class _Bench:
     asked: int = 0
     last: Timed | None = None
     computed: asyncio.Event = field(default_factory=asyncio.Event)
-    found: list[tuple[Sample, Timed]] = field(default_factory=list)
+    found: list[tuple[SpeedSample, Timed]] = field(default_factory=list)
 
     async def request(
         self, prompt_tokens: int, tokens: int, batch: int, *, neighbours: float = 0.0
@@ -124,7 +124,7 @@ class _Bench:
         finally:
             self.waiting -= left
             self.sequences -= 1
-        sample = Sample(
+        sample = SpeedSample(
             tier=self.tier,
             prompt_tokens=prompt_tokens,
             sequences=sequences,
@@ -179,7 +179,7 @@ class _Run:
         self._total = sum(map(self._steps, tiers)) + (
             len(TOGETHER_BATCHES) if len(tiers) > 1 else 0
         )
-        self.samples: list[Sample] = []
+        self.samples: list[SpeedSample] = []
 
     def _steps(self, tier: TierName) -> int:
         """Return the number of a tier's steps if none is skipped: warm-up, prompts, batches, arrivals."""
@@ -252,7 +252,7 @@ class _Run:
                 f"all tiers together, {batch} at a time each", step
             )
 
-    async def _all_busy(self, batch: int, length_s: float) -> list[Sample]:
+    async def _all_busy(self, batch: int, length_s: float) -> list[SpeedSample]:
         benches = [_Bench(self._client, tier) for tier in self._tiers]
         until, others = time.monotonic() + length_s, len(self._tiers) - 1
         async with asyncio.TaskGroup() as group:
@@ -295,7 +295,7 @@ class _Run:
             )
         return median(alone)
 
-    def _own(self, tier: TierName) -> list[Sample]:
+    def _own(self, tier: TierName) -> list[SpeedSample]:
         return [s for s in self.samples if s.tier is tier]
 
     async def _arrival(self, bench: _Bench) -> None:

@@ -28,7 +28,13 @@ from urllib.parse import quote
 from pydantic_core import to_json
 from starlette.types import Scope
 
-from router.line_file import Losses, PrivateFile, Writer, begin_line, made_record
+from router.line_file import (
+    LossCountingHandler,
+    PrivateFile,
+    Writer,
+    begin_line,
+    made_record,
+)
 from router.telemetry.record import KeptFor, Outcome, RequestRecord, render_summary
 from router.telemetry.settings import TelemetrySettings
 
@@ -288,7 +294,7 @@ class _File(PrivateFile):
         return self.requests or not _is_request(record)
 
 
-class _Stream(Losses, logging.StreamHandler[Any]):
+class _Stream(LossCountingHandler, logging.StreamHandler[Any]):
     """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer."""
 
     what = "standard error"

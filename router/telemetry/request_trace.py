@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from classifier import PromptFeatures
 from router.policy.decide import fallbacks
-from router.policy.decision import Decision, Estimate
+from router.policy.decision import Decision, TierEstimate
 from router.policy.explain import verdict
 from router.telemetry.record import Hop, Journey, KeptFor, Outcome, RequestRecord
 
@@ -67,7 +67,7 @@ def decision_attributes(decision: Decision) -> dict[str, Any]:
     return without_unknown(attributes)
 
 
-def estimate_attributes(estimate: Estimate, verdict: str) -> dict[str, Any]:
+def estimate_attributes(estimate: TierEstimate, verdict: str) -> dict[str, Any]:
     attributes = {
         "verdict": verdict,
         "state": estimate.state.value,
@@ -76,7 +76,7 @@ def estimate_attributes(estimate: Estimate, verdict: str) -> dict[str, Any]:
         "expected_loss": estimate.loss.mean,
         "expected_loss_high": estimate.loss.high,
         "cost": estimate.rounded_cost,
-        "cached_prompt_tokens": estimate.cached,
+        "cached_prompt_tokens": estimate.cached_tokens,
     }
     return {
         f"qarr.{estimate.tier}.{name}": value
@@ -252,9 +252,9 @@ def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
 
     decision = record.decision
     route_attributes = decision_attributes(decision)
-    for estimate in decision.choice.estimates:
+    for estimate in decision.comparison.estimates:
         route_attributes |= estimate_attributes(
-            estimate, verdict(decision.choice, estimate)
+            estimate, verdict(decision.comparison, estimate)
         )
     yield step(
         "classify",

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from router.policy.decision import Decision, Query
+from router.policy.decision import Decision, RoutingQuery
 from router.policy.table import PolicyStore
 from router.telemetry.record import Hop, error_name
 from router.telemetry.tracing import Telemetry
@@ -298,11 +298,11 @@ class Upstream:
             precision=replica.spec.precision,
             checkpoint=replica.spec.checkpoint_id or "",
             number=number,
-            streamed=request.streamed,
+            streamed=request.is_streamed,
         )
         self._telemetry.start(hop, request.parameters)
         body: Body | None = None
-        times = self._streamed_times if request.streamed else self._buffered_times
+        times = self._streamed_times if request.is_streamed else self._buffered_times
         try:
             body = await self._transport.send(*self._post(replica, request, hop), times)
             if body.status != httpx.codes.OK:
@@ -320,7 +320,7 @@ class Upstream:
             )
             answer = (
                 EngineStream(attempt, request)
-                if request.streamed
+                if request.is_streamed
                 else BufferedAnswer(attempt, request.answers)
             )
             answer.ignored = request.ignored_by(replica)
@@ -333,7 +333,7 @@ class Upstream:
                 hop,
                 body=body,
                 limit_s=times["read"],
-                streamed=request.streamed,
+                streamed=request.is_streamed,
             )
             raise
 
@@ -356,8 +356,8 @@ class Upstream:
 
 
 def lease_for(
-    fleet: Fleet, tier: TierName, query: Query, exclude: Collection[str], *, over_limit: bool = False,
-    found: Candidate | None = None,
+    fleet: Fleet, tier: TierName, query: RoutingQuery, exclude: Collection[str], *, over_limit: bool = False,
+    candidate: Candidate | None = None,
 ) -> Lease | None:  # fmt: skip
     """Return a slot for a request on a tier, apart from replicas to exclude; None: there is none."""
     if query.precisions is not None:
@@ -373,15 +373,15 @@ def lease_for(
         exclude=exclude,
         over_limit=over_limit,
         prefix=query.prefix,
-        found=found,
+        candidate=candidate,
     )
 
 
-def no_answer(errors: Iterable[UpstreamError], *told: str) -> NoEngineAnsweredError:
-    """Return the error for attempts that all failed: it says what is ``told``, and when to ask again."""
+def no_answer(errors: Iterable[UpstreamError], *texts: str) -> NoEngineAnsweredError:
+    """Return the error for attempts that all failed: it says the ``texts``, and when to ask again."""
     waits_s = [getattr(error, "retry_after_s", None) or 0.0 for error in errors]
     shortest_wait_s = min(waits_s, default=0.0)
-    return NoEngineAnsweredError("; ".join(told), shortest_wait_s or None)
+    return NoEngineAnsweredError("; ".join(texts), shortest_wait_s or None)
 
 
 def _reports(errors: Mapping[str, UpstreamError]) -> list[str]:

@@ -52,7 +52,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         path: Path of the endpoint at the engine.
         operation: What is asked, in the GenAI conventions' words.
         request_id: The caller's; an engine is given it with the attempt's number.
-        streamed: Whether the answer comes as events.
+        is_streamed: Whether the answer comes as events.
         priority: For vLLM's scheduler, lower first; None leaves the body's own.
         wants_usage: Whether an answer without token counts is not complete.
         counts: Whether to ask for token counts at the end of a stream.
@@ -71,7 +71,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     operation: str = "chat"
     request_id: str
     answers: AnswerFormat = COMPLETION_FORMAT
-    streamed: bool = True
+    is_streamed: bool = True
     priority: int | None = None
     wants_usage: bool = False
     counts: bool = True
@@ -122,7 +122,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         members: dict[str, Any] = {"model": self.adapter or replica.model, **document}
         if replica.takes_priority and self.priority is not None:
             members["priority"] = self.priority
-        if self.streamed:
+        if self.is_streamed:
             members["stream"] = True
             members["stream_options"] = {"include_usage": True}
             members["return_token_ids"] = True
@@ -139,7 +139,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
             changes["priority"] = None
         elif self.priority is not None:
             changes["priority"] = self.priority
-        if self.streamed and self.counts:
+        if self.is_streamed and self.counts:
             stream_options = self._stream_options(document)
             if stream_options is not None:
                 changes["stream_options"] = stream_options

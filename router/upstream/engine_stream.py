@@ -22,7 +22,7 @@ from router.upstream.errors import (
     UpstreamError,
     without_trace,
 )
-from router.upstream.progress import Progress
+from router.upstream.progress import AnswerProgress
 from router.upstream.sse import (
     COMPLETION_FORMAT,
     USAGE,
@@ -238,7 +238,7 @@ class EngineStream(EngineAnswer):
         characters_held_back = (
             0 if request.continuable is None else request.continuable.held_back
         )
-        self._progress = Progress(characters_held_back)
+        self._progress = AnswerProgress(characters_held_back)
         self._unnoted: list[Chunk] = []  # chunks that are not in ``_progress`` yet
         self._unreported_tokens = 0  # tokens that the lease was not told of yet
         # when both are to be noted next, by the monotonic clock in seconds
@@ -257,7 +257,7 @@ class EngineStream(EngineAnswer):
         self._tells_tokens = False
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> AnswerProgress:
         """Return what the caller has, if the answer is ``continuable``."""
         if self._unnoted:
             self._note_progress()

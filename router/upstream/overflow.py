@@ -143,7 +143,7 @@ def _edited_body(
         return None
     changes: dict[str, Any] = {name: None for name in values if name not in portable}
     changes["model"] = model
-    changes["stream_options"] = {"include_usage": True} if request.streamed else None
+    changes["stream_options"] = {"include_usage": True} if request.is_streamed else None
     if is_chat:
         changes |= _limit_changes(portable, limit_name)
     return document.edited(changes)
@@ -389,12 +389,12 @@ class OverflowClient:
             url=options.url,
             began=time.monotonic(),
             overflow=self.name,
-            streamed=request.streamed,
+            streamed=request.is_streamed,
         )
         self._telemetry.start(hop, request.parameters)
         limit_s = (
             options.first_token_timeout_s
-            if request.streamed
+            if request.is_streamed
             else times.answer_timeout_s
         )
         limits = {
@@ -418,7 +418,7 @@ class OverflowClient:
             )
             answer = (
                 _stream(attempt, request)
-                if request.streamed
+                if request.is_streamed
                 else _BufferedOverflowAnswer(attempt, _FORMAT)
             )
             answer.overflow = self.name
@@ -426,7 +426,12 @@ class OverflowClient:
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:
             await give_up(
-                error, hold, hop, body=body, limit_s=limit_s, streamed=request.streamed
+                error,
+                hold,
+                hop,
+                body=body,
+                limit_s=limit_s,
+                streamed=request.is_streamed,
             )
             raise
 
@@ -434,7 +439,9 @@ class OverflowClient:
         self.in_flight -= 1
 
     def _post(self, request: EngineRequest, content: bytes) -> tuple[Origin, bytes]:
-        media_type = b"text/event-stream" if request.streamed else b"application/json"
+        media_type = (
+            b"text/event-stream" if request.is_streamed else b"application/json"
+        )
         headers = [
             (b"accept", media_type),
             (b"accept-encoding", b"identity"),

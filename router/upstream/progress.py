@@ -27,7 +27,7 @@ _no_ids = partial(array, "I")  # an empty array, of 4 bytes a token
 
 
 @dataclass(slots=True)
-class Progress:
+class AnswerProgress:
     """How far an answer has come: what another engine needs to go on from there.
 
     As vLLM's ``v1/engine/detokenizer.py`` works, an engine keeps a fixed number of characters back while they may begin a
@@ -38,7 +38,7 @@ class Progress:
         held_back: Characters that an engine keeps back.
         prompt_ids: The prompt as the engine read it; empty for as long as it is not known.
         output_ids: Ids of all tokens that came.
-        told: Characters that came.
+        received_characters: Characters that came.
         finish_reason: Why the answer ended; None: it is not known yet.
         continuable: Whether what came so far can be continued.
         counted: Whether the engine has told the tokens of all that came.
@@ -49,7 +49,7 @@ class Progress:
     held_back: int = 0
     prompt_ids: array[int] = field(default_factory=_no_ids)
     output_ids: array[int] = field(default_factory=_no_ids)
-    told: int = 0
+    received_characters: int = 0
     finish_reason: str | None = None
     continuable: bool = True
     counted: bool = True
@@ -68,14 +68,18 @@ class Progress:
     def point(self) -> Point:
         """Return the last point whose text is known."""
         return Point(
-            *next(point for point in reversed(self._points) if point[1] <= self.told)
+            *next(
+                point
+                for point in reversed(self._points)
+                if point[1] <= self.received_characters
+            )
         )
 
     @property
     def settled(self) -> bool:
         """Tell whether all that came is the text up to the last known point, and nothing is kept back there."""
         keeps_text_back = self.held_back > 0 and self._has_text
-        return self.point.characters == self.told and not keeps_text_back
+        return self.point.characters == self.received_characters and not keeps_text_back
 
     def note(self, chunks: Iterable[Chunk]) -> None:
         """Note what came, in order.
@@ -92,13 +96,15 @@ class Progress:
             is_single_token = len(token_ids) == 1
             text = chunk.text
             if text:
-                while len(points) > 1 and points[1][1] <= self.told:
+                while len(points) > 1 and points[1][1] <= self.received_characters:
                     del points[0]
                 self._written.write(text)
-                self.told += len(text)
+                self.received_characters += len(text)
                 self._has_text = True
                 if is_single_token:
-                    points.append((len(output_ids), self.told + self.held_back))
+                    points.append(
+                        (len(output_ids), self.received_characters + self.held_back)
+                    )
                 elif not token_ids:
                     self.close(counted=False)
             elif is_single_token:
@@ -131,7 +137,7 @@ class Progress:
         """Go back, or on, to where the text of so many tokens is known; another engine begins there."""
         del self.output_ids[tokens:]
         self._written = StringIO()
-        self.told = self._written.write(text)
+        self.received_characters = self._written.write(text)
         self.begun = Point(tokens, len(text))
         self._points = [self.begun]
         self.silent = []

@@ -43,7 +43,7 @@ class _Choice(Struct):
     prompt_token_ids: _Ids | None = None
 
 
-class _Event(Struct):
+class _ChunkEvent(Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     prompt_token_ids: _Ids | None = None
@@ -65,7 +65,7 @@ _INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _MEMBERS_WITH_TEXT = {"content", "reasoning", "reasoning_content"}
 # a delta with these alone holds nothing but the answer's text
 _MEMBERS_OF_PLAIN_TEXT = {"role", "content"}
-_EVENT = msgspec.json.Decoder(_Event)
+_EVENT = msgspec.json.Decoder(_ChunkEvent)
 _COMPLETION = msgspec.json.Decoder(_Completion)
 
 
@@ -158,7 +158,7 @@ def parse_event(raw: bytes) -> Chunk:
     )
 
 
-def _parse_event_without_choice(raw: bytes, event: _Event) -> Chunk:
+def _parse_event_without_choice(raw: bytes, event: _ChunkEvent) -> Chunk:
     """Read an event that has token counts at most; ``EngineBrokeError``: it tells of an error, or is no chunk."""
     if event.error is not None:
         raise EngineBrokeError("the engine reported an error in its stream")

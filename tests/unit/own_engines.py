@@ -21,7 +21,7 @@ from tiers.fleet import Fleet
 from tiers.lifecycle.options import SupervisorOptions
 from tiers.lifecycle.supervisor import Supervisor
 from tiers.replica import Replica
-from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpec
+from tiers.spec import EngineLaunch, EnginePlacement, ReplicaStatus, TierName, TierSpec
 
 
 @dataclass(slots=True)
@@ -93,7 +93,13 @@ async def own_engines(
     ports = range(first, first + len(specs))
     launches = [
         EngineLaunch(
-            spec, Placement(kv_cache_gib=gib), python, "fake", "127.0.0.1", port, "key"
+            spec,
+            EnginePlacement(kv_cache_gib=gib),
+            python,
+            "fake",
+            "127.0.0.1",
+            port,
+            "key",
         )
         for spec, port in zip(specs, ports, strict=True)
     ]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from msgspec.structs import replace
+from tiers.comparison import CorrectedTimes
 
 from classifier import PromptClass, PromptFeatures
 from router.policy.decision import (
     Basis,
-    Choice,
     Decision,
-    Estimate,
     PolicyParameters,
-    Query,
+    RoutingQuery,
+    TierComparison,
+    TierEstimate,
 )
 from router.policy.losses import NO_LOSS
 from router.telemetry.record import Outcome, RequestRecord, Served, Times, Tokens
-from tiers.choice import Expectation
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 
@@ -25,23 +25,40 @@ def decision(
     tier: TierName | None = TierName.FAST, kind: PromptClass = PromptClass.CHAT
 ) -> Decision:
     """Return a decision; every tier is predicted to take 100 ms to the first token, and 20 ms for each further one."""
-    query = Query(
+    query = RoutingQuery(
         PromptFeatures(2, 1, 1, True, False, False, None, kind, 0.9, ()), 20, 100
     )
     estimates = tuple(
-        Estimate(
-            name, "bf16", ReplicaStatus.READY, None, 1, Expectation(100.0, 20.0, 0.0, 0.0), NO_LOSS, 0.0, 0.0, 2.5, 0.0,
-            None, "", slow=False, lossy=False, unfit=False, cached=None, meets=True,
+        TierEstimate(
+            tier=name,
+            precision="bf16",
+            state=ReplicaStatus.READY,
+            speed=None,
+            batch_size=1,
+            times=CorrectedTimes(100.0, 20.0, ttft_spread=0.0, tpot_spread=0.0),
+            loss=NO_LOSS,
+            worst_loss=0.0,
+            allowed_loss=0.0,
+            cost=2.5,
+            bound_ratio=0.0,
+            obstacle=None,
+            obstacle_text="",
+            is_slow=False,
+            is_lossy=False,
+            cached_tokens=None,
+            meets_bounds=True,
         )
         for name in STANDARD_TIERS
-    )  # fmt: skip
+    )
     basis = Basis.REFUSED if tier is None else Basis.NEGLIGIBLE
-    choice = Choice(query, PolicyParameters(), 0.0, 0.0, estimates, None, basis)
-    made = Decision(tier, "the cheapest", query, choice, basis)
+    comparison = TierComparison(
+        query, PolicyParameters(), 0.0, 0.0, estimates, None, basis
+    )
+    made = Decision(tier, "the cheapest", query, comparison, basis)
     return (
         made
         if tier is None
-        else replace(made, choice=replace(choice, chosen=made.estimate(tier)))
+        else replace(made, comparison=replace(comparison, chosen=made.estimate(tier)))
     )
 
 

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from classifier import PromptClass, PromptFeatures
 from router.policy.decide import decide
-from router.policy.decision import Decision, Query
+from router.policy.decision import Decision, RoutingQuery
 from router.policy.table import PolicyStore
 from router.settings import Settings
 from router.telemetry.tracing import Telemetry
@@ -34,7 +34,7 @@ from tiers.replica import Replica
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 LIMIT = 4  # slots of each replica
-QUERY = Query(
+QUERY = RoutingQuery(
     PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()),
     20,
     100,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tiers.sizing.capacity import Demand, between_ms
 from tiers.sizing.fleet import EngineType, Fleet, Load, cheapest
 from tiers.spec import PRECISIONS, TierName
-from tiers.speed import Load as Busy
+from tiers.speed import ReplicaLoad as Busy
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ def scope_with(**headers: str) -> Scope:
         "path": "/generate",
         "headers": raw,
     }
-    scope[CONTEXT] = RequestContext("request", "trace", sent=dict(raw))
+    scope[CONTEXT] = RequestContext("request", "trace", request_headers=dict(raw))
     return scope
 
 
@@ -56,9 +56,9 @@ def body_in(*parts: bytes | None) -> Receive:
 )
 async def test_a_body_is_read_up_to_its_limit(parts: tuple[bytes, ...]) -> None:
     scope = scope_with()
-    before = context_of(scope).arrived
+    before = context_of(scope).arrived_at
     assert await read_body(scope, body_in(*parts), LIMIT) == b"".join(parts)
-    assert context_of(scope).arrived > before, "the request is here once its body is"
+    assert context_of(scope).arrived_at > before, "the request is here once its body is"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from router.api.bodies import InvalidBodyError
-from router.api.models import Choice, model_names, read_document, resolve
+from router.api.models import ModelChoice, model_names, read_document, resolve
 from router.api.problems import UnknownModelError, describe
 from router.api.settings import OpenAISettings
 from router.upstream.json_object import JsonObject
@@ -54,7 +54,7 @@ def asked(**body: Any) -> JsonObject:
     ],
 )
 def test_names_stand_for_tiers(name: str, choice: str) -> None:
-    assert resolve(asked(model=name), SETTINGS, FLEET) == Choice(choice)  # type: ignore[arg-type]
+    assert resolve(asked(model=name), SETTINGS, FLEET) == ModelChoice(choice)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,16 @@ def test_names_stand_for_tiers(name: str, choice: str) -> None:
 )
 def test_without_a_name_it_is_auto(body: dict[str, Any]) -> None:
     """As vLLM takes it; the engines' own name, which stands in answers, is no tier's either."""
-    assert resolve(asked(**body), SETTINGS, FLEET) == Choice("auto")
+    assert resolve(asked(**body), SETTINGS, FLEET) == ModelChoice("auto")
 
 
 def test_an_adapters_name_stands_for_it_on_any_tier() -> None:
-    assert resolve(asked(model="support"), SETTINGS, FLEET) == Choice("auto", "support")
+    assert resolve(asked(model="support"), SETTINGS, FLEET) == ModelChoice(
+        "auto", "support"
+    )
     assert resolve(
         asked(model="support"), OpenAISettings(aliases={"support": "fast"}), FLEET
-    ) == Choice("fast")
+    ) == ModelChoice("fast")
 
 
 @pytest.mark.parametrize(

@@ -132,14 +132,14 @@ def refusals(stack: UpstreamStack) -> Iterator[RequestRefusedError]:
 
 def requiring_absent(decision: Decision) -> Decision:
     """Return the refusal of a request that requires a tier which the router does not serve."""
-    choice = decision.choice
+    choice = decision.comparison
     query = structs.replace(decision.query, hint=STANDARD_TIERS[0], require=True)
     absent = structs.replace(choice.estimates[0], state=ReplicaStatus.ABSENT)
     choice = structs.replace(
         choice, query=query, estimates=(absent, *choice.estimates[1:])
     )
     return structs.replace(
-        decision, tier=None, refusal=Refusal.NOT_READY, query=query, choice=choice
+        decision, tier=None, refusal=Refusal.NOT_READY, query=query, comparison=choice
     )
 
 

@@ -34,7 +34,7 @@ from router.auth.api_keys import (
     set_team,
 )
 from router.auth.settings import JwtSettings
-from router.auth.tokens import Tokens
+from router.auth.tokens import TokenVerifier
 from router.section import SettingsError
 from router.settings import load_settings
 from tests.fakes.engine import serving
@@ -123,7 +123,7 @@ async def test_a_token_has_the_rights_of_its_claims(
 ) -> None:
     """Its subject and its rights make the same caller as a key with these rights."""
     issuer = Issuer(algorithm)
-    tokens = Tokens(settings_of(published(tmp_path, issuer)))
+    tokens = TokenVerifier(settings_of(published(tmp_path, issuer)))
     assert tokens.find(issuer.sign()) == Caller("jwt:alice", "alice")
     rights = {
         "tiers": ["fast"],
@@ -144,7 +144,7 @@ async def test_a_token_has_the_rights_of_its_claims(
 
 async def test_no_two_subjects_are_one_caller(tmp_path: Path) -> None:
     issuer = Issuer()
-    tokens = Tokens(settings_of(published(tmp_path, issuer)))
+    tokens = TokenVerifier(settings_of(published(tmp_path, issuer)))
     subjects = [
         "a b",
         "ä",
@@ -197,14 +197,14 @@ async def test_a_refusal_says_why_without_the_token(
     issuer = Issuer()
     token = issuer.sign(**claims)
     with pytest.raises(UnauthorizedError, match=told) as refused:
-        Tokens(settings_of(published(tmp_path, issuer))).find(token)
+        TokenVerifier(settings_of(published(tmp_path, issuer))).find(token)
     assert token not in str(refused.value)
 
 
 async def test_only_the_issuers_signature_counts(tmp_path: Path) -> None:
-    """Tokens without a signature, signed with a secret, by another key, or by one that is not published are refused."""
+    """TokenVerifier without a signature, signed with a secret, by another key, or by one that is not published are refused."""
     issuer, other = Issuer(), Issuer()
-    tokens = Tokens(settings_of(published(tmp_path, issuer)))
+    tokens = TokenVerifier(settings_of(published(tmp_path, issuer)))
     claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "eve", "exp": time.time() + 300}
     known = {"kid": issuer.kid}
     with pytest.raises(UnauthorizedError, match="signature is not valid"):
@@ -228,7 +228,7 @@ async def test_checked_tokens_are_remembered_until_the_keys_change(
     """A token is checked once; when its key is published no longer, it is refused at once."""
     issuer = Issuer()
     file = published(tmp_path, issuer)
-    tokens = Tokens(settings_of(file))
+    tokens = TokenVerifier(settings_of(file))
     token = issuer.sign()
     assert tokens.find(token) is tokens.find(token)
     issuer.rotate("second")
@@ -260,10 +260,10 @@ def test_settings_are_checked(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match=told):
             load_settings(None, {"jwt": {**whole, **wrong}})
     with pytest.raises(KeysError, match=r"jwt\.jwks: .*No such file"):
-        Tokens(settings_of(tmp_path / "none"))
+        TokenVerifier(settings_of(tmp_path / "none"))
     (tmp_path / "empty").touch()
     with pytest.raises(KeysError, match="is not a JWKS"):
-        Tokens(settings_of(tmp_path / "empty"))
+        TokenVerifier(settings_of(tmp_path / "empty"))
 
 
 async def test_the_documented_settings_and_claims_are_valid(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ async def test_the_documented_settings_and_claims_are_valid(tmp_path: Path) -> N
         json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     )
     settings, issuer = load_settings(None, {**tls, **given}), Issuer()
-    tokens = Tokens(
+    tokens = TokenVerifier(
         settings.jwt.model_copy(update={"jwks": str(published(tmp_path, issuer))})
     )
     caller = tokens.find(issuer.sign(**{**claims, "exp": time.time() + 300}))
@@ -354,7 +354,7 @@ async def test_rotated_keys_are_fetched_when_a_token_names_them(
     """An unknown key is fetched, but not for every token; while the issuer hangs or fails the last keys stay in force."""
     clock = Clock()
     async with issuing() as (issuer, url):
-        tokens = Tokens(settings_of(url), clock)
+        tokens = TokenVerifier(settings_of(url), clock)
         token = issuer.sign()
         with pytest.raises(UnknownSignerError, match="cannot be read now"):
             tokens.find(token)
@@ -381,7 +381,7 @@ async def test_keys_do_not_stay_in_force_for_ever() -> None:
     """When the issuer has been away for longer than ``KEEP_S``, its tokens are refused, remembered ones too."""
     clock = Clock()
     async with issuing() as (issuer, url):
-        tokens = Tokens(settings_of(url), clock)
+        tokens = TokenVerifier(settings_of(url), clock)
         await tokens.renew()
         token = issuer.sign()
         issuer.status = 500
@@ -449,7 +449,7 @@ async def test_while_the_issuer_is_away_tokens_are_asked_for_again(
     clock = Clock()
     async with issuing() as (issuer, url):
         issuer.status = 500
-        tokens = Tokens(settings_of(url), clock)
+        tokens = TokenVerifier(settings_of(url), clock)
         access = KeyStore(tmp_path / "none.json", tokens)
         for in_force in (False, True):
             await tokens.renew()

@@ -96,7 +96,9 @@ def test_hostile_texts_are_read_in_part(unit: str) -> None:
 
 @pytest.mark.parametrize("odds", [1e3, -1e3])
 def test_probabilities_of_extreme_odds(odds: float) -> None:
-    found = replace(shipped_model(), least=(odds,) * len(OUTPUTS)).predict("\u2603")
+    found = replace(shipped_model(), unnamed_log_odds=(odds,) * len(OUTPUTS)).predict(
+        "\u2603"
+    )
     assert 0 < found.has_code < 1
     assert sum(found.classes) == pytest.approx(1)
 
@@ -136,7 +138,7 @@ def test_any_text_is_explained(text: str) -> None:
 def test_the_pairs_that_ask_for_code_weigh_most() -> None:
     """What is told of two words is what they say alone, beyond an empty text."""
     told, model = (
-        explain("please write quicksort in rust for my aunt", most=3)["asks"],
+        explain("please write quicksort in rust for my aunt", max_pairs=3)["asks"],
         shipped_model(),
     )
     assert {"write quicksort", "in rust"} & {pair for pair, _ in told}

@@ -11,7 +11,7 @@ import pytest
 from classifier import Complexity, PromptClass, PromptFeatures
 from router.cli.plan import _mix, tiers_for_gpus
 from router.policy.decide import decide
-from router.policy.decision import PolicyParameters, Query
+from router.policy.decision import PolicyParameters, RoutingQuery
 from router.policy.decision_log import DecisionLog
 from router.policy.profiles import Fit, FitError, LatencyProfile, latency_name
 from router.settings import load_settings
@@ -491,7 +491,7 @@ def test_the_mix_of_a_decision_log(tmp_path: Path) -> None:
         )
         log.decided(
             "r",
-            decide(Query(features, 20, 100), fleet, table),
+            decide(RoutingQuery(features, 20, 100), fleet, table),
             fleet,
             table,
             priority=0,

@@ -23,9 +23,9 @@ from tests.unit.cli.stub_router import qarr
 from tests.unit.tiers.test_checkpoints import model
 from tiers.errors import TierError
 from tiers.fleet import Fleet
-from tiers.plan import GIB, Plan, Share
+from tiers.plan import GIB, EngineShare, MemoryPlan
 from tiers.preparing import ENGINE_START_S
-from tiers.spec import STANDARD_TIERS, Placement, TierSpec
+from tiers.spec import STANDARD_TIERS, EnginePlacement, TierSpec
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 
@@ -46,15 +46,20 @@ def test_the_plan_says_what_is_measured_and_what_is_estimated(
         TierSpec(FAST, 2048, 16, 32),
     )
     shares = tuple(
-        Share(
-            tier, weights, on_disk, kv_cache=GIB, kv_tokens=4096, placement=Placement()
+        EngineShare(
+            tier,
+            weights,
+            on_disk,
+            kv_cache=GIB,
+            kv_tokens=4096,
+            placement=EnginePlacement(),
         )
         for tier, weights, on_disk in (
             (FAST, 2 * GIB, GIB),
             (PRECISE, GIB // 2, GIB // 2),
         )
     )
-    _show_plan("m", Plan("CPU (2 cores)", shares), (made, unmade))
+    _show_plan("m", MemoryPlan("CPU (2 cores)", shares), (made, unmade))
     head, grown, plain = capsys.readouterr().err.splitlines()
     assert head == "model m on CPU (2 cores)"
     assert (

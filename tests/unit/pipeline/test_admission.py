@@ -12,9 +12,9 @@ import pytest
 from msgspec.structs import replace
 
 from classifier import PromptClass, PromptFeatures
-from router.pipeline.admission import Admission, Slot
+from router.pipeline.admission import Admission, Grant
 from router.policy.decide import decide
-from router.policy.decision import PRIORITIES, Query, RequestRefusedError
+from router.policy.decision import PRIORITIES, RequestRefusedError, RoutingQuery
 from router.policy.table import PolicyStore
 from router.settings import load_settings
 from tiers.fleet import Fleet
@@ -25,7 +25,7 @@ from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 LONG_WAITS = {"interactive": 600, "standard": 600, "batch": 600}
-QUERY = Query(
+QUERY = RoutingQuery(
     PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()),
     20,
     100,
@@ -42,15 +42,15 @@ class Entrance:
 
     def ask(
         self, *, key: str = "key", priority: int = PRIORITIES["standard"], **query: Any
-    ) -> asyncio.Task[Slot]:
+    ) -> asyncio.Task[Grant]:
         asked = replace(QUERY, **query)
         decision = decide(asked, self.fleet.snapshot(), self.policy.table)
         return asyncio.create_task(self.admission.enter(decision, key, priority))
 
-    async def hold(self, tier: TierName, **query: Any) -> Slot:
+    async def hold(self, tier: TierName, **query: Any) -> Grant:
         return await self.ask(hint=tier, require=True, **query)
 
-    async def end(self, admitted: Slot, key: str = "key") -> None:
+    async def end(self, admitted: Grant, key: str = "key") -> None:
         """Let a request end, and the queue see it."""
         admitted.lease.release()
         self.admission.leave(key, admitted)
@@ -314,7 +314,7 @@ async def test_whatever_comes_and_goes_all_of_it_comes_back(
     """Requests of all kinds come, end and leave at any moment: limits hold, nobody is left waiting, nothing is left held."""
     source = random.Random(seed)
     at = door(tmp_path, {FAST: 3, BALANCED: 2, PRECISE: 4}, replicas=2, max_waiting=30)
-    running: list[tuple[str, asyncio.Task[Slot]]] = []
+    running: list[tuple[str, asyncio.Task[Grant]]] = []
     for _ in range(600):
         if source.random() < 0.55:
             key = source.choice("abc")

@@ -41,6 +41,7 @@ from router.upstream.overflow import OverflowClient
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour
 from tests.unit.classifier.cases import ASKS, CONTAINS, NEITHER
+from tests.unit.router_stack import router_stack
 from tests.unit.upstream_stack import HI, UpstreamStack, text_of, until, upstream_stack
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -52,7 +53,7 @@ LIMITED = Caller(
 )
 READ = 4  # tokens of the prompt, by the estimate
 WHOLE = EngineRequest(
-    document=JsonObject.parse(b'{"messages":[]}'), request_id="w", streamed=False
+    document=JsonObject.parse(b'{"messages":[]}'), request_id="w", is_streamed=False
 )
 
 
@@ -61,7 +62,7 @@ def asked(caller: Caller = LIMITED, **fields: Any) -> Call:
     values = {
         "options": RoutingOptions(FAST, "tier"),
         "prompt": PromptText("hi", READ),
-        "asked": HI,
+        "engine_request": HI,
         "max_tokens": 100,
     }
     return Call(
@@ -210,13 +211,23 @@ async def test_a_second_look_is_taken_only_where_the_tier_hangs_on_it() -> None:
     assert alone.query.features.doubtful
 
 
+async def test_the_second_look_is_on_by_default_and_a_setting_turns_it_off(
+    tmp_path: Path,
+) -> None:
+    """Without it no transformer is loaded, and the first look decides alone."""
+    async with router_stack(tmp_path, {"policy": {"second_look": False}}) as without:
+        assert without.pipeline.second_look is None
+    async with router_stack(tmp_path) as by_default:
+        assert by_default.pipeline.second_look is not None
+
+
 async def test_what_the_policy_refuses_costs_no_quota() -> None:
     async with line() as at:
         request = asked(prompt=PromptText("hi", 5000))
         with pytest.raises(RequestRefusedError):
             await at.served(request)
         assert at.outcome == (Outcome.REFUSED, Refusal.TOO_LONG.value)
-        assert (request.context.limits, await at.tokens_left(), at.held()) == (
+        assert (request.context.quota_headers, await at.tokens_left(), at.held()) == (
             {},
             TOKENS,
             0,
@@ -241,7 +252,7 @@ async def test_an_answer_that_took_too_long_costs_its_prompt() -> None:
         options={"answer_timeout_s": 0.1}, fast=Behaviour(stall_after=1)
     ) as at:
         with pytest.raises(EngineTooSlowError):
-            await at.served(asked(asked=WHOLE))
+            await at.served(asked(engine_request=WHOLE))
         assert (await at.tokens_left(), at.held()) == (TOKENS - READ, 0)
 
 

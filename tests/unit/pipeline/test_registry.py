@@ -13,7 +13,7 @@ from msgspec import structs
 from router.auth.api_keys import Caller
 from router.auth.quota import OverQuotaError
 from router.lifecycle import ServerState
-from router.pipeline.admission import Slot
+from router.pipeline.admission import Grant
 from router.pipeline.registry import OVER_QUOTA, ActiveRequest, RequestRegistry
 from router.pipeline.request import RequestContext
 from router.policy.decide import decide
@@ -84,11 +84,11 @@ def ended(
 async def test_a_record_tells_what_was_decided_and_who_served() -> None:
     async with upstream_stack(balanced=Behaviour(prompt_tokens=33)) as stack:
         registry, decision = registry_of(), stack.decision(BALANCED)
-        with entry(registry, context(arrived=0.0), decision, 0) as request:
+        with entry(registry, context(arrived_at=0.0), decision, 0) as request:
             assert registry.open == [request]
             answer = await stack.stream(BALANCED)
-            request.slot, request.sent = (
-                Slot(decision, answer.attempt.lease, waited_ms=5.0),
+            request.grant, request.sent = (
+                Grant(decision, answer.attempt.lease, waited_ms=5.0),
                 answer.sent_at,
             )
             request.answer = answer
@@ -135,7 +135,9 @@ async def test_a_time_to_the_first_token_is_counted_from_the_arrival() -> None:
     async with upstream_stack() as stack:
         registry = registry_of()
         for own, found in ((30.0, 2030.0), (None, None)):
-            with entry(registry, context(arrived=10.0), stack.decision(), 0) as request:
+            with entry(
+                registry, context(arrived_at=10.0), stack.decision(), 0
+            ) as request:
                 request.answer = answer = await stack.stream()
                 answer.ttft_ms, answer.sent_at = own, 12.0
                 await answer.aclose()
@@ -150,13 +152,13 @@ async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> Non
             stack.decision(BALANCED),
         )
         with entry(registry, context(), first, 0) as request:
-            assert (request.state, request.now_on, request.slot) == (
+            assert (request.state, request.now_on, request.grant) == (
                 "waiting",
                 None,
                 None,
             )
             answer = await stack.stream(BALANCED)
-            request.slot, request.decision = Slot(later, answer.attempt.lease), later
+            request.grant, request.decision = Grant(later, answer.attempt.lease), later
             assert (request.state, request.decision) == ("prefill", later)
             request.answer = answer
             assert (request.state, request.now_on) == ("decode", answer)
@@ -330,7 +332,7 @@ async def test_bounds_on_times_are_met_or_not_or_nobody_knows(
         )
         with (
             suppress(EngineBrokeError, asyncio.CancelledError),
-            entry(registry, context(arrived=0.0), decision, 0) as request,
+            entry(registry, context(arrived_at=0.0), decision, 0) as request,
         ):
             request.answer = await stack.stream()
             await text_of(request.answer)

@@ -42,7 +42,10 @@ def asked_for(
     engine = EngineRequest(document=document, request_id="r", adapter=adapter)
     given = {"options": RoutingOptions(), "max_tokens": 100, **values}
     return Call(
-        context=RequestContext("r", "t", caller), prompt=prompt, asked=engine, **given
+        context=RequestContext("r", "t", caller),
+        prompt=prompt,
+        engine_request=engine,
+        **given,
     )
 
 
@@ -125,7 +128,7 @@ def test_a_query_has_its_prefix_where_affinity_is_on() -> None:
 def test_a_session_has_the_first_name_that_it_is_given() -> None:
     """A header, a field, else the key; of any other type than text it is none, and a long one is cut."""
     caller = Caller("k1", "one")
-    named = RequestContext("r", "t", caller, sent={b"x-session-id": b"mine"})
+    named = RequestContext("r", "t", caller, request_headers={b"x-session-id": b"mine"})
     plain = RequestContext("r", "t", caller)
     assert session_of(named, "other") == "mine"
     assert session_of(plain, None, ["a"], "", "other") == "other"
@@ -166,7 +169,7 @@ def test_a_strict_key_refuses_what_is_beyond_it() -> None:
     strict = Caller("k", "one", over="refuse", max_priority="standard")
     with pytest.raises(BeyondKeyError) as refused:
         class_priority(strict, "interactive", "qarr.priority")
-    assert (refused.value.field, refused.value.asked) == (
+    assert (refused.value.field, refused.value.requested) == (
         "qarr.priority",
         "interactive",
     )
@@ -185,8 +188,10 @@ def test_numbers_are_kept_within_the_highest_class() -> None:
 
 
 def test_a_contexts_headers_carry_its_ids_and_limits() -> None:
-    context = RequestContext("r1", "t1", limits={"x-ratelimit-limit-requests": "9"})
-    assert context.headers == {
+    context = RequestContext(
+        "r1", "t1", quota_headers={"x-ratelimit-limit-requests": "9"}
+    )
+    assert context.response_headers == {
         "x-request-id": "r1",
         "x-qarr-trace-id": "t1",
         "x-ratelimit-limit-requests": "9",

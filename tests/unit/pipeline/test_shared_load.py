@@ -19,7 +19,7 @@ from tests.conftest import RedisServer
 from tests.waiting import until
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.fleet import Fleet
-from tiers.replica import FOREIGN_POLLS, NO_PEERS, PeerLoad, Replica, Share
+from tiers.replica import FOREIGN_POLLS, NO_PEERS, PeerLoad, Replica, SlotShare
 from tiers.snapshot import Gauges
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
@@ -340,10 +340,10 @@ def test_what_others_told_expires_where_it_is_read() -> None:
     """What is known of others, and the share that goes with it, end by themselves, whatever becomes of those who told."""
     replica, now = make_fleet(1).replicas[0], time.monotonic()
     replica.note_peers(PeerLoad(3), now + 100)
-    replica.note_share(Share(2, now + 100))
+    replica.note_share(SlotShare(2, now + 100))
     assert (replica.others.counted.slots, replica.state.limit) == (3, 2)
     replica.note_peers(PeerLoad(3), now)
-    replica.note_share(Share(2, now))
+    replica.note_share(SlotShare(2, now))
     assert (replica.others.counted, replica.state.limit) == (NO_PEERS, 1)
 
 

@@ -14,7 +14,7 @@ from router.auth.api_keys import add_key
 from tests.unit.router_stack import Stack, router_stack
 from tests.waiting import until
 from tiers.breaker import BreakerOptions, BreakerState
-from tiers.choice import Request, candidate
+from tiers.choice import Demand, best_candidate
 from tiers.fleet import Fleet
 from tiers.replica import FleetOptions, Replica
 from tiers.snapshot import Gauges
@@ -323,7 +323,9 @@ def test_long_prompts_wait_while_the_cache_is_full() -> None:
         assert (lease is not None) is open_to_long
         snapshot = fleet.snapshot()
         assert (
-            candidate(snapshot.tiers[0], Request(101, 1, long=True), snapshot.load).free
+            best_candidate(
+                snapshot.tiers[0], Demand(101, 1, is_long=True), snapshot.load
+            ).is_free
             is open_to_long
         )
         if lease is not None:

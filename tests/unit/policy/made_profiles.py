@@ -13,7 +13,7 @@ from router.policy.profiles import (
     FitError,
     LatencyProfile,
     QualityProfile,
-    Sample,
+    SpeedSample,
 )
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -69,7 +69,7 @@ def latency(
     machine: str = "big",
 ) -> LatencyProfile:
     samples = tuple(
-        Sample(
+        SpeedSample(
             tier=tier, prompt_tokens=1, sequences=0, waiting_tokens=0, batch=1, neighbours=0, ttft_ms=ms, tpot_ms=ms
         )
         for tier, ms in speeds.items()

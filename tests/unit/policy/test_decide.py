@@ -16,8 +16,8 @@ from router.policy.decision import (
     Basis,
     Decision,
     PolicyParameters,
-    Query,
     Refusal,
+    RoutingQuery,
     Sla,
 )
 from router.policy.explain import CHOSEN, verdict
@@ -31,7 +31,7 @@ from tiers.spec import (
     TierName,
     TierSpec,
 )
-from tiers.speed import STEADY, Load, SpeedModel, Trend
+from tiers.speed import STEADY, ReplicaLoad, SpeedModel, Trend
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 PLAIN = {PromptClass.CHAT, PromptClass.WRITING}
@@ -70,9 +70,10 @@ def features(
 
 def query(
     kind: PromptClass = PromptClass.CHAT, confidence: float = 0.9, **changes: Any
-) -> Query:
+) -> RoutingQuery:
     return structs.replace(
-        Query(features(kind, confidence), prompt_tokens=20, max_tokens=100), **changes
+        RoutingQuery(features(kind, confidence), prompt_tokens=20, max_tokens=100),
+        **changes,
     )
 
 
@@ -80,14 +81,14 @@ def fleet(
     states: dict[TierName, Any] | None = None,
     speeds: dict[TierName, SpeedModel] | None = None,
     busy: int = 0,
-    loads: dict[TierName, Load] | None = None,
+    loads: dict[TierName, ReplicaLoad] | None = None,
     limit: int = 32,
 ) -> FleetSnapshot:
     tiers = []
     for name in STANDARD_TIERS:
         state = (states or {}).get(name, ReplicaStatus.READY)
         speed = (speeds or {}).get(name)
-        load = (loads or {}).get(name, Load(busy))
+        load = (loads or {}).get(name, ReplicaLoad(busy))
         trend = Trend(0.0, speed.ttft_spread**2 if speed else 0.0, 0.0)
         replica = ReplicaState(
             f"{name}-0", "u", status=state, in_flight=load.sequences, slots=load.sequences, prompt_tokens=load.prompt_tokens,
@@ -103,7 +104,9 @@ def fleet(
 
 def said(decision: Decision) -> list[str]:
     """Return the verdicts on all tiers, by rising precision."""
-    return [verdict(decision.choice, each) for each in decision.choice.estimates]
+    return [
+        verdict(decision.comparison, each) for each in decision.comparison.estimates
+    ]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +345,7 @@ def test_bounds_that_no_load_explains_are_told_from_those_that_are_missed_now(
     """A fleet that is full misses what it meets when idle; what is asked of it must be possible at all."""
     speeds = {name: SpeedModel(100, 1, 10) for name in STANDARD_TIERS}
     loads = dict.fromkeys(
-        STANDARD_TIERS, Load(8, prompt_tokens=3000, output_tokens=800)
+        STANDARD_TIERS, ReplicaLoad(8, prompt_tokens=3000, output_tokens=800)
     )
     decision = decide(query(sla=sla), fleet(speeds=speeds, loads=loads), TABLE)
     assert decision.are_times_impossible is impossible
@@ -416,8 +419,8 @@ def test_every_tier_has_a_verdict() -> None:
         TABLE,
     )
     assert [each == CHOSEN for each in said(decision)] == [True, False, False]
-    assert decision.choice.estimates[0].predicted_ttft_ms == 30
-    assert decision.choice.estimates[1].predicted_ttft_ms is None
+    assert decision.comparison.estimates[0].predicted_ttft_ms == 30
+    assert decision.comparison.estimates[1].predicted_ttft_ms is None
     assert said(decision)[2] == "is starting"
 
 
@@ -488,7 +491,8 @@ def test_of_lossless_tiers_the_one_that_finishes_soonest_serves() -> None:
     )
     assert idle.reason.endswith("should take 4.2 s of engine time (precise 4.5)")
     waiting = fleet(
-        speeds=ALIKE, loads={BALANCED: Load(8, prompt_tokens=3000, output_tokens=800)}
+        speeds=ALIKE,
+        loads={BALANCED: ReplicaLoad(8, prompt_tokens=3000, output_tokens=800)},
     )
     busy = decide(query(), waiting, LOSSLESS)
     assert busy.tier is PRECISE
@@ -508,7 +512,7 @@ def test_what_decides_between_lossless_tiers_is_named() -> None:
         "balanced is as good as precise (up to 0.1 of 100 answers get worse, measured on 40 answers), and should finish "
         "soonest: precise would take 8.3 s to the end of its answer, balanced 4.2 s"
     )
-    queue = {PRECISE: Load(1, prompt_tokens=5000, output_tokens=1)}
+    queue = {PRECISE: ReplicaLoad(1, prompt_tokens=5000, output_tokens=1)}
     first = decide(
         query(),
         fleet(speeds=ALIKE, loads=queue),
@@ -554,7 +558,8 @@ def test_small_talk_goes_to_the_lowest_precision() -> None:
             "no precision loses anything, and fast is the lowest that can serve"
         )
     waiting = fleet(
-        speeds=MEASURED, loads={FAST: Load(2, prompt_tokens=2000, output_tokens=100)}
+        speeds=MEASURED,
+        loads={FAST: ReplicaLoad(2, prompt_tokens=2000, output_tokens=100)},
     )
     late = decide(greeting, waiting, table)
     assert late.tier is BALANCED
@@ -577,18 +582,20 @@ def test_as_the_highest_precision_fills_up_more_loss_is_allowed() -> None:
         BALANCED: SpeedModel(20, 1, 90, 5, 1, 0, 0.1, 0.1, profiled=True),
     }
     taken = [
-        decide(query(), fleet(speeds=quick, loads={PRECISE: Load(n)}), table).tier
+        decide(
+            query(), fleet(speeds=quick, loads={PRECISE: ReplicaLoad(n)}), table
+        ).tier
         for n in (0, 8, 11, 12, 16)
     ]
     assert taken == [PRECISE, PRECISE, PRECISE, FAST, FAST]
-    loads = {FAST: Load(16), BALANCED: Load(16)}
+    loads = {FAST: ReplicaLoad(16), BALANCED: ReplicaLoad(16)}
     # only lossless time is scarce
     assert decide(query(), fleet(speeds=quick, loads=loads), table).tier is not FAST
 
 
 def test_riskier_prompts_are_never_on_a_lower_tier_than_safer_ones() -> None:
     for load in range(17):
-        there = fleet(speeds=MEASURED, loads={PRECISE: Load(load)})
+        there = fleet(speeds=MEASURED, loads={PRECISE: ReplicaLoad(load)})
         chat, code = (
             STANDARD_TIERS.index(decide(query(kind), there, SCARCE).tier or FAST)
             for kind in (CHAT, CODE)
@@ -678,12 +685,12 @@ def test_prediction_follows_the_load() -> None:
     """Waiting prompts, running batches, busy neighbours and taken places all add to the predicted times."""
     free = decide(query(), fleet(speeds=MEASURED), PROFILED).estimate(FAST)
     assert (free.predicted_ttft_ms, free.predicted_tpot_ms) == (40, 25)
-    busy = {FAST: Load(sequences=3, prompt_tokens=200, output_tokens=300)}
+    busy = {FAST: ReplicaLoad(sequences=3, prompt_tokens=200, output_tokens=300)}
     loaded = decide(query(), fleet(speeds=MEASURED, loads=busy), PROFILED).estimate(
         FAST
     )
     assert (loaded.predicted_ttft_ms, loaded.predicted_tpot_ms) == (20 + 220 + 35, 40)
-    full = {FAST: Load(sequences=16, output_tokens=1600)}
+    full = {FAST: ReplicaLoad(sequences=16, output_tokens=1600)}
     queued = decide(query(), fleet(speeds=MEASURED, loads=full), PROFILED).estimate(
         FAST
     )
@@ -691,7 +698,7 @@ def test_prediction_follows_the_load() -> None:
         20 + 20 + 100 + 100 * 2 * 100 / 17, abs=0.1
     )
     speeds = {FAST: replace(MEASURED[FAST], contention=2.0)}
-    beside = {FAST: Load(neighbours=0.5)}
+    beside = {FAST: ReplicaLoad(neighbours=0.5)}
     assert (
         decide(query(), fleet(speeds=speeds, loads=beside), PROFILED)
         .estimate(FAST)
@@ -712,7 +719,7 @@ def test_what_is_given_up_first_is_a_setting(give_up: Any, tier: TierName) -> No
 
 def test_refusal_says_when() -> None:
     """A required SLA that is out of reach for the load is refused with a time; one out of reach at all without."""
-    load = {FAST: Load(sequences=8, output_tokens=800)}
+    load = {FAST: ReplicaLoad(sequences=8, output_tokens=800)}
     only = dict.fromkeys((BALANCED, PRECISE), ReplicaStatus.FAILED)
     asked = query(sla=Sla(tpot_ms=35), require=True)
     busy = decide(asked, fleet(only, MEASURED, loads=load), PROFILED)
@@ -725,7 +732,9 @@ def test_refusal_says_when() -> None:
         PROFILED,
     )
     assert never.retry_after_s is None
-    full = fleet(only, MEASURED, loads={FAST: Load(sequences=32, output_tokens=3200)})
+    full = fleet(
+        only, MEASURED, loads={FAST: ReplicaLoad(sequences=32, output_tokens=3200)}
+    )
     assert (
         decide(query(hint=FAST, require=True), full, PROFILED).retry_after_s is not None
     )
@@ -744,7 +753,9 @@ def test_a_hint_counts_where_the_sla_cannot_be_kept() -> None:
 
 def test_preferences_do_not_make_a_refusal_last() -> None:
     """All slots taken: a request that would be served in any way is told when one is expected, not that it never will be."""
-    full = {name: Load(sequences=32, output_tokens=320) for name in STANDARD_TIERS}
+    full = {
+        name: ReplicaLoad(sequences=32, output_tokens=320) for name in STANDARD_TIERS
+    }
     decision = decide(
         query(sla=Sla(ttft_ms=1, max_quality_loss=0.0)),
         fleet(speeds=MEASURED, loads=full),
@@ -769,7 +780,9 @@ def test_several_answers_cost_and_take_as_much() -> None:
     # a batch shares its steps
     assert one.cost < several.cost < prompts.cost < 4 * one.cost
     assert (several.predicted_tpot_ms or 0) > (one.predicted_tpot_ms or 0)
-    nearly = {name: Load(sequences=30, output_tokens=300) for name in STANDARD_TIERS}
+    nearly = {
+        name: ReplicaLoad(sequences=30, output_tokens=300) for name in STANDARD_TIERS
+    }
     assert decide(query(sequences=2), fleet(loads=nearly), TABLE).tier is not None
     refused = decide(query(sequences=3), fleet(loads=nearly), TABLE)
     assert refused.refusal is Refusal.AT_CAPACITY
@@ -797,9 +810,10 @@ def test_a_chat_does_not_leave_a_warm_tier_for_nothing() -> None:
     assert (cold.tier, warm.tier) == (FAST, FAST)
     assert warm.estimate(PRECISE).predicted_ttft_ms == 20 + 4 * 10
     assert (warm.estimate(PRECISE).cost or 0) < (cold.estimate(PRECISE).cost or 0) - 5.9
-    assert [each.cached for each in warm.choice.estimates] == [0, 0, 1590]
+    assert [each.cached_tokens for each in warm.comparison.estimates] == [0, 0, 1590]
     assert [
-        each.cached for each in decide(asked, there, PROFILED).choice.estimates
+        each.cached_tokens
+        for each in decide(asked, there, PROFILED).comparison.estimates
     ] == [None] * 3
     long = structs.replace(asked, max_tokens=8)
     asked = [
@@ -893,7 +907,7 @@ def test_where_all_are_late_the_least_late_serves() -> None:
         ).tier
         is FAST
     )
-    busy = {FAST: Load(sequences=12, output_tokens=100)}
+    busy = {FAST: ReplicaLoad(sequences=12, output_tokens=100)}
     assert (
         decide(
             query(sla=sla),

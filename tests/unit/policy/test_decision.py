@@ -51,7 +51,7 @@ def test_a_loss_rises_with_the_confidence_asked_for(
             {FAST: {kind: dict.fromkeys(Complexity, loss) for kind in PromptClass}}
         )
         decision = decide(query(sla=Sla(confidence=asked)), fleet(), table)
-        assert decision.estimate(FAST).worst == pytest.approx(worst, abs=1e-4)
+        assert decision.estimate(FAST).worst_loss == pytest.approx(worst, abs=1e-4)
 
 
 def test_a_loss_is_that_of_the_kind_and_of_others_where_the_class_is_not_sure() -> None:
@@ -100,7 +100,7 @@ def test_reports_are_found_by_tier() -> None:
     """A tier that the fleet does not have is an error."""
     decision = decide(query(), fleet(), TABLE)
     assert decision.chosen is decision.estimate(FAST)
-    assert verdict(decision.choice, decision.estimate(FAST)) == CHOSEN
+    assert verdict(decision.comparison, decision.estimate(FAST)) == CHOSEN
     with pytest.raises(KeyError):
         decide(
             query(), fleet().__class__(fleet().tiers[1:], fleet().template), TABLE

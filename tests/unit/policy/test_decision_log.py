@@ -30,7 +30,7 @@ from tests.unit.policy.test_decide import (
 )
 from tiers.prefix_memory import Part, Prefix
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
-from tiers.speed import Load
+from tiers.speed import ReplicaLoad
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ ENDED = OutcomeRecord("r1", BALANCED, 20, 7, 12.5, None, "EngineFailed")
 
 def written(path: Path) -> list[Record]:
     log = DecisionLog(path)
-    busy = fleet(speeds=MEASURED, loads={FAST: Load(3, 40, 50)})
+    busy = fleet(speeds=MEASURED, loads={FAST: ReplicaLoad(3, 40, 50)})
     asked = query(
         hint=FAST,
         sla=Sla(ttft_ms=500, confidence=0.8),

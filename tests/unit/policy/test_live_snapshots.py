@@ -14,16 +14,22 @@ from pydantic import TypeAdapter
 from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
 from router.policy.decide import decide, successors
-from router.policy.decision import Decision, PolicyParameters, Query, Sla
+from router.policy.decision import Decision, PolicyParameters, RoutingQuery, Sla
 from router.policy.decision_log import LoggedFleet, _fleet_line
 from router.policy.losses import ExpectedLoss
-from tiers.choice import Request, choose
+from tiers.choice import Demand, choose_replica
 from tiers.fleet import Fleet, Lease
 from tiers.prefix_memory import Part, Prefix
-from tiers.replica import FleetOptions, PeerLoad, Replica, Share
+from tiers.replica import FleetOptions, PeerLoad, Replica, SlotShare
 from tiers.snapshot import FleetSnapshot, Gauges
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
-from tiers.speed import ALWAYS_MS, MOST_BESIDE, PREFILL_MEMORY_MS, Load, SpeedModel
+from tiers.speed import (
+    ALWAYS_MS,
+    MOST_BESIDE,
+    PREFILL_MEMORY_MS,
+    ReplicaLoad,
+    SpeedModel,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -37,7 +43,7 @@ LOSS = {
 TABLE = PolicyParameters({TierName.FAST: LOSS, TierName.BALANCED: LOSS})
 
 
-def alone(replica: Replica, now: float) -> Load:
+def alone(replica: Replica, now: float) -> ReplicaLoad:
     others, speed, state = replica.others, replica.state.speed, replica.state
     peers = others.peers if now < others.peers_until else PeerLoad()
     prompts = state.prompt_tokens + peers.prompt_tokens
@@ -46,7 +52,7 @@ def alone(replica: Replica, now: float) -> Load:
             prompts - int((now - state.prompts_at) * 1000 / speed.prefill_ms_per_token),
             0,
         )
-    return Load(
+    return ReplicaLoad(
         state.slots + peers.slots + others.foreign,
         prompts,
         replica.output_tokens + peers.output_tokens,
@@ -176,9 +182,9 @@ class World:
             profiled=self.pick(True, False),
         )
 
-    def query(self) -> Query:
+    def query(self) -> RoutingQuery:
         kind, confidence = self.pick(*PromptClass), self.pick(0.5, 0.9)
-        return Query(
+        return RoutingQuery(
             PromptFeatures(2, 1, 1, True, False, False, None, kind, confidence, ()),
             self.pick(10, 300),
             self.pick(1, 400),
@@ -257,7 +263,7 @@ class World:
                 )
             ),
             lambda: replica.note_share(
-                self.pick(None, Share(self.pick(0, 2, 9), until))
+                self.pick(None, SlotShare(self.pick(0, 2, 9), until))
             ),
             lambda: replica.note_peers(PeerLoad(self.pick(0, 2), 300, 400, 500), until),
             lambda: replica.mark(
@@ -312,11 +318,13 @@ def lines(snapshot: FleetSnapshot) -> list[dict[str, Any]]:
 def shown(decision: Decision) -> dict[str, Any]:
     """Return a decision without its candidates: a logged replica's load is not spread over its parts."""
     estimates = tuple(
-        structs.replace(each, found=None) for each in decision.choice.estimates
+        structs.replace(each, candidate=None) for each in decision.comparison.estimates
     )
-    chosen = decision.chosen and structs.replace(decision.chosen, found=None)
+    chosen = decision.chosen and structs.replace(decision.chosen, candidate=None)
     return structs.asdict(decision) | {
-        "choice": structs.replace(decision.choice, estimates=estimates, chosen=chosen)
+        "comparison": structs.replace(
+            decision.comparison, estimates=estimates, chosen=chosen
+        )
     }
 
 
@@ -375,6 +383,8 @@ def test_a_decision_from_the_log_is_the_one_that_was_made(
         assert [tier.status for tier in logged.tiers] == [
             tier.status for tier in snapshot.tiers
         ]
-        request = Request(query.tokens_to_read, query.max_tokens, query.sequences)
+        request = Demand(query.tokens_to_read, query.max_tokens, query.sequences)
         for there, again in zip(snapshot.tiers, logged.tiers, strict=True):
-            assert choose(again, request, None) == choose(there, request, snapshot.load)
+            assert choose_replica(again, request, None) == choose_replica(
+                there, request, snapshot.load
+            )

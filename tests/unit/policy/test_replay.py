@@ -27,7 +27,7 @@ from tests.fakes.engine import Behaviour
 from tests.unit.policy.test_decide import FAST, MEASURED, PROFILED, SCARCE, fleet, query
 from tests.unit.router_stack import router_stack
 from tiers.spec import STANDARD_TIERS
-from tiers.speed import Load
+from tiers.speed import ReplicaLoad
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -192,7 +192,7 @@ def test_the_command_compares_policies(tmp_path: Path) -> None:
 def test_files_are_rotated_with_their_policy(tmp_path: Path, logs: Any) -> None:
     """Every file of a rotated log can be read by itself; only so many are kept."""
     log = DecisionLog(tmp_path / "log", 20_000)
-    snapshot = fleet(speeds=MEASURED, loads={FAST: Load(1)})
+    snapshot = fleet(speeds=MEASURED, loads={FAST: ReplicaLoad(1)})
     for number in range(40):
         log.decided(
             str(number), decide(query(), snapshot, PROFILED), snapshot, PROFILED

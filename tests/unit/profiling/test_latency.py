@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.policy.profiles import (
     LatencyProfile,
     ProfileError,
-    Sample,
+    SpeedSample,
     latency_name,
     load_latency,
     profile_name,
@@ -24,21 +24,21 @@ from router.settings import load_settings
 from tiers.fleet import Fleet
 from tiers.least_squares import least_squares
 from tiers.spec import STANDARD_TIERS, TierName, TierSpec
-from tiers.speed import IDLE, Load, SpeedModel
+from tiers.speed import IDLE, ReplicaLoad, SpeedModel
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 TRUE = SpeedModel(30, 2.0, 25, 6, ttft_steps=1.5)
 SEQS = 16
 
 
-def samples(noise: float, contention: float = 0.0, seed: int = 1) -> list[Sample]:
+def samples(noise: float, contention: float = 0.0, seed: int = 1) -> list[SpeedSample]:
     source = random.Random(seed)
 
     def seen(value: float) -> float:
         return value * (1 + source.uniform(-noise, noise))
 
     found = [
-        Sample(tier=FAST, prompt_tokens=tokens, sequences=0, waiting_tokens=0, batch=0, neighbours=0.0,
+        SpeedSample(tier=FAST, prompt_tokens=tokens, sequences=0, waiting_tokens=0, batch=0, neighbours=0.0,
                ttft_ms=seen(TRUE.times(tokens, IDLE, SEQS, 1).ttft_ms), tpot_ms=None)
         for tokens in (16, 64, 256, 1024)
     ]  # fmt: skip
@@ -46,8 +46,8 @@ def samples(noise: float, contention: float = 0.0, seed: int = 1) -> list[Sample
         slowed = 1 + contention * neighbours
         for batch in (1, 2, 4, 8, 16):
             for number in range(batch):
-                load = Load(number, 24 * number)
-                found.append(Sample(tier=FAST, prompt_tokens=24, sequences=number, waiting_tokens=24 * number, batch=batch,
+                load = ReplicaLoad(number, 24 * number)
+                found.append(SpeedSample(tier=FAST, prompt_tokens=24, sequences=number, waiting_tokens=24 * number, batch=batch,
                                     neighbours=neighbours, ttft_ms=seen(TRUE.times(24, load, SEQS, 1).ttft_ms * slowed),
                                     tpot_ms=seen(TRUE.step_ms(batch) * slowed)))  # fmt: skip
     return found
@@ -104,10 +104,10 @@ def test_too_few_samples_are_an_error() -> None:
 
 def test_queue_for_a_place_counts() -> None:
     """Beyond the sequences that an engine runs, a request waits for others to end."""
-    load = Load(SEQS + 3, 0, output_tokens=(SEQS + 3) * 100)
+    load = ReplicaLoad(SEQS + 3, 0, output_tokens=(SEQS + 3) * 100)
     waiting = (
         TRUE.times(10, load, SEQS, 0.5).ttft_ms
-        - TRUE.times(10, Load(SEQS - 1, 0), SEQS, 0.5).ttft_ms
+        - TRUE.times(10, ReplicaLoad(SEQS - 1, 0), SEQS, 0.5).ttft_ms
     )
     assert waiting == pytest.approx(
         4 * 2 * 50 * TRUE.step_ms(SEQS) / (SEQS + 1) + 1.5 * 6

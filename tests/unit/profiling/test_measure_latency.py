@@ -21,7 +21,7 @@ from router.profiling.measure_latency import (
     measure_latency,
 )
 from tiers.spec import STANDARD_TIERS, TierName
-from tiers.speed import Load, SpeedModel
+from tiers.speed import ReplicaLoad, SpeedModel
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -63,7 +63,7 @@ class SimulatedTiers(Client):
         self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]
     ) -> Timed:
         self.prompts.append((tier, len(prompt)))
-        load = Load(self.sequences[tier], self.waiting[tier])
+        load = ReplicaLoad(self.sequences[tier], self.waiting[tier])
         ttft_ms = TRUE.times(len(prompt), load, SEQS, 1.0).ttft_ms
         self.sequences[tier] += 1
         self.waiting[tier] += len(prompt)

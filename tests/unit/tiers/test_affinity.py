@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tiers.choice import Request, candidate
+from tiers.choice import Demand, best_candidate
 from tiers.fleet import Fleet, Lease
 from tiers.prefix_memory import BLOCK_BYTES, Part, Prefix
 from tiers.replica import Replica
@@ -63,10 +63,10 @@ def held(fleet: Fleet, prefix: Prefix | None) -> list[int]:
 
 def next_for(fleet: Fleet, prefix: Prefix) -> ReplicaState | None:
     snapshot = fleet.snapshot(prefix=prefix)
-    found = candidate(
-        snapshot.tiers[0], Request(int(prefix.ends[-1][1]), 10), snapshot.load
+    found = best_candidate(
+        snapshot.tiers[0], Demand(int(prefix.ends[-1][1]), 10), snapshot.load
     )
-    return found.replica if found.free else None
+    return found.replica if found.is_free else None
 
 
 @pytest.mark.parametrize("speed", [None, SPEED], ids=["tokens", "times"])

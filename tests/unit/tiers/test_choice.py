@@ -8,13 +8,13 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.choice import HOME_SHARE, Request, choose
+from tiers.choice import HOME_SHARE, Demand, choose_replica
 from tiers.snapshot import ReplicaState, TierSnapshot, Trends
 from tiers.spec import ReplicaStatus, TierName, TierSpec
-from tiers.speed import Load, SpeedModel, Trend
+from tiers.speed import ReplicaLoad, SpeedModel, Trend
 
 SPEED = SpeedModel(20.0, 1.0, 10.0, 1.0, profiled=True)
-REQUEST = Request(1000, 100)
+REQUEST = Demand(1000, 100)
 
 
 class Replica(NamedTuple):
@@ -32,7 +32,7 @@ def preferred(replicas: Sequence[Replica]) -> int:
     """Return the position of the one that takes the request."""
     states = [
         ReplicaState(
-            "", "", status=ReplicaStatus.READY, load=Load(each.sequences, output_tokens=each.tokens), speed=each.speed,
+            "", "", status=ReplicaStatus.READY, load=ReplicaLoad(each.sequences, output_tokens=each.tokens), speed=each.speed,
             trends=Trends(*(Trend(mean, 0.0, 0.0) for mean in each.trends)),
         )
         for each in replicas
@@ -50,7 +50,7 @@ def preferred(replicas: Sequence[Replica]) -> int:
         cached,
         home,
     )
-    return choose(tier, REQUEST, None)
+    return choose_replica(tier, REQUEST, None)
 
 
 def test_without_a_known_speed_a_cache_outweighs_as_many_tokens_as_it_saves() -> None:

@@ -14,14 +14,21 @@ from tiers.lifecycle.command import (
     engine_environment,
     without_ours,
 )
-from tiers.spec import Draft, EngineLaunch, OtlpTarget, Placement, TierName, TierSpec
+from tiers.spec import (
+    Draft,
+    EngineLaunch,
+    EnginePlacement,
+    OtlpTarget,
+    TierName,
+    TierSpec,
+)
 
 SPEC = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=Path("/models/x"))
 
 
 def launch(**changes: object) -> EngineLaunch:
     values: dict[str, object] = {
-        "tier": SPEC, "placement": Placement(), "python": Path("/engine/python"), "served_model": "m", "host": "127.0.0.1",
+        "tier": SPEC, "placement": EnginePlacement(), "python": Path("/engine/python"), "served_model": "m", "host": "127.0.0.1",
         "port": 9101, "api_key": "secret",
     }  # fmt: skip
     return EngineLaunch(**{**values, **changes})  # type: ignore[arg-type]
@@ -30,9 +37,9 @@ def launch(**changes: object) -> EngineLaunch:
 def test_cpu_engine_is_eager_and_unbound() -> None:
     """A CPU engine runs eagerly, with its own threads; its key is not on the command line."""
     argv, env = (
-        engine_argv(launch(placement=Placement(threads=3, kv_cache_gib=2))),
+        engine_argv(launch(placement=EnginePlacement(threads=3, kv_cache_gib=2))),
         engine_environment(
-            launch(placement=Placement(threads=3, kv_cache_gib=2)),
+            launch(placement=EnginePlacement(threads=3, kv_cache_gib=2)),
             {"VLLM_CPU_KVCACHE_SPACE": "9"},
         ),
     )
@@ -53,7 +60,7 @@ def test_cpu_engine_is_eager_and_unbound() -> None:
 
 def test_gpu_engine_gets_its_share() -> None:
     """A GPU engine gets its device and its share of memory, and compiles."""
-    placed = launch(placement=Placement(gpus=(1,), gpu_memory_fraction=0.31234))
+    placed = launch(placement=EnginePlacement(gpus=(1,), gpu_memory_fraction=0.31234))
     assert "--enforce-eager" not in engine_argv(placed)
     assert engine_argv(placed)[-2:] == ["--gpu-memory-utilization", "0.312"]
     assert engine_environment(placed, {})["CUDA_VISIBLE_DEVICES"] == "1"
@@ -82,7 +89,7 @@ def test_several_gpus_and_a_draft() -> None:
         "--speculative-config",
     } & set(plain)
     assert (
-        engine_environment(launch(placement=Placement(gpus=(2, 5))), {})[
+        engine_environment(launch(placement=EnginePlacement(gpus=(2, 5))), {})[
             "CUDA_VISIBLE_DEVICES"
         ]
         == "2,5"

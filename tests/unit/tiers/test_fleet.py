@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tiers.breaker import BreakerState
-from tiers.choice import Expectation, Request, candidate, takes
-from tiers.choice import expected as expected_of
-from tiers.fleet import Demand, Fleet, Lease
-from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
+from tiers.choice import CorrectedTimes, Demand, best_candidate, takes
+from tiers.choice import candidate_at as expected_of
+from tiers.fleet import Fleet, Lease
+from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, SlotShare
 from tiers.snapshot import FleetLoad, Gauges, KvCache, ReplicaState, load_of
 from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
 from tiers.speed import (
@@ -25,7 +25,7 @@ from tiers.speed import (
     HALF_LIFE_S,
     PREFILL_MEMORY_MS,
     AnswerSample,
-    Load,
+    ReplicaLoad,
     SpeedModel,
     Trend,
 )
@@ -44,7 +44,7 @@ def make_fleet(replicas: int = 2, slots: int = 2) -> Fleet:
 
 
 def test_least_loaded_replica_is_leased() -> None:
-    """Load is outstanding tokens: one long request weighs more than two short ones."""
+    """ReplicaLoad is outstanding tokens: one long request weighs more than two short ones."""
     fleet = make_fleet(slots=9)
     long = fleet.lease(FAST, prompt_tokens=1000, max_tokens=100)
     assert long is not None
@@ -110,7 +110,7 @@ def test_snapshots_do_not_change() -> None:
     assert fleet.snapshot().tiers[0].replicas[0].in_flight == 1
 
 
-def loads(fleet: Fleet) -> list[Load]:
+def loads(fleet: Fleet) -> list[ReplicaLoad]:
     snapshot = fleet.snapshot()
     tier = snapshot.tiers[0]
     return [
@@ -119,14 +119,14 @@ def loads(fleet: Fleet) -> list[Load]:
     ]
 
 
-def expected(
+def candidate_at(
     fleet: Fleet, position: int, prompt_tokens: int, output_tokens: int = 0
-) -> Expectation:
+) -> CorrectedTimes:
     snapshot = fleet.snapshot()
     found = expected_of(
         snapshot.tiers[0],
         position,
-        Request(prompt_tokens, output_tokens),
+        Demand(prompt_tokens, output_tokens),
         snapshot.load,
     ).times
     assert found is not None
@@ -135,7 +135,7 @@ def expected(
 
 def test_a_decisions_replica_is_taken_while_it_is_as_it_was() -> None:
     """Not once it has changed, the decision is old, or it was tried already: then the best one is looked for."""
-    fleet, request = make_fleet(replicas=3), Request(5, 7.0)
+    fleet, request = make_fleet(replicas=3), Demand(5, 7.0)
     snapshot = fleet.snapshot()
     second = expected_of(snapshot.tiers[0], 1, request, snapshot.load)
     offers = (
@@ -145,7 +145,9 @@ def test_a_decisions_replica_is_taken_while_it_is_as_it_was() -> None:
         (second, {"fast-1"}),
     )
     taken = [
-        fleet.lease(FAST, prompt_tokens=5, max_tokens=7, exclude=exclude, found=found)
+        fleet.lease(
+            FAST, prompt_tokens=5, max_tokens=7, exclude=exclude, candidate=found
+        )
         for found, exclude in offers
     ]
     assert [lease and lease.replica.id for lease in taken] == [
@@ -165,7 +167,7 @@ def test_predictions_follow_what_is_seen() -> None:
     fleet = make_fleet(replicas=1)
     replica = fleet.replicas[0]
     replica.measured(_profiled())
-    before = expected(fleet, 0, 100)
+    before = candidate_at(fleet, 0, 100)
     for _ in range(3):
         lease = fleet.lease(FAST, prompt_tokens=100, max_tokens=10)
         assert lease is not None
@@ -173,7 +175,7 @@ def test_predictions_follow_what_is_seen() -> None:
         lease.first_token(2 * lease.predicted.ttft_ms)
         lease.finished(2 * lease.predicted.tpot_ms, 5)
         lease.release()
-    after = expected(fleet, 0, 100)
+    after = candidate_at(fleet, 0, 100)
     assert before is not None
     assert after is not None
     assert before.ttft_ms * 1.3 < after.ttft_ms < before.ttft_ms * 2
@@ -267,7 +269,7 @@ def test_neighbours_have_a_time_left_where_replicas_share_a_machine(
     assert busy.neighbours_left_ms == ALWAYS_MS
     left_ms = 100 + 10 * _profiled().step_ms(1)
     assert [load.neighbours_left_ms for load in idle] == pytest.approx([left_ms] * 2)
-    assert expected(fleet, 0, 100, 10) != expected(fleet, 1, 100, 10)
+    assert candidate_at(fleet, 0, 100, 10) != candidate_at(fleet, 1, 100, 10)
 
 
 def test_several_sequences_take_their_places_and_tokens() -> None:
@@ -370,12 +372,12 @@ def taker(
 ) -> ReplicaState | None:
     snapshot = fleet.snapshot(reserved)
     long = prompt_tokens > snapshot.long_prompt_tokens
-    found = candidate(
+    found = best_candidate(
         snapshot.tiers[0],
-        Request(prompt_tokens, output_tokens, sequences, long),
+        Demand(prompt_tokens, output_tokens, sequences, long),
         snapshot.load,
     )
-    return found.replica if found.free else None
+    return found.replica if found.is_free else None
 
 
 def leased(
@@ -402,7 +404,7 @@ def leased(
 def test_slots(sequences: int, taken: int, limit: int, *, free: bool) -> None:
     """More sequences than slots need all of them; a limit of none lets nobody in."""
     replica = ReplicaState("", "", status=ReplicaStatus.READY, slots=taken, limit=limit)
-    assert takes(replica, Request(1, 1, sequences), 99) is free
+    assert takes(replica, Demand(1, 1, sequences), 99) is free
 
 
 @pytest.mark.parametrize(
@@ -417,7 +419,7 @@ def test_slots(sequences: int, taken: int, limit: int, *, free: bool) -> None:
 )
 def test_the_kv_cache(tokens: int, held: int, size: int, *, fit: bool) -> None:
     replica = ReplicaState("", "", status=ReplicaStatus.READY, kv=KvCache(size, held))
-    assert takes(replica, Request(tokens, 0), 99) is fit
+    assert takes(replica, Demand(tokens, 0), 99) is fit
 
 
 def test_a_full_kv_cache_takes_no_further_request() -> None:
@@ -442,9 +444,9 @@ def test_kv_pressure_holds_long_prompts_back_until_it_has_fallen_well() -> None:
     for usage in (0.85, options.kv_open, 0.85, options.kv_close - 0.001, 0.85):
         ready(fleet).note_gauges(Gauges(0, 0, usage))
         taken.append(
-            fleet.has_capacity({FAST}, Demand(options.long_prompt_tokens + 1, 1))
+            fleet.has_capacity({FAST}, fleet.demand(options.long_prompt_tokens + 1, 1))
         )
-        assert fleet.has_capacity({FAST}, Demand(options.long_prompt_tokens, 1))
+        assert fleet.has_capacity({FAST}, fleet.demand(options.long_prompt_tokens, 1))
         found = taker(fleet, options.long_prompt_tokens + 1, 1)
         assert (found is not None) == taken[-1]
     assert taken == [True, False, False, True, True]
@@ -455,10 +457,10 @@ def test_a_share_bounds_the_slots_and_leaves_one_when_it_is_over() -> None:
     replica = ready(make_fleet(replicas=1, slots=8))
     assert replica.state.limit == 8
     for share, limit in (
-        (Share(3, math.inf), 3),
-        (Share(0, math.inf), 1),
-        (Share(99, math.inf), 8),
-        (Share(3, 0.0), 1),
+        (SlotShare(3, math.inf), 3),
+        (SlotShare(0, math.inf), 1),
+        (SlotShare(99, math.inf), 8),
+        (SlotShare(3, 0.0), 1),
     ):
         replica.note_share(share)
         assert (replica.state.limit, replica.whole_limit) == (limit, 8)
@@ -466,7 +468,7 @@ def test_a_share_bounds_the_slots_and_leaves_one_when_it_is_over() -> None:
 
 def test_a_new_replica_has_the_share_that_new_ones_get() -> None:
     fleet = make_fleet(replicas=0)
-    fleet.first_share = Share(0, math.inf)
+    fleet.first_share = SlotShare(0, math.inf)
     replica = fleet.add(
         Replica("fast-0", fleet.specs[0], "u", "", "m", status=ReplicaStatus.READY)
     )

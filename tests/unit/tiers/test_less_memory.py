@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tiers.lifecycle.less_memory import GIB, SHORTEST, with_less
-from tiers.spec import EngineLaunch, Placement, TierName, TierSpec
+from tiers.spec import EngineLaunch, EnginePlacement, TierName, TierSpec
 
 SPEC = TierSpec(TierName.PRECISE, 8192, 16, 32, checkpoint=Path("/models/x"))
 CPU = EngineLaunch(
-    SPEC, Placement(kv_cache_gib=8), Path("p"), "m", "127.0.0.1", 9101, "key"
+    SPEC, EnginePlacement(kv_cache_gib=8), Path("p"), "m", "127.0.0.1", 9101, "key"
 )
-GPU = replace(CPU, placement=Placement(gpus=(0,), gpu_memory_fraction=0.5))
+GPU = replace(CPU, placement=EnginePlacement(gpus=(0,), gpu_memory_fraction=0.5))
 TOO_LONG = (
     "ValueError: To serve at least one request with the model's max seq len (8192), (1.0 GiB KV cache is needed, which is "
     "larger than the available KV cache memory (0.4 GiB). Based on the available memory, the estimated maximum model length "
@@ -103,7 +103,7 @@ def test_a_gpu_engine_gets_a_smaller_share() -> None:
     assert failed.launch.placement.gpu_memory_fraction == 0.425
     assert (
         with_less(
-            replace(GPU, placement=Placement(gpus=(0,), gpu_memory_fraction=0.2)),
+            replace(GPU, placement=EnginePlacement(gpus=(0,), gpu_memory_fraction=0.2)),
             GPU_TAKEN,
             per_token,
         )

@@ -18,7 +18,7 @@ from tiers.fleet import Fleet
 from tiers.live_speed import ENOUGH, LiveSpeed, learn
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
-from tiers.speed import AnswerSample, Load, SpeedModel
+from tiers.speed import AnswerSample, ReplicaLoad, SpeedModel
 
 TRUE = SpeedModel(40, 1.5, 20, 4, ttft_steps=1.5, contention=0.5)
 SEQS = 16
@@ -40,7 +40,7 @@ def answers(
         )
         prompt, neighbours = source.randint(20, 600), source.choice((0.0, 0.5, 1.0))
         times = TRUE.times(
-            prompt, Load(sequences - 1, waiting, 0, neighbours), SEQS, 1.0
+            prompt, ReplicaLoad(sequences - 1, waiting, 0, neighbours), SEQS, 1.0
         )
         prefilled = source.choice((0.0, 0.0, 5.0))
         slowed = 1 + TRUE.contention * neighbours
@@ -73,7 +73,7 @@ def furthest_off(model: SpeedModel) -> float:
     for sequences in (0, 1, 3, 7, 14):
         for prompt in (30, 200, 600):
             for neighbours in (0.0, 1.0):
-                load = Load(sequences, 0, 0, neighbours)
+                load = ReplicaLoad(sequences, 0, 0, neighbours)
                 pairs = zip(
                     model.times(prompt, load, SEQS, 1.0),
                     TRUE.times(prompt, load, SEQS, 1.0),

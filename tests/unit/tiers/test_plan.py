@@ -31,7 +31,14 @@ from tiers.plan import (
     usual_kv_cache_gib,
     weight_bytes,
 )
-from tiers.spec import STANDARD_TIERS, Draft, Placement, Precision, TierName, TierSpec
+from tiers.spec import (
+    STANDARD_TIERS,
+    Draft,
+    EnginePlacement,
+    Precision,
+    TierName,
+    TierSpec,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -269,8 +276,8 @@ def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + bytes(990))
     tier = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=tmp_path)
     on_cpu, on_gpu = (
-        Placement(kv_cache_gib=1),
-        Placement(gpus=(0,), gpu_memory_fraction=0.5),
+        EnginePlacement(kv_cache_gib=1),
+        EnginePlacement(gpus=(0,), gpu_memory_fraction=0.5),
     )
     assert lacking_for_one_more(Machine((0,), 4 * GIB, ()), tier, on_cpu) is None
     assert lacking_for_one_more(Machine((0,), 2 * GIB, ()), tier, on_cpu) == (
@@ -294,7 +301,7 @@ def test_a_gpu_that_is_gone_is_told(tmp_path: Path) -> None:
     """One more engine cannot be started where the first one's GPU is not found any more."""
     tier, placement = (
         TierSpec(FAST, 1, 1, 1, checkpoint=tmp_path),
-        Placement(gpus=(1,), gpu_memory_fraction=0.1),
+        EnginePlacement(gpus=(1,), gpu_memory_fraction=0.1),
     )
     machine = Machine((0,), GIB, (Gpu(0, "g", GIB, GIB),))
     assert lacking_for_one_more(machine, tier, placement) == "GPU 1 is not found"

@@ -14,7 +14,7 @@ from tiers.spec import (
     STANDARD_TIERS,
     UNKNOWN,
     EngineLaunch,
-    Placement,
+    EnginePlacement,
     TierName,
     TierSpec,
     in_order,
@@ -84,6 +84,12 @@ def test_a_digest_is_shown_by_its_first_digits() -> None:
 
 def test_a_launch_has_the_address_of_its_engine() -> None:
     launch = EngineLaunch(
-        TierSpec(FAST, 1, 1, 1), Placement(), Path("p"), "m", "127.0.0.1", 9101, "key"
+        TierSpec(FAST, 1, 1, 1),
+        EnginePlacement(),
+        Path("p"),
+        "m",
+        "127.0.0.1",
+        9101,
+        "key",
     )
     assert launch.url == "http://127.0.0.1:9101"

@@ -16,7 +16,7 @@ from tiers.speed import (
     MEMORY,
     MOST_PREFILL,
     STEADY,
-    Load,
+    ReplicaLoad,
     SpeedModel,
     Trend,
     remaining_tokens,
@@ -48,13 +48,13 @@ def test_an_idle_replica_takes_its_base_times() -> None:
 
 def test_a_new_prompt_waits_for_prompts_and_steps_before_it() -> None:
     """Waiting prompts are computed first, and steps of the running batch are in between."""
-    times = MODEL.times(100, Load(sequences=3, prompt_tokens=200), SEQS, 1.0)
+    times = MODEL.times(100, ReplicaLoad(sequences=3, prompt_tokens=200), SEQS, 1.0)
     assert times == (40 + 0.5 * 300 + 1.5 * MODEL.step_ms(3), MODEL.step_ms(4))
 
 
 def test_beyond_the_largest_batch_a_request_waits_for_others_to_end() -> None:
     """With all sequences taken, it waits for the next end; its own steps are those of the full batch."""
-    load = Load(sequences=SEQS, output_tokens=800)
+    load = ReplicaLoad(sequences=SEQS, output_tokens=800)
     ttft, tpot = MODEL.times(0, load, SEQS, 0.5)
     left = 0.5 * 800 / SEQS
     assert ttft == pytest.approx(
@@ -70,26 +70,27 @@ def test_beyond_the_largest_batch_a_request_waits_for_others_to_end() -> None:
 def test_neighbours_slow_both_times_in_proportion() -> None:
     slowed = replace(MODEL, contention=0.5)
     alone, beside = (
-        slowed.times(100, Load(neighbours=share), SEQS, 1.0) for share in (0.0, 1.0)
+        slowed.times(100, ReplicaLoad(neighbours=share), SEQS, 1.0)
+        for share in (0.0, 1.0)
     )
     assert beside == tuple(pytest.approx(1.5 * each) for each in alone)
 
 
 def test_neighbours_count_for_as_long_as_they_compute() -> None:
     """Those that compute now until they are expected to end, and later as many as usually do."""
-    load = Load(neighbours=0.5, neighbours_left_ms=100, neighbours_usually=0.2)
+    load = ReplicaLoad(neighbours=0.5, neighbours_left_ms=100, neighbours_usually=0.2)
     assert [load.neighbours_within(ms) for ms in (50, 100, 200)] == pytest.approx(
         [0.6, 0.6, 0.25 + 0.75 * 0.2]
     )
-    assert Load(neighbours=0.5).neighbours_within(1e9) == 0.5
-    assert Load(neighbours_usually=0.2).neighbours_within(1) == 0.2
+    assert ReplicaLoad(neighbours=0.5).neighbours_within(1e9) == 0.5
+    assert ReplicaLoad(neighbours_usually=0.2).neighbours_within(1) == 0.2
 
 
 def test_a_long_answer_outlasts_its_neighbours() -> None:
     """They slow its prompt, and only the first part of its tokens."""
     slowed, load = (
         replace(MODEL, contention=1.0),
-        Load(neighbours=1.0, neighbours_left_ms=300),
+        ReplicaLoad(neighbours=1.0, neighbours_left_ms=300),
     )
     short, long = (
         slowed.times(100, load, SEQS, 1.0, output_tokens=n) for n in (1, 1000)
@@ -101,25 +102,25 @@ def test_a_long_answer_outlasts_its_neighbours() -> None:
 
 def test_what_a_replica_has_left() -> None:
     """Its prompts, then the steps of its answers, as long as they are expected to be."""
-    load = Load(sequences=2, prompt_tokens=30, output_tokens=100)
+    load = ReplicaLoad(sequences=2, prompt_tokens=30, output_tokens=100)
     assert MODEL.left_ms(load, SEQS, 0.5) == 0.5 * 30 + 0.5 * 50 * MODEL.step_ms(2)
     assert MODEL.left_ms(IDLE, SEQS, 0.5) == 0
 
 
 def test_prompts_that_keep_coming_slow_decoding_up_to_a_bound() -> None:
     """At 0.5 ms a token, one token a millisecond takes half of the time; more than 0.8 of it is not believed."""
-    assert MODEL.times(0, Load(prefill_rate=1.0), SEQS, 1.0).tpot_ms == pytest.approx(
-        12 / 0.5
-    )
-    assert MODEL.times(0, Load(prefill_rate=1e9), SEQS, 1.0).tpot_ms == pytest.approx(
-        12 / (1 - MOST_PREFILL)
-    )
+    assert MODEL.times(
+        0, ReplicaLoad(prefill_rate=1.0), SEQS, 1.0
+    ).tpot_ms == pytest.approx(12 / 0.5)
+    assert MODEL.times(
+        0, ReplicaLoad(prefill_rate=1e9), SEQS, 1.0
+    ).tpot_ms == pytest.approx(12 / (1 - MOST_PREFILL))
 
 
 @given(
     st.integers(0, 5000),
     st.builds(
-        Load,
+        ReplicaLoad,
         st.integers(0, 40),
         st.integers(0, 10_000),
         st.integers(0, 10_000),
@@ -127,7 +128,9 @@ def test_prompts_that_keep_coming_slow_decoding_up_to_a_bound() -> None:
         st.floats(0, 10),
     ),
 )
-def test_more_load_never_makes_an_answer_faster(prompt_tokens: int, load: Load) -> None:
+def test_more_load_never_makes_an_answer_faster(
+    prompt_tokens: int, load: ReplicaLoad
+) -> None:
     """One more sequence, a longer prompt, a busier neighbour: no time falls, and all are finite."""
     model = replace(KNEE, contention=0.5)
     before = model.times(prompt_tokens, load, SEQS, 0.7)
@@ -155,12 +158,12 @@ def test_engine_time_is_shared_by_the_batch() -> None:
 def test_relief_is_the_time_until_the_next_end() -> None:
     """Of n requests spread evenly over their way, the next one has 2 / (n + 1) of the mean rest left."""
     assert MODEL.relief_ms(IDLE, SEQS, 1.0) == 0.0
-    load = Load(sequences=3, prompt_tokens=20, output_tokens=300)
+    load = ReplicaLoad(sequences=3, prompt_tokens=20, output_tokens=300)
     assert MODEL.relief_ms(load, SEQS, 1.0) == pytest.approx(
         0.5 * 20 + 100 * 2 / 4 * MODEL.step_ms(3)
     )
     assert remaining_tokens(load, 0.5) == 50
-    assert remaining_tokens(Load(output_tokens=10), 1.0) == 10
+    assert remaining_tokens(ReplicaLoad(output_tokens=10), 1.0) == 10
 
 
 def test_the_faster_of_two_measurements_counts_for_each_time() -> None:

@@ -13,7 +13,7 @@ from tiers.lifecycle import processors
 from tiers.lifecycle.engine import THROTTLED_S, Engine
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
-from tiers.spec import Placement, ReplicaStatus, TierName, TierSpec
+from tiers.spec import EnginePlacement, ReplicaStatus, TierName, TierSpec
 from tiers.throttling import GPU_REASONS, CpuReading, gpu_reasons, read_cpu, read_gpus
 
 LISTED = """0, Not Active, Not Active, Not Active
@@ -81,7 +81,7 @@ async def test_a_throttled_gpu_is_seen_at_its_engines(
             object.__setattr__(
                 engine.launch,
                 "placement",
-                Placement(gpus=(gpu,), gpu_memory_fraction=0.5),
+                EnginePlacement(gpus=(gpu,), gpu_memory_fraction=0.5),
             )
         script = tmp_path / "nvidia-smi"
         script.write_text(f"#!/bin/sh\necho '{LISTED}'\n")

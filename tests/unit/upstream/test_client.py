@@ -41,7 +41,7 @@ WHOLE = EngineRequest(
         b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":9}'
     ),
     request_id="w1",
-    streamed=False,
+    is_streamed=False,
 )
 
 

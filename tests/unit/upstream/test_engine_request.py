@@ -34,7 +34,7 @@ def relay(body: bytes | dict[str, Any], **values: Any) -> EngineRequest:
         body if isinstance(body, bytes) else json.dumps(body).encode()
     )
     return EngineRequest(
-        document=document, request_id="r", **{"streamed": False, **values}
+        document=document, request_id="r", **{"is_streamed": False, **values}
     )
 
 
@@ -108,7 +108,7 @@ def test_every_stream_is_asked_for_its_token_counts(
 ) -> None:
     """Options that are none are left to the engine, which says best what is wrong with them."""
     body = {**CHAT, "stream": True, "stream_options": given}
-    asked = relay(body, streamed=True, wants_usage=wants_usage)
+    asked = relay(body, is_streamed=True, wants_usage=wants_usage)
     assert json.loads(asked.body(replica()))["stream_options"] == sent
 
 

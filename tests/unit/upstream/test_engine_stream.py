@@ -39,7 +39,7 @@ def relay(*, streamed: bool = False) -> EngineRequest:
     document = JsonObject.parse(
         to_json({"messages": [], "max_tokens": 9, "stream": streamed})
     )
-    return EngineRequest(document=document, request_id="w1", streamed=streamed)
+    return EngineRequest(document=document, request_id="w1", is_streamed=streamed)
 
 
 async def relayed(stack: UpstreamStack) -> EngineStream:

@@ -31,7 +31,7 @@ def relayed(
         path=f"/v1/{path}",
         operation=operation,
         request_id="r",
-        streamed=streamed,
+        is_streamed=streamed,
         adapter=adapter,
     )
     made = body_for(request, "foreign")
@@ -178,7 +178,7 @@ def test_generate_and_others() -> None:
         path="/v1/messages",
         request_id="r",
         answers=MESSAGE_FORMAT,
-        streamed=False,
+        is_streamed=False,
         counts=False,
     )
     assert body_for(passed, "foreign") is None

@@ -7,18 +7,20 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.upstream.progress import Continuable, Point, Progress
+from router.upstream.progress import AnswerProgress, Continuable, Point
 from router.upstream.sse import Chunk
 
 
-def spoken(progress: Progress, *chunks: tuple[str, tuple[int, ...]]) -> Progress:
+def spoken(
+    progress: AnswerProgress, *chunks: tuple[str, tuple[int, ...]]
+) -> AnswerProgress:
     for text, ids in chunks:
         progress.note((Chunk(text=text, token_ids=ids),))
     return progress
 
 
 def test_each_token_that_comes_alone_ends_a_character() -> None:
-    progress = spoken(Progress(), ("The", (1,)), (" capital", (2,)))
+    progress = spoken(AnswerProgress(), ("The", (1,)), (" capital", (2,)))
     assert (progress.point, progress.text, progress.settled) == (
         Point(2, 11),
         "The capital",
@@ -28,7 +30,7 @@ def test_each_token_that_comes_alone_ends_a_character() -> None:
 
 def test_tokens_that_come_together_have_no_point_between_them() -> None:
     """Nobody knows which of them has which text; after the next one that comes alone, all of it is known again."""
-    progress = spoken(Progress(), ("The", (1,)), (" capital of", (2, 3)))
+    progress = spoken(AnswerProgress(), ("The", (1,)), (" capital of", (2, 3)))
     assert progress.point == Point(1, 3)
     assert not progress.settled
     assert spoken(progress, (" Fr", (4,))).point == Point(4, 17)
@@ -36,7 +38,7 @@ def test_tokens_that_come_together_have_no_point_between_them() -> None:
 
 def test_what_an_engine_keeps_back_is_not_settled() -> None:
     """It keeps three characters: two tokens have the four that came and three more, which come with the next."""
-    progress = spoken(Progress(held_back=3), ("ab", (1,)), ("cd", (2,)))
+    progress = spoken(AnswerProgress(held_back=3), ("ab", (1,)), ("cd", (2,)))
     assert progress.point == Point(0, 0)
     assert not progress.settled
     spoken(progress, ("efg", (3,)))
@@ -44,14 +46,14 @@ def test_what_an_engine_keeps_back_is_not_settled() -> None:
 
 
 def test_text_without_tokens_cannot_be_continued() -> None:
-    progress = spoken(Progress(), ("The", (1,)), (" end", ()))
+    progress = spoken(AnswerProgress(), ("The", (1,)), (" end", ()))
     assert not progress.continuable
     progress.prompt_ids = array("I", [7])
     assert progress.usage == {}, "the engine did not tell all of its tokens"
 
 
 def test_reasoning_cannot_be_continued_but_is_counted() -> None:
-    progress = Progress(prompt_ids=array("I", [7, 8]))
+    progress = AnswerProgress(prompt_ids=array("I", [7, 8]))
     progress.note((Chunk(token_ids=(1,), other=True),))
     assert not progress.continuable
     assert progress.usage == {
@@ -63,12 +65,14 @@ def test_reasoning_cannot_be_continued_but_is_counted() -> None:
 
 def test_tokens_without_text_are_remembered() -> None:
     """They are parts of characters, or special tokens that answers leave out."""
-    progress = spoken(Progress(), ("a", (1,)), ("", (2,)), ("\N{EURO SIGN}", (3,)))
+    progress = spoken(
+        AnswerProgress(), ("a", (1,)), ("", (2,)), ("\N{EURO SIGN}", (3,))
+    )
     assert progress.silent == [1]
 
 
 def test_going_back_forgets_what_came_after() -> None:
-    progress = spoken(Progress(), ("a", (1,)), ("b", (2,)), ("c", (3,)))
+    progress = spoken(AnswerProgress(), ("a", (1,)), ("b", (2,)), ("c", (3,)))
     progress.rest_at(2, "ab")
     assert (list(progress.output_ids), progress.text, progress.begun) == (
         [1, 2],
@@ -79,7 +83,7 @@ def test_going_back_forgets_what_came_after() -> None:
 
 
 def test_a_stop_string_ends_with_the_token_that_completes_it() -> None:
-    progress = spoken(Progress(), ("ab", (1,)), ("cd", (2,)), ("ef", (3,)))
+    progress = spoken(AnswerProgress(), ("ab", (1,)), ("cd", (2,)), ("ef", (3,)))
     progress.stop_at(3)
     assert (list(progress.output_ids), progress.finish_reason) == ([1, 2], "stop")
 
@@ -91,10 +95,14 @@ def test_a_stop_string_ends_with_the_token_that_completes_it() -> None:
 def test_a_point_never_promises_text_that_has_not_come(
     tokens: list[tuple[str, int]], held_back: int
 ) -> None:
-    progress = Progress(held_back)
+    progress = AnswerProgress(held_back)
     for text, number in tokens:
         progress.note((Chunk(text=text, token_ids=(number,)),))
-        assert progress.point.characters <= progress.told == len(progress.text)
+        assert (
+            progress.point.characters
+            <= progress.received_characters
+            == len(progress.text)
+        )
         assert progress.point.tokens <= len(progress.output_ids)
 
 

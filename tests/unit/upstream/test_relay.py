@@ -19,7 +19,7 @@ from router.upstream.engine_stream import (
     OverflowServer,
 )
 from router.upstream.errors import EngineBrokeError, EngineStalledError
-from router.upstream.progress import Continuable, Progress
+from router.upstream.progress import AnswerProgress, Continuable
 from router.upstream.sse import Chunk, parse_event
 from router.upstream.transport import Connection
 from tests.unit.upstream.test_transport import answer_on, connection_with_request
@@ -90,7 +90,7 @@ class Reader:
         )
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> AnswerProgress:
         assert self.answer.progress is not None
         return self.answer.progress
 
@@ -108,9 +108,9 @@ class Reader:
         answer_on(self.connection).limit_reads(limit_s)
 
 
-def expected(events: list[bytes]) -> Progress:
+def expected(events: list[bytes]) -> AnswerProgress:
     """Return how far an answer is once each of its events is noted."""
-    progress = Progress()
+    progress = AnswerProgress()
     for event in events:
         progress.note((parse_event(event),))
     return progress

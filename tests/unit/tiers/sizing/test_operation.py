@@ -22,7 +22,7 @@ from tiers.sizing.operation import (
     in_operation,
 )
 from tiers.spec import STANDARD_TIERS, TierName
-from tiers.speed import Load as Busy
+from tiers.speed import ReplicaLoad as Busy
 from tiers.speed import SpeedModel
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
