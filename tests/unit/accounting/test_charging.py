@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from router.accounting.charging import FALLBACK, Pricing, pricing_of
 from router.policy.decide import decide
 from router.telemetry.record import Cost, TierUsage
-from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query
+from tests.unit.policy.fleets import BALANCED, FAST, PRECISE, TABLE, fleet, query
 from tiers.spec import TierSpec
 from tiers.speed import SpeedModel
 

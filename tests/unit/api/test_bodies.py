@@ -151,7 +151,8 @@ async def test_each_bad_body_is_a_4xx_that_names_the_field(tmp_path: Path) -> No
                     shown
                 )
                 problem = answer.json()
-                assert (problem["status"], bool(problem["title"])) == (status, True)
+                assert problem["status"] == status
+                assert problem["title"]
                 assert field in {e["field"] for e in problem["errors"]}, (
                     shown,
                     problem,
@@ -206,10 +207,8 @@ async def test_unknown_paths_and_methods_are_problems(tmp_path: Path) -> None:
     """Elsewhere there is a 404 that lists what there is, and a wrong method names the right one."""
     async with router_stack(tmp_path) as stack:
         lost = await stack.client.get(f"{stack.url}/nowhere")
-        assert (lost.status_code, lost.json()["type"]) == (
-            404,
-            "urn:qarr:problem:not-found",
-        )
+        assert lost.status_code == 404
+        assert lost.json()["type"] == "urn:qarr:problem:not-found"
         assert "POST /generate" in lost.json()["detail"]
         wrong = await stack.client.get(f"{stack.url}/generate")
         assert wrong.status_code == 405
@@ -224,15 +223,19 @@ def test_options_are_what_the_body_says() -> None:
         "sla": {"ttft_ms": 1, "tpot_ms": 2.5, "max_quality_loss": 0, "confidence": 0.5},
     }
     options = parsed(
-        GenerateBody, json.dumps(body).encode(), allowed_values, STANDARD_RULES
+        GenerateBody, json.dumps(body).encode(), allowed_values, rules=STANDARD_RULES
     ).options(-1, "tier")
     assert options == RoutingOptions(
-        TierName.BALANCED, "tier", True, Sla(1, 2.5, 0, 0.5), -1
+        TierName.BALANCED,
+        "tier",
+        require=True,
+        sla=Sla(1, 2.5, max_quality_loss=0, confidence=0.5),
+        priority=-1,
     )
     plain = parsed(
-        GenerateBody, b'{"prompt": "hi"}', allowed_values, STANDARD_RULES
+        GenerateBody, b'{"prompt": "hi"}', allowed_values, rules=STANDARD_RULES
     ).options(0, "tier")
-    assert plain == RoutingOptions(None, "tier", False, Sla(), 0)
+    assert plain == RoutingOptions(None, "tier", require=False, sla=Sla(), priority=0)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +255,10 @@ def test_words_and_characters_are_bounded(text: str, right: bool) -> None:  # no
     for field in ("prompt", "system_prompt"):
         body = json.dumps({"prompt": "hi", field: text}).encode()
         if right:
-            parsed(GenerateBody, body, allowed_values, rules)
+            parsed(GenerateBody, body, allowed_values, rules=rules)
             continue
         with pytest.raises(InvalidBodyError) as error:
-            parsed(GenerateBody, body, allowed_values, rules)
+            parsed(GenerateBody, body, allowed_values, rules=rules)
         assert [problem.field for problem in error.value.problems] == [field]
 
 
@@ -263,12 +266,14 @@ def test_words_and_characters_are_bounded(text: str, right: bool) -> None:  # no
 def test_only_streams_can_be_resumed(stream: str, right: bool) -> None:  # noqa: FBT001
     body = f'{{"prompt": "hi", "stream": {stream}, "resumable": true}}'.encode()
     if right:
-        assert parsed(GenerateBody, body, allowed_values, STANDARD_RULES).resumable
+        assert parsed(
+            GenerateBody, body, allowed_values, rules=STANDARD_RULES
+        ).resumable
     else:
         with pytest.raises(
             InvalidBodyError, match="resumable: is true, and stream is false"
         ):
-            parsed(GenerateBody, body, allowed_values, STANDARD_RULES)
+            parsed(GenerateBody, body, allowed_values, rules=STANDARD_RULES)
 
 
 def test_a_field_that_is_not_known_is_told_its_neighbours() -> None:
@@ -277,7 +282,7 @@ def test_a_field_that_is_not_known_is_told_its_neighbours() -> None:
             GenerateBody,
             b'{"prompt": "hi", "sla": {"ttft": 1}, "temprature": 1}',
             allowed_values,
-            STANDARD_RULES,
+            rules=STANDARD_RULES,
         )
     allowed = {problem.field: problem.allowed for problem in error.value.problems}
     assert allowed["sla.ttft"] == "ttft_ms, tpot_ms, max_quality_loss, confidence"
@@ -287,14 +292,20 @@ def test_a_field_that_is_not_known_is_told_its_neighbours() -> None:
 
 def test_a_fleet_shows_where_engines_are_to_operators_only() -> None:
     """Addresses, processes, paths, and details that quote them; figures are for all."""
-    spec = TierSpec(TierName.FAST, 2048, 8, 16, urls=("http://10.0.0.5:8000",))
+    spec = TierSpec(
+        TierName.FAST,
+        2048,
+        max_num_seqs=8,
+        max_in_flight=16,
+        urls=("http://10.0.0.5:8000",),
+    )
     fleet = Fleet((spec,))
     replica = fleet.add(Replica("fast-0", spec, "http://10.0.0.5:8000", "", "fake"))
     replica.update(pid=4711)
     replica.mark(ReplicaStatus.FAILED, "http://10.0.0.5:8000 does not answer")
     shown = {
         inside: render_fleet(
-            fleet.snapshot(), "m", "machine", fleet.sources, inside=inside
+            fleet.snapshot(), "m", "machine", sources=fleet.sources, inside=inside
         )
         for inside in (True, False)
     }
@@ -303,14 +314,16 @@ def test_a_fleet_shows_where_engines_are_to_operators_only() -> None:
     (inner,), (outer,) = (
         shown[inside]["tiers"][0]["replicas"] for inside in (True, False)
     )
-    assert (inner["url"], inner["pid"]) == ("http://10.0.0.5:8000", 4711)
+    assert inner["url"] == "http://10.0.0.5:8000"
+    assert inner["pid"] == 4711
     assert inner["detail"] == "http://10.0.0.5:8000 does not answer"
-    assert (outer["url"], outer["pid"], outer["detail"]) == (None, None, "")
+    assert outer["url"] is None
+    assert outer["pid"] is None
+    assert outer["detail"] == ""
     assert inner.keys() == outer.keys()
-    assert (shown[True]["scope"], shown[False]["scope"]) == ("all", "own")
-    assert (
-        outer["state"],
-        outer["limit"],
-        outer["tpot_ms"],
-        outer["kv_cache_usage"],
-    ) == ("failed", 16, None, None)
+    assert shown[True]["scope"] == "all"
+    assert shown[False]["scope"] == "own"
+    assert outer["state"] == "failed"
+    assert outer["limit"] == 16
+    assert outer["tpot_ms"] is None
+    assert outer["kv_cache_usage"] is None

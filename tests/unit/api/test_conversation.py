@@ -44,11 +44,9 @@ def test_turns_and_system_prompt() -> None:
     ):
         assert conversation.chat == [{"role": "system", "content": "Be brief."}, *TALK]
         prompt = conversation.prompt(EstimatingCounter())
-        assert (prompt.text, prompt.messages, prompt.system) == (
-            "Write a parser\n\nJSON",
-            4,
-            True,
-        )
+        assert prompt.text == "Write a parser\n\nJSON"
+        assert prompt.messages == 4
+        assert prompt.system is True
         assert prompt.prompt_tokens == prompt.all_tokens
 
 

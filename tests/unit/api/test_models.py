@@ -25,7 +25,11 @@ from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName, TierSpec
 FLEET = Fleet(
     tuple(
         TierSpec(
-            name, 100, 1, 1, adapters=("support",) if name is TierName.FAST else ()
+            name,
+            100,
+            max_num_seqs=1,
+            max_in_flight=1,
+            adapters=("support",) if name is TierName.FAST else (),
         )
         for name in STANDARD_TIERS
     )
@@ -81,10 +85,8 @@ def test_other_names_are_unknown(name: Any) -> None:
     with pytest.raises(UnknownModelError) as error:
         resolve(asked(model=name), SETTINGS, FLEET)
     problem = describe(error.value)
-    assert (problem.status, problem.openai_body()["error"]["code"]) == (
-        404,
-        "model_not_found",
-    )
+    assert problem.status == 404
+    assert problem.openai_body()["error"]["code"] == "model_not_found"
     assert all(
         known in problem.detail for known in (*model_names(SETTINGS, FLEET), "support")
     )
@@ -103,7 +105,8 @@ def test_a_body_that_is_no_object_is_invalid(body: bytes) -> None:
     with pytest.raises(InvalidBodyError) as error:
         read_document(body)
     (problem,) = error.value.problems
-    assert (problem.field, problem.allowed) == ("body", "a JSON object in UTF-8")
+    assert problem.field == "body"
+    assert problem.allowed == "a JSON object in UTF-8"
 
 
 @pytest.mark.anyio
@@ -122,17 +125,16 @@ async def test_each_name_has_a_card(tmp_path: Path) -> None:
             max(lengths.values())
         }
         assert cards["org/model"]["parent"] == "balanced"
-        assert (cards["fast"]["parent"], cards["qarr"]["parent"]) == (None, "auto")
+        assert cards["fast"]["parent"] is None
+        assert cards["qarr"]["parent"] == "auto"
         assert cards["org/model"]["max_model_len"] == lengths[TierName.BALANCED]
         for name, card in cards.items():
             one = await stack.client.get(f"{stack.url}/v1/models/{name}")
             assert one.json() == card
             assert one.headers["x-request-id"]
         lost = await stack.client.get(f"{stack.url}/v1/models/org")
-        assert (lost.status_code, lost.json()["error"]["code"]) == (
-            404,
-            "model_not_found",
-        )
+        assert lost.status_code == 404
+        assert lost.json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.anyio
@@ -141,10 +143,8 @@ async def test_each_name_says_what_is_behind_it(tmp_path: Path) -> None:
     aliases = {"org/model": "balanced"}
     async with router_stack(tmp_path, {"openai": {"aliases": aliases}}) as stack:
         card = (await stack.client.get(f"{stack.url}/v1/models/org/model")).json()
-        assert (card["tiers"], card["context_length"]) == (
-            ["balanced"],
-            card["max_model_len"],
-        )
+        assert card["tiers"] == ["balanced"]
+        assert card["context_length"] == card["max_model_len"]
         assert card["served_by"] == [
             {
                 "tier": "balanced", "precision": "fp8", "quantization": "fp8", "context_length": card["max_model_len"],
@@ -153,36 +153,21 @@ async def test_each_name_says_what_is_behind_it(tmp_path: Path) -> None:
         ]  # fmt: skip
         answer = await stack.client.get(f"{stack.url}/v1/models/org/model/endpoints")
         (endpoint,) = answer.json()["data"]["endpoints"]
-        assert (
-            answer.json()["data"]["id"],
-            endpoint["tag"],
-            endpoint["quantization"],
-        ) == (
-            "org/model",
-            "balanced",
-            "fp8",
-        )
-        assert (
-            endpoint["status"],
-            endpoint["replicas_ready"],
-            endpoint["in_flight"],
-            endpoint["queue"],
-        ) == (
-            0,
-            1,
-            0,
-            0,
-        )
+        assert answer.json()["data"]["id"] == "org/model"
+        assert endpoint["tag"] == "balanced"
+        assert endpoint["quantization"] == "fp8"
+        assert endpoint["status"] == 0
+        assert endpoint["replicas_ready"] == 1
+        assert endpoint["in_flight"] == 0
+        assert endpoint["queue"] == 0
         assert "127.0.0.1" not in answer.text
         every = (
             await stack.client.get(f"{stack.url}/v1/models/auto/endpoints")
         ).json()["data"]["endpoints"]
         assert [e["quantization"] for e in every] == ["int4", "fp8", "bf16"]
         lost = await stack.client.get(f"{stack.url}/v1/models/org/endpoints")
-        assert (lost.status_code, lost.json()["error"]["code"]) == (
-            404,
-            "model_not_found",
-        )
+        assert lost.status_code == 404
+        assert lost.json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.anyio
@@ -217,11 +202,9 @@ async def test_endpoints_tell_their_load(tmp_path: Path) -> None:
         (precise,) = (await stack.client.get(url.replace("fast", "precise"))).json()[
             "data"
         ]["endpoints"]
-        assert (precise["status"], precise["state"], precise["replicas_ready"]) == (
-            -10,
-            "stopped",
-            0,
-        )
+        assert precise["status"] == -10
+        assert precise["state"] == "stopped"
+        assert precise["replicas_ready"] == 0
         stack.fleet.specs = tuple(
             replace(s, draft=Draft("ngram", 4)) for s in stack.fleet.specs
         )

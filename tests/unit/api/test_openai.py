@@ -32,7 +32,8 @@ async def chat(
 
 def chunks(text: str) -> list[dict[str, Any]]:
     *events, done, empty = text.split("\n\n")
-    assert (done, empty) == ("data: [DONE]", "")
+    assert done == "data: [DONE]"
+    assert empty == ""
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
@@ -178,11 +179,9 @@ async def test_wishes_that_are_not_valid_are_named(tmp_path: Path) -> None:
         for headers, body, param in WRONG_WISHES:
             answer = await chat(stack, headers, **body)
             error = answer.json()["error"]
-            assert (answer.status_code, error["type"], error["param"]) == (
-                400,
-                "invalid_request_error",
-                param,
-            )
+            assert answer.status_code == 400
+            assert error["type"] == "invalid_request_error"
+            assert error["param"] == param
             assert "allowed" in error["message"]
 
 
@@ -212,28 +211,23 @@ async def test_unknown_model(tmp_path: Path) -> None:
     """A name that stands for nothing is OpenAI's model_not_found, and lists those that do."""
     async with router_stack(tmp_path) as stack:
         answer = await chat(stack, model="gpt-4o")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (
-            404,
-            "model_not_found",
-        )
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
         assert "precise" in answer.json()["error"]["message"]
         one = await stack.client.get(f"{stack.url}/v1/models/nope")
-        assert (one.status_code, one.json()["error"]["code"]) == (
-            404,
-            "model_not_found",
-        )
+        assert one.status_code == 404
+        assert one.json()["error"]["code"] == "model_not_found"
 
 
 async def test_the_engines_refusal_is_the_callers_answer(tmp_path: Path) -> None:
     """What the engine says of a wrong request is passed on as it is, and nobody else is asked."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
-        engine.status, engine.error = 400, "max_tokens must be at least 1, got 0."
+        engine.status = 400
+        engine.error = "max_tokens must be at least 1, got 0."
         answer = await chat(stack, max_tokens=0)
-        assert (answer.status_code, answer.json()["error"]["message"]) == (
-            400,
-            engine.error,
-        )
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == engine.error
         # others measure its speed
         assert not [
             r for r in stack.engines[TierName.BALANCED].requests if "messages" in r
@@ -262,10 +256,13 @@ async def test_retries_elsewhere_before_the_first_byte(
         tmp_path, {"upstream": {"first_token_timeout_s": SOUND_S}}
     ) as stack:
         broken = stack.engines[TierName.FAST]
-        broken.status, broken.break_after = fault.status, fault.break_after
-        broken.error_after, broken.stall_after = fault.error_after, fault.stall_after
+        broken.status = fault.status
+        broken.break_after = fault.break_after
+        broken.error_after = fault.error_after
+        broken.stall_after = fault.stall_after
         answer = await chat(stack, stream=stream)
-        assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "balanced")
+        assert answer.status_code == 200
+        assert answer.headers["x-qarr-tier"] == "balanced"
         assert "fast failed before the first token" in answer.headers["x-qarr-reason"]
         assert stack.leases() == 0
 
@@ -300,10 +297,8 @@ async def test_a_whole_answer_that_never_comes_is_a_504(tmp_path: Path) -> None:
     async with router_stack(tmp_path, {"upstream": {"answer_timeout_s": 0.3}}) as stack:
         stack.engines[TierName.FAST].stall_after = 3
         answer = await chat(stack)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (
-            504,
-            "engine_too_slow",
-        )
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "engine_too_slow"
         # others measure its speed
         assert not [
             r for r in stack.engines[TierName.BALANCED].requests if "messages" in r
@@ -319,7 +314,8 @@ async def test_a_client_that_leaves_frees_the_engine(
     """When the client goes away its request ends in the engine, streamed or not."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
-        engine.delay_s, engine.answer = 0.05, ("x",) * 400
+        engine.delay_s = 0.05
+        engine.answer = ("x",) * 400
         _, writer = await asyncio.open_connection(
             "127.0.0.1", int(stack.url.rsplit(":", 1)[1])
         )
@@ -381,7 +377,8 @@ async def test_tokens_are_passed_on(tmp_path: Path) -> None:
         assert back.json() == {"prompt": "x xx"}
         stack.fleet.replicas[2].mark(ReplicaStatus.FAILED)
         none = await stack.client.post(f"{stack.url}/tokenize", json={"prompt": "a"})
-        assert (none.status_code, none.json()["error"]["code"]) == (503, "at_capacity")
+        assert none.status_code == 503
+        assert none.json()["error"]["code"] == "at_capacity"
         assert stack.leases() == 0
 
 
@@ -391,10 +388,8 @@ async def test_embeddings_need_an_engine_that_serves_them(tmp_path: Path) -> Non
         answer = await stack.client.post(
             f"{stack.url}/v1/embeddings", json={"model": "e", "input": "x"}
         )
-        assert (answer.status_code, answer.json()["error"]["code"]) == (
-            404,
-            "embeddings_not_served",
-        )
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "embeddings_not_served"
         assert "openai.embeddings_urls" in answer.json()["error"]["message"]
 
 
@@ -406,37 +401,31 @@ async def test_errors_of_our_own_have_openais_form(tmp_path: Path) -> None:
         tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}
     ) as stack:
         long = await chat(stack, messages=[{"role": "user", "content": "word " * 9000}])
-        assert (long.status_code, long.json()["error"]["code"]) == (
-            400,
-            "context_length_exceeded",
-        )
+        assert long.status_code == 400
+        assert long.json()["error"]["code"] == "context_length_exceeded"
         large = await chat(
             stack, messages=[{"role": "user", "content": "x" * (1 << 20)}]
         )
-        assert (large.status_code, large.json()["error"]["code"]) == (
-            413,
-            "body_too_large",
-        )
+        assert large.status_code == 413
+        assert large.json()["error"]["code"] == "body_too_large"
         for engine in stack.engines.values():
             engine.delay_s = 0.1
         several = await asyncio.gather(*(chat(stack) for _ in range(4)))
         refused = next(a for a in several if a.status_code != 200)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (
-            503,
-            "at_capacity",
-        )
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "at_capacity"
         assert refused.headers["retry-after"] == "1"
         for replica in stack.fleet.replicas:
             replica.mark(ReplicaStatus.FAILED)
         down = await chat(stack)
-        assert (down.status_code, down.json()["error"]["type"]) == (503, "server_error")
+        assert down.status_code == 503
+        assert down.json()["error"]["type"] == "server_error"
         lost = await stack.client.get(f"{stack.url}/v1/nothing")
-        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "not_found")
+        assert lost.status_code == 404
+        assert lost.json()["error"]["code"] == "not_found"
         wrong = await stack.client.get(stack.url + CHAT)
-        assert (wrong.status_code, wrong.json()["error"]["code"]) == (
-            405,
-            "method_not_allowed",
-        )
+        assert wrong.status_code == 405
+        assert wrong.json()["error"]["code"] == "method_not_allowed"
         assert stack.leases() == 0
 
 
@@ -453,10 +442,8 @@ async def test_parameters_that_a_draft_forbids_are_routed_around_it(
         for given in ({"min_p": 0.1}, {"logit_bias": {"5": 1}}):
             assert (await chat(stack, **given)).headers["x-qarr-tier"] != "fast"
         required = await chat(stack, min_p=0.1, model="fast")
-        assert (required.status_code, required.json()["error"]["code"]) == (
-            400,
-            "unsupported_parameter",
-        )
+        assert required.status_code == 400
+        assert required.json()["error"]["code"] == "unsupported_parameter"
         assert (
             "fast has a draft, and with a draft vLLM does not support min_p"
             in required.json()["error"]["message"]
@@ -556,16 +543,15 @@ async def test_a_request_counts_by_its_answers(
         request = asyncio.create_task(stack.client.post(stack.url + path, json=asked))
         replica = stack.fleet.replicas[0]
         await until(lambda: replica.state.in_flight, poll_s=0.005)
-        assert (
-            replica.state.in_flight,
-            replica.state.slots,
-            replica.output_tokens,
-        ) == (1, places, output_tokens)
+        assert replica.state.in_flight == 1
+        assert replica.state.slots == places
+        assert replica.output_tokens == output_tokens
         assert replica.state.prompt_tokens == prompt_tokens or prompt_tokens is None
         shown = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"][0][
             "replicas"
         ][0]
-        assert (shown["in_flight"], shown["places_taken"]) == (1, places)
+        assert shown["in_flight"] == 1
+        assert shown["places_taken"] == places
         page = (await stack.client.get(f"{stack.url}/metrics")).text
         assert (
             f'qarr_requests_in_flight{{replica="{replica.id}",tier="fast"}} 1.0' in page
@@ -576,7 +562,9 @@ async def test_a_request_counts_by_its_answers(
         )
         request.cancel()
         await until(lambda: not replica.state.in_flight, poll_s=0.01)
-        assert (replica.state.slots, stack.leases(), replica.state.kv.held) == (0, 0, 0)
+        assert replica.state.slots == 0
+        assert stack.leases() == 0
+        assert replica.state.kv.held == 0
 
 
 TOO_MANY: list[tuple[str, dict[str, Any], str, str]] = [
@@ -611,7 +599,8 @@ async def test_too_many_answers_are_refused_by_the_fields_name(tmp_path: Path) -
                 stack.url + path, json={"model": "fast", **body}
             )
             error = answer.json()["error"]
-            assert (answer.status_code, error["param"]) == (400, param)
+            assert answer.status_code == 400
+            assert error["param"] == param
             assert words in error["message"]
             text = next(iter(body.keys() & {"messages", "prompt"}))
             assert body[text] not in [

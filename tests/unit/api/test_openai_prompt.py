@@ -16,7 +16,7 @@ from router.api.openai_prompt import (
 )
 from router.pipeline.request import PromptText
 from router.upstream.json_object import JsonObject
-from tests.unit.pipeline.test_request import asked_for
+from tests.unit.pipeline.calls import asked_for
 from tiers.prefix_memory import Prefix, PrefixMemory
 from tiers.spec import TemplateTokens
 
@@ -55,7 +55,8 @@ def test_the_last_turn_is_classified_and_all_of_it_is_counted() -> None:
         user(LONG),
     )
     assert read.text == LONG
-    assert (read.messages, read.system) == (4, True)
+    assert read.messages == 4
+    assert read.system is True
     assert read.prompt_tokens == sum(
         map(COUNTER.count, ("Be brief.", "Hello", "Hi", LONG))
     )
@@ -91,14 +92,16 @@ def test_parts_that_are_not_text_are_named_and_weighed() -> None:
             ]
         )
     )
-    assert (read.text, read.other_parts) == ("What is this?", ("image_url", "other"))
+    assert read.text == "What is this?"
+    assert read.other_parts == ("image_url", "other")
     assert read.prompt_tokens == COUNTER.count("What is this?") + 2 * PART_TOKENS
 
 
 def test_tools_and_calls_count() -> None:
     """The model reads them; they are not what is classified."""
     tools = [{"type": "function", "function": {"name": "weather"}}]
-    plain, with_tools = chat(user("hi")), chat(user("hi"), tools=tools)
+    plain = chat(user("hi"))
+    with_tools = chat(user("hi"), tools=tools)
     assert with_tools.text == plain.text
     assert with_tools.prompt_tokens > plain.prompt_tokens
 
@@ -112,7 +115,8 @@ def test_what_is_malformed_reads_as_empty(messages: Any) -> None:
     read = read_chat(
         JsonObject.parse(json.dumps({"messages": messages}).encode()), COUNTER
     )
-    assert (read.text, read.prompt_tokens) == ("", 0)
+    assert read.text == ""
+    assert read.prompt_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -134,12 +138,16 @@ def test_completions(
     parts: tuple[str, ...],
 ) -> None:
     read = completion(prompt)
-    assert (read.text, read.prompts, read.other_parts) == (text, prompts, parts)
+    assert read.text == text
+    assert read.prompts == prompts
+    assert read.other_parts == parts
     if parts or not text:
-        assert (read.prompt_tokens, read.all_tokens) == (longest, in_all)
+        assert read.prompt_tokens == longest
+        assert read.all_tokens == in_all
     else:
         counted = [COUNTER.count(part) for part in text.split("\n\n")]
-        assert (read.prompt_tokens, read.all_tokens) == (max(counted), sum(counted))
+        assert read.prompt_tokens == max(counted)
+        assert read.all_tokens == sum(counted)
 
 
 def prefix(read: PromptText) -> Prefix | None:
@@ -151,7 +159,8 @@ def prefix(read: PromptText) -> Prefix | None:
 
 
 def shared(one: PromptText, other: PromptText) -> int:
-    first, second = prefix(one), prefix(other)
+    first = prefix(one)
+    second = prefix(other)
     assert first is not None
     assert second is not None
     memory = PrefixMemory()

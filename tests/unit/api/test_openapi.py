@@ -90,7 +90,8 @@ def test_every_component_is_there_and_used() -> None:
         for kind, parts in described["components"].items()
         for name, part in parts.items()
     }
-    used, left = set(), [described["paths"]]
+    used = set()
+    left = [described["paths"]]
     while left:
         names = (
             set(re.findall(r'"#/components/(\w+)/([\w-]+)"', json.dumps(left.pop())))

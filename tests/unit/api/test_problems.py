@@ -20,7 +20,7 @@ from router.policy.decision import Decision, Refusal, RequestRefusedError
 from router.section import PROJECT
 from router.upstream import errors as upstream_errors
 from router.upstream.errors import EngineRefusedError, UpstreamError
-from tests.unit.pipeline.test_registry import ended, registry_of
+from tests.unit.pipeline.registries import ended, registry_of
 from tests.unit.upstream_stack import UpstreamStack, upstream_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
@@ -68,18 +68,24 @@ def test_unforeseen_errors_tell_nothing() -> None:
 
 def test_a_used_up_quota_says_when_to_come_back() -> None:
     """Rounded up, at least a second; a request that no quota could ever hold is wrong, not early."""
-    response = describe(OverQuotaError("tokens", 100, 40, 12.2)).response(
-        RequestContext("r", "t"), ErrorForm.OPENAI
-    )
-    assert (response.status_code, response.headers["retry-after"]) == (429, "13")
+    response = describe(
+        OverQuotaError("tokens", 100, requested_tokens=40, retry_after_s=12.2)
+    ).response(RequestContext("r", "t"), ErrorForm.OPENAI)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "13"
     assert json.loads(bytes(response.body))["error"]["code"] == "rate_limit_exceeded"
-    assert describe(OverQuotaError("requests", 1, 1, 0.01)).retry_after_s == 1
-    larger = describe(OverQuotaError("tokens", 100, 400, None))
-    assert (larger.status, larger.retry_after_s, larger.errors[0].field) == (
-        400,
-        None,
-        "max_tokens",
+    assert (
+        describe(
+            OverQuotaError("requests", 1, requested_tokens=1, retry_after_s=0.01)
+        ).retry_after_s
+        == 1
     )
+    larger = describe(
+        OverQuotaError("tokens", 100, requested_tokens=400, retry_after_s=None)
+    )
+    assert larger.status == 400
+    assert larger.retry_after_s is None
+    assert larger.errors[0].field == "max_tokens"
 
 
 def test_a_refused_body_closes_the_connection() -> None:
@@ -87,7 +93,8 @@ def test_a_refused_body_closes_the_connection() -> None:
     response = describe(asgi.BodyTooLargeError(10)).response(
         RequestContext("r", "t"), ErrorForm.PROBLEM
     )
-    assert (response.status_code, response.headers["connection"]) == (413, "close")
+    assert response.status_code == 413
+    assert response.headers["connection"] == "close"
 
 
 NO_OUTCOME = "-"
@@ -147,8 +154,8 @@ def requiring_absent(decision: Decision) -> Decision:
 async def test_outcomes_are_as_documented() -> None:
     """What the caller has to end, a 4xx, is refused and no error; what an engine or the router breaks is an error."""
     errors: list[Exception] = [
-        OverQuotaError("tokens", 5, 9, None),
-        OverQuotaError("requests", 1, 1, 3.0),
+        OverQuotaError("tokens", 5, requested_tokens=9, retry_after_s=None),
+        OverQuotaError("requests", 1, requested_tokens=1, retry_after_s=3.0),
     ]
     errors += [
         e("why")
@@ -157,7 +164,8 @@ async def test_outcomes_are_as_documented() -> None:
     ]
     async with upstream_stack() as stack:
         for error in [*errors, *refusals(stack), RuntimeError("why")]:
-            problem, registry = describe(error), registry_of()
+            problem = describe(error)
+            registry = registry_of()
             record = ended(registry, stack.decision(), error)
             assert documented()[problem.status, problem.kind] == record.outcome.value, (
                 error
@@ -198,7 +206,8 @@ async def test_a_refusal_says_whether_one_tier_was_required(*, required: bool) -
                 "No tier" not in title and "Every tier" not in title
             ) or not required
         absent = describe(RequestRefusedError(requiring_absent(decision)))
-        assert (absent.status, absent.openai) == (422, (400, "tier_absent"))
+        assert absent.status == 422
+        assert absent.openai == (400, "tier_absent")
         assert (
             absent.title
             == "This router does not serve the tier that the request requires"

@@ -17,7 +17,8 @@ from tiers.spec import ReplicaStatus
 
 pytestmark = pytest.mark.anyio
 # some requests at once for each replica: one that is idle may stay so
-MORE, CLIENTS = 20, 40
+MORE = 20
+CLIENTS = 40
 # of a token: engines bound the load, not this process, which has to bring replicas up meanwhile
 DELAY_S = 0.05
 PATIENT = {
@@ -79,7 +80,8 @@ async def test_twenty_replicas_come_and_go_under_load_without_a_failed_request(
         ) as urls,
         router_stack(tmp_path, PATIENT) as stack,
     ):
-        fleet, tiers = stack.fleet, [spec.name for spec in stack.fleet.specs]
+        fleet = stack.fleet
+        tiers = [spec.name for spec in stack.fleet.specs]
         for behaviour in stack.engines.values():
             behaviour.delay_s = DELAY_S
         async with under_load(stack) as load:

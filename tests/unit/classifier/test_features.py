@@ -22,13 +22,11 @@ from tests.unit.classifier.cases import ASKS, CONTAINS, CONTAINS_AND_ASKS, NEITH
 from tests.unit.classifier.small_talk_cases import NO_SMALL_TALK, SMALL_TALK
 
 COUNTER = EstimatingCounter()
-ASKS_SHARE, CONTAINS_SHARE, NEITHER_SHARE, LANGUAGE_SHARE, CLASS_SHARE = (
-    0.9,
-    0.9,
-    0.9,
-    0.73,
-    0.85,
-)
+ASKS_SHARE = 0.9
+CONTAINS_SHARE = 0.9
+NEITHER_SHARE = 0.9
+LANGUAGE_SHARE = 0.73
+CLASS_SHARE = 0.85
 SMALL_TALK_SHARE = 0.55
 FALSE_SMALL_TALK = 0.02
 SURE = 0.6  # the policy's: below, other classes count too
@@ -293,7 +291,9 @@ def test_prompt_classes() -> None:
 def test_counts() -> None:
     """Characters, words and tokens are those of the whole prompt."""
     features = read("one two  three\nfour")
-    assert (features.chars, features.words, features.tokens_exact) == (19, 4, False)
+    assert features.chars == 19
+    assert features.words == 4
+    assert features.tokens_exact is False
     assert features.tokens == COUNTER.count("one two  three\nfour")
 
 

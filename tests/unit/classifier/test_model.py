@@ -47,7 +47,8 @@ def test_lines(text: str, expected: str) -> None:
 
 def test_long_texts_are_read_at_both_ends() -> None:
     """Of a long text the middle is not read."""
-    head, tail = "a " * (HEAD_CHARS // 2), "b " * (TAIL_CHARS // 2)
+    head = "a " * (HEAD_CHARS // 2)
+    tail = "b " * (TAIL_CHARS // 2)
     assert (
         line_of(f"{head}middle{tail}")
         == line_of(f"{head}another{tail}")
@@ -104,7 +105,8 @@ def test_probabilities_of_extreme_odds(odds: float) -> None:
 
 
 def test_a_second_look_adds_to_the_log_odds() -> None:
-    none, model = [0.0] * len(OUTPUTS), shipped_model()
+    none = [0.0] * len(OUTPUTS)
+    model = shipped_model()
     assert model.predict("fix this loop", none) == model.predict("fix this loop")
     assert model.predict("fix this loop", [9.0, *none[1:]]).has_code > 0.99
 
@@ -137,10 +139,8 @@ def test_any_text_is_explained(text: str) -> None:
 
 def test_the_pairs_that_ask_for_code_weigh_most() -> None:
     """What is told of two words is what they say alone, beyond an empty text."""
-    told, model = (
-        explain("please write quicksort in rust for my aunt", max_pairs=3)["asks"],
-        shipped_model(),
-    )
+    told = explain("please write quicksort in rust for my aunt", max_pairs=3)["asks"]
+    model = shipped_model()
     assert {"write quicksort", "in rust"} & {pair for pair, _ in told}
     pair, weight = told[0]
     assert weight == pytest.approx(
@@ -232,10 +232,8 @@ def test_one_command_writes_the_same_files_twice(tmp_path: Path) -> None:
         first, second = (output.with_name(name).read_bytes() for output in outputs)
         assert first == second
     model = load_model(outputs[0])
-    asked, told = (
-        model.predict("write a lua function for a garden"),
-        model.predict("tell me about the page of my aunt"),
-    )
+    asked = model.predict("write a lua function for a garden")
+    told = model.predict("tell me about the page of my aunt")
     assert asked.asks_for_code > 0.5 > told.has_code
     assert asked.language == "lua"
     assert model.about["prompts"]["written"] == 900

@@ -26,7 +26,18 @@ pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 LONG_WAITS = {"interactive": 600, "standard": 600, "batch": 600}
 QUERY = RoutingQuery(
-    PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()),
+    PromptFeatures(
+        2,
+        1,
+        tokens=1,
+        tokens_exact=True,
+        contains_code=False,
+        asks_for_code=False,
+        language=None,
+        prompt_class=PromptClass.CHAT,
+        confidence=0.9,
+        signals=(),
+    ),
     20,
     100,
 )
@@ -73,7 +84,10 @@ def door(
             "admission": {"max_wait_s": LONG_WAITS, **options},
         },
     )
-    specs = tuple(TierSpec(tier, 4096, 16, places[tier]) for tier in places)
+    specs = tuple(
+        TierSpec(tier, 4096, max_num_seqs=16, max_in_flight=places[tier])
+        for tier in places
+    )
     fleet = Fleet(specs)
     for spec in specs:
         for number in range(replicas):
@@ -94,20 +108,20 @@ def door(
 async def test_those_who_wait_for_a_full_tier_hide_nobody(tmp_path: Path) -> None:
     """However many wait for ``fast`` and come before: what waits for ``precise`` gets its place, and before newcomers."""
     at = door(tmp_path, {FAST: 1, PRECISE: 1})
-    fast, precise = await at.hold(FAST), await at.hold(PRECISE)
+    fast = await at.hold(FAST)
+    precise = await at.hold(PRECISE)
     urgent = PRIORITIES["interactive"]
     crowd = [at.ask(hint=FAST, require=True, priority=urgent) for _ in range(40)]
     await at.seen()
     victim = at.ask(hint=PRECISE, require=True)
     await at.seen()
-    assert (
-        at.admission.waiting,
-        at.admission.waiting_for(FAST),
-        at.admission.waiting_for(PRECISE),
-    ) == (41, 40, 1)
+    assert at.admission.waiting == 41
+    assert at.admission.waiting_for(FAST) == 40
+    assert at.admission.waiting_for(PRECISE) == 1
     newcomer = at.ask(hint=PRECISE, require=True)
     await at.end(precise)
-    assert (victim.done(), newcomer.done()) == (True, False)
+    assert victim.done() is True
+    assert newcomer.done() is False
     await at.end(victim.result())
     assert newcomer.done()
     await at.end(newcomer.result())
@@ -130,7 +144,8 @@ async def test_a_newcomer_does_not_take_the_place_that_another_waits_for(
     held.lease.release()
     newcomer = at.ask()
     await at.seen()
-    assert (waiting.done(), newcomer.done()) == (True, False)
+    assert waiting.done() is True
+    assert newcomer.done() is False
     newcomer.cancel()
 
 
@@ -142,27 +157,22 @@ async def test_several_answers_take_as_many_places(tmp_path: Path) -> None:
     await at.seen()
     newcomer = at.ask()
     await at.seen()
-    assert (several.done(), newcomer.done(), at.fleet.replicas[0].state.slots) == (
-        False,
-        False,
-        3,
-    )
+    assert several.done() is False
+    assert newcomer.done() is False
+    assert at.fleet.replicas[0].state.slots == 3
     await at.end(held[0])
-    assert (several.done(), newcomer.done()) == (False, False)
+    assert several.done() is False
+    assert newcomer.done() is False
     await at.end(held[1])
-    assert (several.done(), newcomer.done(), at.fleet.replicas[0].state.slots) == (
-        True,
-        False,
-        4,
-    )
+    assert several.done() is True
+    assert newcomer.done() is False
+    assert at.fleet.replicas[0].state.slots == 4
     await at.end(held[2])
     assert newcomer.done()
     await at.end(several.result())
     await at.end(newcomer.result())
-    assert (at.fleet.replicas[0].state.slots, at.fleet.replicas[0].state.in_flight) == (
-        0,
-        0,
-    )
+    assert at.fleet.replicas[0].state.slots == 0
+    assert at.fleet.replicas[0].state.in_flight == 0
 
 
 async def test_only_one_replica_is_kept_for_several_answers(tmp_path: Path) -> None:
@@ -174,11 +184,9 @@ async def test_only_one_replica_is_kept_for_several_answers(tmp_path: Path) -> N
     await at.seen()
     newcomers = [at.ask() for _ in range(2)]
     await at.seen()
-    assert (several.done(), newcomers[0].done(), newcomers[1].done()) == (
-        False,
-        True,
-        False,
-    )
+    assert several.done() is False
+    assert newcomers[0].done() is True
+    assert newcomers[1].done() is False
     assert newcomers[0].result().lease.replica.id == "fast-1"
     await at.end(next(each for each in held if each.lease.replica.id == "fast-0"))
     assert several.result().lease.replica.id == "fast-0"
@@ -196,12 +204,15 @@ async def test_more_answers_than_a_replica_has_places_get_one_that_is_idle(
     assert not many.done()
     await at.end(held)
     replica = at.fleet.replicas[0]
-    assert (many.done(), replica.state.slots, replica.state.in_flight) == (True, 64, 1)
+    assert many.done() is True
+    assert replica.state.slots == 64
+    assert replica.state.in_flight == 1
     other = at.ask()
     await at.seen()
     assert not other.done()
     await at.end(many.result())
-    assert (other.done(), replica.state.slots) == (True, 1)
+    assert other.done() is True
+    assert replica.state.slots == 1
 
 
 async def test_long_prompts_that_wait_for_a_cache_do_not_stop_short_ones(
@@ -214,7 +225,8 @@ async def test_long_prompts_that_wait_for_a_cache_do_not_stop_short_ones(
     await at.seen()
     short = at.ask()
     await at.seen()
-    assert (long.done(), short.done()) == (False, True)
+    assert long.done() is False
+    assert short.done() is True
     long.cancel()
 
 
@@ -286,7 +298,8 @@ async def test_who_leaves_just_as_it_is_let_in_leaves_nothing(tmp_path: Path) ->
     second = at.ask(key="third")
     await at.seen()
     await at.end(held, "other")
-    assert (first.done(), second.done()) == (True, False)
+    assert first.done() is True
+    assert second.done() is False
     second.cancel()
 
 

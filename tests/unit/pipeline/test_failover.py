@@ -87,10 +87,8 @@ async def test_what_came_with_nonsense_is_not_lost(tmp_path: Path, pieces: int) 
     """An event that is no chunk, in the same bytes as a good one, also as the first: that one is sent, and the next follows."""
     async with faulty_stack(tmp_path, {"fast": {"nonsense_with": pieces}}) as stack:
         whole = await stack.generate(tier="fast", max_tokens=64, stream=False)
-        assert (whole.json()["text"], whole.json()["continued_on"]) == (
-            TEXT,
-            ["balanced"],
-        )
+        assert whole.json()["text"] == TEXT
+        assert whole.json()["continued_on"] == ["balanced"]
         assert content(await chat(stack)) == TEXT
 
 
@@ -98,10 +96,12 @@ async def test_comments_in_a_stream_are_no_faults(tmp_path: Path) -> None:
     """Proxies in front of an engine send them, so that connections stay open; the caller gets them as well."""
     async with faulty_stack(tmp_path, {"fast": {"pings": True}}) as stack:
         text = await chat(stack)
-        assert (content(text), text.count(": ping")) == (TEXT, len(WORDS))
+        assert content(text) == TEXT
+        assert text.count(": ping") == len(WORDS)
         assert "continued" not in text
         whole = await stack.generate(tier="fast", max_tokens=64, stream=False)
-        assert (whole.json()["text"], whole.json()["continued_on"]) == (TEXT, [])
+        assert whole.json()["text"] == TEXT
+        assert whole.json()["continued_on"] == []
 
 
 EVENT = 'data: {"choices":[{"index":0,%s}]}\n\ndata: [DONE]\n\n'
@@ -137,14 +137,13 @@ async def test_what_is_no_chunk_is_the_engines_fault(
         tmp_path, {"fast": {"nonsense": instead.encode("utf-8", "surrogatepass")}}
     ) as stack:
         generated = await stack.generate(tier="fast", max_tokens=64, stream=False)
-        assert (
-            generated.status_code,
-            generated.json()["text"],
-            generated.json()["tier"],
-        ) == (200, TEXT, "balanced")
+        assert generated.status_code == 200
+        assert generated.json()["text"] == TEXT
+        assert generated.json()["tier"] == "balanced"
         for more in ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
             text = await chat(stack, **more)
-            assert (content(text), text.count("[DONE]")) == (TEXT, 1)
+            assert content(text) == TEXT
+            assert text.count("[DONE]") == 1
         assert stack.fleet.replicas[0].state.failed == 3
         assert stack.leases() == 0
 
@@ -176,7 +175,8 @@ async def test_what_is_no_completion_is_the_engines_fault(
         answer = await stack.client.post(
             f"{stack.url}/v1/chat/completions", json=body, headers=HINT
         )
-        assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "balanced")
+        assert answer.status_code == 200
+        assert answer.headers["x-qarr-tier"] == "balanced"
         assert answer.json()["choices"][0]["message"]["content"] == TEXT
         assert stack.fleet.failures[TierName.FAST, "EngineFailed"] == 1
 
@@ -201,10 +201,8 @@ async def test_reasoning_is_no_silence(tmp_path: Path) -> None:
         found = events((await stack.generate(tier="fast", max_tokens=64)).text)
         assert [data.get("text") for _, data in found[:-1]] == [WORDS[10]]
         assert found[-1][1]["usage"]["completion_tokens"] == len(WORDS)
-        assert (stack.fleet.replicas[0].state.failed, found[-1][1]["tier"]) == (
-            0,
-            "fast",
-        )
+        assert stack.fleet.replicas[0].state.failed == 0
+        assert found[-1][1]["tier"] == "fast"
         assert found[-1][1]["ttft_ms"] < 1500  # the first token is the first thought
         stack.engines[TierName.FAST].break_after = 5
         broken = events((await stack.generate(tier="fast", max_tokens=64)).text)
@@ -216,11 +214,9 @@ async def test_an_answer_that_is_no_http_is_a_failure(tmp_path: Path) -> None:
     """A head that cannot be read is the engine's fault: another one is asked, and the failure counts."""
     async with faulty_stack(tmp_path, {"fast": {"header": "x" * 100_000}}) as stack:
         answer = await stack.generate(tier="fast", max_tokens=64, stream=False)
-        assert (answer.status_code, answer.json()["text"], answer.json()["tier"]) == (
-            200,
-            TEXT,
-            "balanced",
-        )
+        assert answer.status_code == 200
+        assert answer.json()["text"] == TEXT
+        assert answer.json()["tier"] == "balanced"
         assert stack.fleet.failures[TierName.FAST, "EngineUnreachable"] == 1
         assert stack.leases() == 0
 
@@ -294,7 +290,8 @@ async def test_openai_streams_go_on_as_one_stream(tmp_path: Path) -> None:
         assert text.count("data: [DONE]") == 1
         assert "\n: continued on balanced\n" in text
         asked = stack.engines[TierName.BALANCED].requests[-1]
-        assert (asked["seed"], asked["stop"]) == (7, ["\n\n"])
+        assert asked["seed"] == 7
+        assert asked["stop"] == ["\n\n"]
         text = await chat(stack, qarr={"report": True})
         assert next(c["qarr"] for c in chunks(text) if "qarr" in c)["continued_on"] == [
             "balanced"
@@ -493,11 +490,9 @@ async def test_text_that_was_held_back_for_a_stop_string_is_not_lost(
     }
     async with faulty_stack(tmp_path, faults) as stack:
         text = await chat(stack, **STOP)
-        assert (content(text), text.count("[DONE]"), "continued on fast" in text) == (
-            TEXT,
-            1,
-            True,
-        )
+        assert content(text) == TEXT
+        assert text.count("[DONE]") == 1
+        assert ("continued on fast" in text) is True
         assert usage(text) == [
             {
                 "prompt_tokens": 3,
@@ -509,11 +504,9 @@ async def test_text_that_was_held_back_for_a_stop_string_is_not_lost(
 
 
 def test_a_space_may_be_dropped_where_a_text_begins_and_nowhere_else() -> None:
-    assert (_readings("a", None), _readings("a", ""), _readings("xa", "x")) == (
-        ("a", " a"),
-        ("a",),
-        ("a",),
-    )
+    assert _readings("a", None) == ("a", " a")
+    assert _readings("a", "") == ("a",)
+    assert _readings("xa", "x") == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -559,7 +552,8 @@ async def test_where_nothing_is_held_back_nobody_need_be_asked(
         tmp_path, {**faults, "fast": {"break_after": after, "detokenizes": False}}, CUT
     ) as stack:
         text = await chat(stack, **more)
-        assert (content(text), text.count("[DONE]")) == (b"".join(CUT).decode(), 1)
+        assert content(text) == b"".join(CUT).decode()
+        assert text.count("[DONE]") == 1
 
 
 @pytest.mark.parametrize("after", [2, 3, 7])
@@ -569,7 +563,8 @@ async def test_text_that_a_parser_held_is_not_lost(tmp_path: Path, after: int) -
         tmp_path, {"fast": {"break_after": after, "late": 1}}
     ) as stack:
         text = await chat(stack)
-        assert (content(text), text.count("[DONE]")) == (TEXT, 1)
+        assert content(text) == TEXT
+        assert text.count("[DONE]") == 1
 
 
 @pytest.mark.parametrize("special", [(3,), (6,), (8,), (2, 3, 7)], ids=str)
@@ -598,7 +593,8 @@ async def test_a_stop_string_over_two_breaks_is_seen(tmp_path: Path) -> None:
     }
     async with faulty_stack(tmp_path, faults) as stack:
         text = await chat(stack, stop=" aac ")
-        assert (content(text), text.count("[DONE]")) == ("baa aba", 1)
+        assert content(text) == "baa aba"
+        assert text.count("[DONE]") == 1
         assert [c["choices"][0].get("stop_reason") for c in chunks(text)][-1] == " aac "
         assert [len(engine.requests) for engine in stack.engines.values()] == [1, 1, 1]
 
@@ -620,7 +616,8 @@ async def test_generate_keeps_its_parameters_and_its_stop_strings_when_it_is_con
         }
         found = events((await stack.generate(**kept)).text)
         assert "".join(data.get("text", "") for _, data in found) == "baa aba"
-        assert (found[-1][0], found[-1][1]["finish_reason"]) == ("done", "stop")
+        assert found[-1][0] == "done"
+        assert found[-1][1]["finish_reason"] == "stop"
         assert found[-1][1]["continued_on"] == ["balanced"]
         first, then = (
             stack.engines[TierName(name)].requests[-1] for name in ("fast", "balanced")
@@ -646,11 +643,9 @@ async def test_counts_are_sent_once(tmp_path: Path, events_sent: int) -> None:
         assert len(chunks(whole)) == 13
         fast.break_at = events_sent
         broken = await chat(stack, **STOP)
-        assert (content(broken), usage(broken), broken.count("[DONE]")) == (
-            TEXT,
-            usage(whole),
-            1,
-        )
+        assert content(broken) == TEXT
+        assert usage(broken) == usage(whole)
+        assert broken.count("[DONE]") == 1
         assert len(usage(whole)) == 1
 
 
@@ -660,10 +655,12 @@ async def test_counts_that_nobody_knows_are_not_made_up(tmp_path: Path) -> None:
         tmp_path, {"fast": {"tells_ids": False, "break_after": len(WORDS)}}
     ) as stack:
         fast = stack.engines[TierName.FAST]
-        fast.break_after, fast.break_at = None, len(WORDS) + 2
+        fast.break_after = None
+        fast.break_at = len(WORDS) + 2
         asked = await chat(stack, stream_options={"include_usage": True})
         assert chunks(asked)[-1]["error"]["code"] == "stream_broken"
-        assert (content(await chat(stack)), "[DONE]" in asked) == (TEXT, False)
+        assert content(await chat(stack)) == TEXT
+        assert ("[DONE]" in asked) is False
         assert "event: error" in (await stack.generate(tier="fast", max_tokens=64)).text
 
 
@@ -705,7 +702,8 @@ async def test_the_next_tier_before_the_first_token_is_taken_as_things_stand(
             for tier in list(STANDARD_TIERS)[1:]
         ]
         answer = await stack.generate(tier="fast", max_tokens=64, stream=False)
-        assert (answer.status_code, answer.json().get("tier")) == (200, "balanced")
+        assert answer.status_code == 200
+        assert answer.json().get("tier") == "balanced"
         for lease in leases:
             assert lease is not None
             lease.release()
@@ -751,13 +749,15 @@ def test_a_stop_string_across_the_seam_is_seen(
     include = data.draw(st.booleans())
     cut = data.draw(st.integers(0, len(text)))
     hold = 0 if include else max(map(len, stops), default=1) - 1
-    before, after = text[:cut], text[cut:]
+    before = text[:cut]
+    after = text[cut:]
     if any(stop in before for stop in stops):
         return  # the first engine ended it
     sent = before[: max(len(before) - hold, 0)]
     seam = StopStringJoiner(sent, before[len(sent) :], stops, include=include)
     # the second engine sees only its own text
-    out, (left, stop) = sent, reference(after, stops, include=include)
+    out = sent
+    (left, stop) = reference(after, stops, include=include)
     for character in left:
         out += seam.pass_on(character, last=False)
         if seam.stopped is not None:

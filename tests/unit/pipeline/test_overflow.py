@@ -31,12 +31,10 @@ from tiers.fleet import Lease
 from tiers.spec import STANDARD_TIERS
 
 pytestmark = pytest.mark.anyio
-KEY, MODEL, NAME, TEXT = (
-    "sk-outside",
-    "foreign",
-    "outside.example",
-    "The capital of France is Paris.",
-)
+KEY = "sk-outside"
+MODEL = "foreign"
+NAME = "outside.example"
+TEXT = "The capital of France is Paris."
 CHAT = {"model": "auto", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "auto", "prompt": "hi"}
 PATHS = {
@@ -177,10 +175,8 @@ async def test_it_answers_when_every_tier_is_full(
         answer = await at.post(
             path, {**PATHS[path], "stream": streamed, "seed": 7, "max_tokens": 50}
         )
-        assert (answer.status_code, written(path, answer.text, streamed=streamed)) == (
-            200,
-            TEXT,
-        )
+        assert answer.status_code == 200
+        assert written(path, answer.text, streamed=streamed) == TEXT
         headers = answer.headers
         assert headers["x-qarr-overflow"] == NAME
         assert {
@@ -196,24 +192,23 @@ async def test_it_answers_when_every_tier_is_full(
         assert headers["x-qarr-degraded"] == "unmeasured"
         await at.ended()
         record = await at.record()
-        assert (
-            record["overflow"],
-            record["overflow_failure"],
-            record["served_by"],
-        ) == (NAME, None, None)
-        assert (
-            record["outcome"],
-            record["tier"],
-            record["replica"],
-            record["precision"],
-        ) == ("ok", None, None, None)
-        assert (record["prompt_tokens"], record["output_tokens"]) == (10, 7)
+        assert record["overflow"] == NAME
+        assert record["overflow_failure"] is None
+        assert record["served_by"] is None
+        assert record["outcome"] == "ok"
+        assert record["tier"] is None
+        assert record["replica"] is None
+        assert record["precision"] is None
+        assert record["prompt_tokens"] == 10
+        assert record["output_tokens"] == 7
         assert await at.metric("ok") == 1
         (asked,) = at.outside.requests
         limit_name = (
             "max_tokens" if path == "/v1/completions" else "max_completion_tokens"
         )
-        assert (asked["model"], asked["seed"], asked[limit_name]) == (MODEL, 7, 50)
+        assert asked["model"] == MODEL
+        assert asked["seed"] == 7
+        assert asked[limit_name] == 50
         assert all(not engine.requests for engine in at.router.engines.values())
     logged = [
         each for each in read_log(tmp_path / "log") if isinstance(each, OverflowRecord)
@@ -234,10 +229,8 @@ async def test_the_stock_client_gets_its_answers(tmp_path: Path) -> None:
         chat = await sdk.chat.completions.create(
             model="auto", messages=[{"role": "user", "content": "hi"}]
         )
-        assert (
-            chat.choices[0].message.content,
-            chat.usage and chat.usage.completion_tokens,
-        ) == (TEXT, 7)
+        assert chat.choices[0].message.content == TEXT
+        assert (chat.usage and chat.usage.completion_tokens) == 7
         completion = await sdk.completions.create(
             model="auto", prompt="hi", max_tokens=20
         )
@@ -354,10 +347,8 @@ async def test_other_refusals_stay(tmp_path: Path) -> None:
         answer = await at.post(
             "/v1/completions", {**COMPLETION, "prompt": "word " * 20_000}
         )
-        assert (answer.status_code, answer.json()["error"]["code"]) == (
-            400,
-            "context_length_exceeded",
-        )
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
         assert at.outside.requests == []
 
 
@@ -418,17 +409,13 @@ async def test_its_use_is_counted_and_not_charged(tmp_path: Path) -> None:
                     await at.router.client.get(f"{at.router.url}/usage", headers=bearer)
                 ).json()
         (row,) = used["usage"]
-        assert (
-            row["tier"],
-            row["requests"],
-            row["prompt_tokens"],
-            row["output_tokens"],
-        ) == ("overflow", 1, 10, 7)
-        assert (
-            row["engine_seconds"],
-            row["highest_engine_seconds"],
-            used["budgets"][0]["used"],
-        ) == (0, 0, 0)
+        assert row["tier"] == "overflow"
+        assert row["requests"] == 1
+        assert row["prompt_tokens"] == 10
+        assert row["output_tokens"] == 7
+        assert row["engine_seconds"] == 0
+        assert row["highest_engine_seconds"] == 0
+        assert used["budgets"][0]["used"] == 0
         again = await at.post(
             "/generate", {"prompt": "hi", "stream": False, "max_tokens": 990}, **bearer
         )
@@ -458,19 +445,13 @@ async def test_if_it_fails_the_refusal_stands(
                     STANDARD_TIERS
                 )
             record = await at.record()
-            assert (record["request_id"], record["route"]) == (
-                answer.headers["x-request-id"],
-                path,
-            )
-            assert (record["outcome"], record["error"], record["overflow"]) == (
-                "refused",
-                "at_capacity",
-                None,
-            )
-            assert (record["overflow_failure"], await at.metric("failed")) == (
-                "failed",
-                count,
-            )
+            assert record["request_id"] == answer.headers["x-request-id"]
+            assert record["route"] == path
+            assert record["outcome"] == "refused"
+            assert record["error"] == "at_capacity"
+            assert record["overflow"] is None
+            assert record["overflow_failure"] == "failed"
+            assert await at.metric("failed") == count
             assert len(at.outside.requests) == count
 
 
@@ -523,7 +504,8 @@ async def test_newer_models_of_openais_are_asked_as_they_want_it(
         server,
     ):
         answer = await at.post(path, {**PATHS[path], "max_tokens": 9})
-        assert (answer.status_code, answer.headers["x-qarr-overflow"]) == (200, NAME)
+        assert answer.status_code == 200
+        assert answer.headers["x-qarr-overflow"] == NAME
         assert [body["max_completion_tokens"] for body in server.bodies] == [9]
 
 
@@ -579,10 +561,8 @@ async def test_what_is_no_answer_counts_as_a_failure(
     async with full(tmp_path, Behaviour(nonsense=nonsense)) as at:
         for count, streamed in enumerate((True, False), 1):
             answer = await at.post("/v1/chat/completions", {**CHAT, "stream": streamed})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (
-                503,
-                "at_capacity",
-            )
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "at_capacity"
             assert len(at.outside.requests) == count
 
 
@@ -600,10 +580,8 @@ async def test_one_that_is_silent(tmp_path: Path, *, streamed: bool) -> None:
         tmp_path, Behaviour(stall_after=0), settings, first_token_timeout_s=0.2
     ) as at:
         answer = await at.post("/v1/chat/completions", {**CHAT, "stream": streamed})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (
-            503,
-            "at_capacity",
-        )
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "at_capacity"
         await _idle(at.outside)
 
 
@@ -612,19 +590,19 @@ async def test_one_that_breaks_off(tmp_path: Path, path: str) -> None:
     """After the first token there is an error event, and no end of the stream; the record says so."""
     async with full(tmp_path, Behaviour(break_after=2)) as at:
         answer = await at.post(path, {**PATHS[path], "stream": True})
-        assert (answer.status_code, answer.headers["x-qarr-overflow"]) == (200, NAME)
+        assert answer.status_code == 200
+        assert answer.headers["x-qarr-overflow"] == NAME
         assert written(path, answer.text, streamed=True) == "The capital"
         assert "stream-broken" in answer.text or "stream_broken" in answer.text
         assert "[DONE]" not in answer.text
         assert "event: done" not in answer.text
         await at.ended()
         record = await at.record()
-        assert (record["outcome"], record["error"], record["overflow"]) == (
-            "error",
-            "EngineBroke",
-            NAME,
-        )
-        assert (await at.metric("error"), await at.metric("ok")) == (1, 0)
+        assert record["outcome"] == "error"
+        assert record["error"] == "EngineBroke"
+        assert record["overflow"] == NAME
+        assert await at.metric("error") == 1
+        assert await at.metric("ok") == 0
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -643,25 +621,19 @@ async def test_a_client_that_leaves(tmp_path: Path, *, begun: bool) -> None:
             )
         (shown,) = at.router.pipeline.registry.open
         rendered = render_open(shown, 0.0)
-        assert (rendered["overflow"], rendered["tier"], rendered["replica"]) == (
-            NAME,
-            None,
-            None,
-        )
+        assert rendered["overflow"] == NAME
+        assert rendered["tier"] is None
+        assert rendered["replica"] is None
         assert rendered["state"] == ("decode" if begun else "prefill")
         post.cancel()
         await _idle(at.outside)
         await at.ended()
         record = await at.record()
-        assert (record["outcome"], record["overflow"]) == (
-            "client_gone",
-            NAME if begun else None,
-        )
+        assert record["outcome"] == "client_gone"
+        assert record["overflow"] == (NAME if begun else None)
         assert record["overflow_failure"] == (None if begun else "cancelled")
-        assert (await at.metric("client_gone"), await at.metric("cancelled")) == (
-            begun,
-            not begun,
-        )
+        assert await at.metric("client_gone") == begun
+        assert await at.metric("cancelled") == (not begun)
 
 
 async def _idle(behaviour: Behaviour) -> None:
@@ -690,10 +662,8 @@ async def test_after_failures_it_rests(tmp_path: Path) -> None:
                 await at.post("/generate", {"prompt": "hi"})
         at.outside.status = 200
         assert (await at.post("/generate", {"prompt": "hi"})).status_code == 503
-        assert ((await at.record())["overflow_failure"], len(at.outside.requests)) == (
-            "paused",
-            12,
-        )
+        assert (await at.record())["overflow_failure"] == "paused"
+        assert len(at.outside.requests) == 12
 
 
 async def test_requests_that_wait_go_there_later(tmp_path: Path) -> None:
@@ -757,12 +727,10 @@ async def test_another_servers_way_of_writing(tmp_path: Path) -> None:
     async with full(tmp_path, Behaviour(nonsense=CRLF)) as at:
         generated = await at.post("/generate", {"prompt": "hi"})
         (name, last) = events(generated.text)[-1]
-        assert (name, last["usage"], last["tier"], last["overflow"]) == (
-            "done",
-            None,
-            None,
-            NAME,
-        )
+        assert name == "done"
+        assert last["usage"] is None
+        assert last["tier"] is None
+        assert last["overflow"] == NAME
         relayed = await at.post("/v1/chat/completions", {**CHAT, "stream": True})
         assert written("", relayed.text, streamed=True) == "Paris"
         assert "\r" not in relayed.text
@@ -778,7 +746,8 @@ async def test_another_servers_way_of_writing(tmp_path: Path) -> None:
 
 async def test_its_spans(tmp_path: Path) -> None:
     """The server span names the overflow, and the span of the request there has its model and no tier."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with full(tmp_path, tracing=provider) as at:
         await at.post("/generate", {"prompt": "hi"})
@@ -789,11 +758,9 @@ async def test_its_spans(tmp_path: Path) -> None:
     assert spans["POST /generate"]["qarr.overflow"] == NAME
     assert "qarr.served.tier" not in spans["POST /generate"]
     there = spans[f"chat {MODEL}"]
-    assert (
-        there["qarr.overflow"],
-        there["gen_ai.usage.output_tokens"],
-        "qarr.tier" in there,
-    ) == (NAME, 7, False)
+    assert there["qarr.overflow"] == NAME
+    assert there["gen_ai.usage.output_tokens"] == 7
+    assert ("qarr.tier" in there) is False
     assert there["gen_ai.provider.name"] == "openai"
     assert not any("traceparent" in headers for headers in at.outside.headers)
 

@@ -66,7 +66,8 @@ def asked(caller: Caller = LIMITED, **fields: Any) -> Call:
         "max_tokens": 100,
     }
     return Call(
-        context=RequestContext("r1", "t1", caller, "/generate"), **{**values, **fields}
+        context=RequestContext("r1", "t1", caller=caller, route="/generate"),
+        **{**values, **fields},
     )
 
 
@@ -137,7 +138,8 @@ async def line(
     **behaviours: Behaviour,
 ) -> AsyncIterator[Line]:
     async with upstream_stack(options, **behaviours) as stack:
-        noted, settings = Noted(), stack.settings
+        noted = Noted()
+        settings = stack.settings
         parts = (stack.fleet, stack.policy, stack.upstream, stack.telemetry)
         decisions = DecisionLog(log) if log is not None else None
         pipeline = Pipeline(
@@ -149,8 +151,8 @@ async def line(
             charging=Charging(
                 Reservations(MemoryLedger(), settings.budgets),
                 stack.fleet,
-                stack.policy,
-                {},
+                policy=stack.policy,
+                prices={},
             ),
             admission=Admission(stack.fleet, stack.policy, settings.admission),
             failover=Failover(*parts, settings.upstream.attempts, 256),
@@ -158,8 +160,8 @@ async def line(
                 OverflowClient(
                     settings.overflow,
                     settings.upstream,
-                    stack.telemetry,
-                    EngineTransport(),
+                    telemetry=stack.telemetry,
+                    transport=EngineTransport(),
                 ),
                 decisions,
                 stack.telemetry,
@@ -182,7 +184,9 @@ async def test_a_decision_that_is_served_is_told_to_observers(tmp_path: Path) ->
         await at.pipeline.decide(asked(), serve=False)
         assert at.noted == Noted(requests=1)
         decision = await at.pipeline.decide(asked())
-        assert (decision.tier, at.noted.prompts, at.noted.requests) == (FAST, ["hi"], 2)
+        assert decision.tier == FAST
+        assert at.noted.prompts == ["hi"]
+        assert at.noted.requests == 2
     (record,) = (
         each for each in read_log(tmp_path / "log") if hasattr(each, "request_id")
     )
@@ -227,11 +231,9 @@ async def test_what_the_policy_refuses_costs_no_quota() -> None:
         with pytest.raises(RequestRefusedError):
             await at.served(request)
         assert at.outcome == (Outcome.REFUSED, Refusal.TOO_LONG.value)
-        assert (request.context.quota_headers, await at.tokens_left(), at.held()) == (
-            {},
-            TOKENS,
-            0,
-        )
+        assert request.context.quota_headers == {}
+        assert await at.tokens_left() == TOKENS
+        assert at.held() == 0
 
 
 async def test_no_quota_is_asked_for_more_tokens_than_any_counter_holds() -> None:
@@ -253,7 +255,8 @@ async def test_an_answer_that_took_too_long_costs_its_prompt() -> None:
     ) as at:
         with pytest.raises(EngineTooSlowError):
             await at.served(asked(engine_request=WHOLE))
-        assert (await at.tokens_left(), at.held()) == (TOKENS - READ, 0)
+        assert await at.tokens_left() == TOKENS - READ
+        assert at.held() == 0
 
 
 async def test_a_request_that_is_cancelled_before_its_answer_costs_its_prompt() -> None:
@@ -264,7 +267,8 @@ async def test_a_request_that_is_cancelled_before_its_answer_costs_its_prompt() 
         with pytest.raises(asyncio.CancelledError):
             await request
         assert at.outcome == (Outcome.CLIENT_GONE, None)
-        assert (await at.tokens_left(), at.held()) == (TOKENS - READ, 0)
+        assert await at.tokens_left() == TOKENS - READ
+        assert at.held() == 0
         await until(lambda: not at.stack.engines[FAST].running)
 
 

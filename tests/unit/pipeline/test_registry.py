@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from msgspec import structs
 
-from router.auth.api_keys import Caller
 from router.auth.quota import OverQuotaError
 from router.lifecycle import ServerState
 from router.pipeline.admission import Grant
-from router.pipeline.registry import OVER_QUOTA, ActiveRequest, RequestRegistry
-from router.pipeline.request import RequestContext
+from router.pipeline.registry import OVER_QUOTA
 from router.policy.decide import decide
 from router.policy.decision import Decision, Refusal, RequestRefusedError, Sla
 from router.telemetry.logs import request_line
@@ -28,21 +25,12 @@ from router.telemetry.record import (
 )
 from router.upstream.errors import EngineBrokeError, EngineRefusedError
 from tests.fakes.engine import Behaviour
+from tests.unit.pipeline.registries import context, ended, entry, registry_of
 from tests.unit.upstream_stack import QUERY, UpstreamStack, text_of, upstream_stack
 from tiers.spec import STANDARD_TIERS
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-
-
-def registry_of(kept: int = 8, state: ServerState | None = None) -> RequestRegistry:
-    return RequestRegistry(state or ServerState(), kept)
-
-
-def context(**fields: object) -> RequestContext:
-    return structs.replace(
-        RequestContext("r1", "t1", Caller("k1", "one"), "/generate"), **fields
-    )  # type: ignore[arg-type]
 
 
 def too_long(stack: UpstreamStack) -> Decision:
@@ -53,66 +41,31 @@ def too_long(stack: UpstreamStack) -> Decision:
     )
 
 
-@contextmanager
-def entry(
-    registry: RequestRegistry,
-    context: RequestContext,
-    decision: Decision,
-    priority: int,
-) -> Iterator[ActiveRequest]:
-    """Keep a request among the open ones for as long as the block takes, and end it as the block ends."""
-    request, error = registry.begin(context, decision, priority), None
-    try:
-        yield request
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        registry.end(request, error)
-        registry.tell()
-
-
-def ended(
-    registry: RequestRegistry, decision: Decision, error: BaseException
-) -> RequestRecord:
-    """Let a request end by an error before it was admitted, and return its record."""
-    with pytest.raises(type(error)), entry(registry, context(), decision, 0):
-        raise error
-    return registry.recent[-1]
-
-
 async def test_a_record_tells_what_was_decided_and_who_served() -> None:
     async with upstream_stack(balanced=Behaviour(prompt_tokens=33)) as stack:
-        registry, decision = registry_of(), stack.decision(BALANCED)
-        with entry(registry, context(arrived_at=0.0), decision, 0) as request:
+        registry = registry_of()
+        decision = stack.decision(BALANCED)
+        with entry(registry, context(arrived_at=0.0), decision, priority=0) as request:
             assert registry.open == [request]
             answer = await stack.stream(BALANCED)
-            request.grant, request.sent = (
-                Grant(decision, answer.attempt.lease, waited_ms=5.0),
-                answer.sent_at,
-            )
+            request.grant = Grant(decision, answer.attempt.lease, waited_ms=5.0)
+            request.sent = answer.sent_at
             request.answer = answer
             await text_of(answer)
             await answer.aclose()
         (record,) = registry.recent
         assert registry.open == []
-        assert (record.request_id, record.trace_id, record.route, record.key_id) == (
-            "r1",
-            "t1",
-            "/generate",
-            "k1",
-        )
-        assert (record.outcome, record.error, record.decision) == (
-            Outcome.OK,
-            None,
-            decision,
-        )
+        assert record.request_id == "r1"
+        assert record.trace_id == "t1"
+        assert record.route == "/generate"
+        assert record.key_id == "k1"
+        assert record.outcome == Outcome.OK
+        assert record.error is None
+        assert record.decision == decision
         assert record.served == Served(BALANCED, "balanced-0", "fp8")
-        assert (record.tokens.prompt, record.tokens.output, record.times.queue_ms) == (
-            33,
-            7,
-            5.0,
-        )
+        assert record.tokens.prompt == 33
+        assert record.tokens.output == 7
+        assert record.times.queue_ms == 5.0
         assert record.times.overhead_ms == pytest.approx(request.sent * 1000 - 5)
         assert record.times.tpot_ms == answer.tpot_ms
 
@@ -122,9 +75,10 @@ async def test_a_record_has_the_precision_of_the_replica_that_served() -> None:
         stack.fleet.configure(
             replace(stack.fleet.spec(FAST), precision="awq-int4, unknown")
         )
-        registry, decision = registry_of(), stack.decision(FAST)
+        registry = registry_of()
+        decision = stack.decision(FAST)
         assert decision.precision == "awq-int4, unknown"
-        with entry(registry, context(), decision, 0) as request:
+        with entry(registry, context(), decision, priority=0) as request:
             request.answer = await stack.stream(FAST)
             await request.answer.aclose()
         assert registry.recent[-1].served.precision == "awq-int4"
@@ -136,62 +90,66 @@ async def test_a_time_to_the_first_token_is_counted_from_the_arrival() -> None:
         registry = registry_of()
         for own, found in ((30.0, 2030.0), (None, None)):
             with entry(
-                registry, context(arrived_at=10.0), stack.decision(), 0
+                registry, context(arrived_at=10.0), stack.decision(), priority=0
             ) as request:
                 request.answer = answer = await stack.stream()
-                answer.ttft_ms, answer.sent_at = own, 12.0
+                answer.ttft_ms = own
+                answer.sent_at = 12.0
                 await answer.aclose()
             assert registry.recent[-1].times.ttft_ms == found
 
 
 async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> None:
     async with upstream_stack() as stack:
-        registry, first, later = (
-            registry_of(),
-            stack.decision(FAST),
-            stack.decision(BALANCED),
-        )
-        with entry(registry, context(), first, 0) as request:
-            assert (request.state, request.now_on, request.grant) == (
-                "waiting",
-                None,
-                None,
-            )
+        registry = registry_of()
+        first = stack.decision(FAST)
+        later = stack.decision(BALANCED)
+        with entry(registry, context(), first, priority=0) as request:
+            assert request.state == "waiting"
+            assert request.now_on is None
+            assert request.grant is None
             answer = await stack.stream(BALANCED)
-            request.grant, request.decision = Grant(later, answer.attempt.lease), later
-            assert (request.state, request.decision) == ("prefill", later)
+            request.grant = Grant(later, answer.attempt.lease)
+            request.decision = later
+            assert request.state == "prefill"
+            assert request.decision == later
             request.answer = answer
-            assert (request.state, request.now_on) == ("decode", answer)
+            assert request.state == "decode"
+            assert request.now_on == answer
             part = await stack.stream(PRECISE)
             answer.parts.append(part)
             assert request.now_on is part
             await answer.aclose()
         record = registry.recent[-1]
-        assert (record.served.tier, record.served.continued_on) == (
-            BALANCED,
-            (PRECISE,),
-        )
-        assert (registry.totals["continuations"], registry.totals["requests"]) == (1, 1)
+        assert record.served.tier == BALANCED
+        assert record.served.continued_on == (PRECISE,)
+        assert registry.totals["continuations"] == 1
+        assert registry.totals["requests"] == 1
 
 
 async def test_refusals_are_told_by_their_code() -> None:
     async with upstream_stack() as stack:
-        registry, decision, refused = registry_of(), stack.decision(), too_long(stack)
+        registry = registry_of()
+        decision = stack.decision()
+        refused = too_long(stack)
         record = ended(registry, decision, RequestRefusedError(refused))
-        assert (record.outcome, record.error, record.decision) == (
-            Outcome.REFUSED, Refusal.TOO_LONG.value, refused,
-        )  # fmt: skip
-        assert (record.served, record.times.overhead_ms, record.times.ttft_ms) == (
-            Served(),
-            None,
-            None,
-        )
+        assert record.outcome == Outcome.REFUSED
+        assert record.error == Refusal.TOO_LONG.value
+        assert record.decision == refused  # fmt: skip
+        assert record.served == Served()
+        assert record.times.overhead_ms is None
+        assert record.times.ttft_ms is None
         assert record.tokens == Tokens(refused.query.tokens_to_read)
-        record = ended(registry, decision, OverQuotaError("tokens", 5, 9, None))
-        assert (record.outcome, record.error) == (Outcome.REFUSED, OVER_QUOTA)
-        assert "why: " + str(OverQuotaError("tokens", 5, 9, None)) in request_line(
-            render_summary(record)
+        record = ended(
+            registry,
+            decision,
+            OverQuotaError("tokens", 5, requested_tokens=9, retry_after_s=None),
         )
+        assert record.outcome == Outcome.REFUSED
+        assert record.error == OVER_QUOTA
+        assert "why: " + str(
+            OverQuotaError("tokens", 5, requested_tokens=9, retry_after_s=None)
+        ) in request_line(render_summary(record))
         assert registry.totals["refused"] == registry.totals["requests"] == 2
 
 
@@ -204,7 +162,8 @@ async def test_a_client_that_goes_away_is_no_error(error: BaseException) -> None
         state = ServerState()
         registry = registry_of(state=state)
         record = ended(registry, stack.decision(), error)
-        assert (record.outcome, record.error) == (Outcome.CLIENT_GONE, None)
+        assert record.outcome == Outcome.CLIENT_GONE
+        assert record.error is None
         state.end_all()
         record = ended(registry, stack.decision(), error)
         name = (
@@ -212,27 +171,24 @@ async def test_a_client_that_goes_away_is_no_error(error: BaseException) -> None
             if isinstance(error, asyncio.CancelledError)
             else type(error).__name__
         )
-        assert (record.outcome, record.error) == (Outcome.ERROR, name)
+        assert record.outcome == Outcome.ERROR
+        assert record.error == name
 
 
 async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> None:
     """Its endpoint has told the caller in the stream, and ended well itself."""
     async with upstream_stack() as stack:
         registry = registry_of()
-        with entry(registry, context(), stack.decision(), 0) as request:
+        with entry(registry, context(), stack.decision(), priority=0) as request:
             request.answer = await stack.stream()
             request.answer.error = EngineBrokeError("gone")
             await request.answer.aclose()
-        assert (registry.recent[-1].outcome, registry.recent[-1].error) == (
-            Outcome.ERROR,
-            "EngineBroke",
-        )
+        assert registry.recent[-1].outcome == Outcome.ERROR
+        assert registry.recent[-1].error == "EngineBroke"
         assert request_line(render_summary(registry.recent[-1])).endswith(" why: gone")
         record = ended(registry, stack.decision(), ValueError("the prompt"))
-        assert (record.error, record.why_not) == (
-            "ValueError",
-            "it ended with ValueError",
-        )
+        assert record.error == "ValueError"
+        assert record.why_not == "it ended with ValueError"
         assert registry.totals["error"] == 2
 
 
@@ -253,10 +209,8 @@ async def test_an_engines_words_are_told_without_the_prompt(
         record = ended(
             registry_of(), stack.decision(), EngineRefusedError(words, 400, b"")
         )
-    assert (record.outcome, render_summary(record)["reason"]) == (
-        Outcome.REFUSED,
-        shown,
-    )
+    assert record.outcome == Outcome.REFUSED
+    assert render_summary(record)["reason"] == shown
     assert request_line(render_summary(record)).endswith(f" why: {shown}")
 
 
@@ -272,14 +226,17 @@ async def test_an_engines_words_are_told_without_the_prompt(
 )
 async def test_any_number_of_vllms_has_a_class(priority: int, name: str) -> None:
     async with upstream_stack() as stack:
-        with entry(registry_of(), context(), stack.decision(), priority) as request:
+        with entry(
+            registry_of(), context(), stack.decision(), priority=priority
+        ) as request:
             assert request.priority == name
 
 
 async def test_nothing_was_promised_to_a_callers_mistake() -> None:
     """So it misses no bound; a request that found no place does."""
     async with upstream_stack() as stack:
-        registry, decision = registry_of(), stack.decision()
+        registry = registry_of()
+        decision = stack.decision()
         query = structs.replace(decision.query, sla=LOOSE)
         asked = structs.replace(decision, query=query)
         refused = structs.replace(asked, tier=None, refusal=Refusal.TOO_LONG)
@@ -288,7 +245,7 @@ async def test_nothing_was_promised_to_a_callers_mistake() -> None:
         )
         mistakes = [
             EngineRefusedError("temperature"),
-            OverQuotaError("tokens", 5, 9, None),
+            OverQuotaError("tokens", 5, requested_tokens=9, retry_after_s=None),
         ]
         for error in (
             *mistakes,
@@ -304,7 +261,8 @@ async def test_nothing_was_promised_to_a_callers_mistake() -> None:
         assert registry.totals["refused"] == registry.totals["requests"]
 
 
-LOOSE, TIGHT = Sla(ttft_ms=1e9, tpot_ms=1e9), Sla(ttft_ms=1e-9)
+LOOSE = Sla(ttft_ms=1e9, tpot_ms=1e9)
+TIGHT = Sla(ttft_ms=1e-9)
 SLOW_TOKENS = Sla(ttft_ms=1e9, tpot_ms=1e-9)
 
 
@@ -326,13 +284,14 @@ async def test_bounds_on_times_are_met_or_not_or_nobody_knows(
 ) -> None:
     """An answer that failed met none; of one that its caller left in time nobody knows."""
     async with upstream_stack() as stack:
-        registry, decision = registry_of(), stack.decision()
+        registry = registry_of()
+        decision = stack.decision()
         decision = structs.replace(
             decision, query=structs.replace(decision.query, sla=sla)
         )
         with (
             suppress(EngineBrokeError, asyncio.CancelledError),
-            entry(registry, context(arrived_at=0.0), decision, 0) as request,
+            entry(registry, context(arrived_at=0.0), decision, priority=0) as request,
         ):
             request.answer = await stack.stream()
             await text_of(request.answer)
@@ -346,13 +305,14 @@ async def test_an_observer_that_fails_keeps_nothing_from_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with upstream_stack() as stack:
-        registry, seen = registry_of(), list[RequestRecord]()
+        registry = registry_of()
+        seen = list[RequestRecord]()
 
         def fail(_record: RequestRecord) -> None:
             raise RuntimeError("full disk")
 
         registry.observers += [fail, seen.append]
-        with entry(registry, context(), stack.decision(), 0):
+        with entry(registry, context(), stack.decision(), priority=0):
             pass
         assert seen == [registry.recent[-1]]
         assert "full disk" in caplog.text
@@ -364,10 +324,14 @@ async def test_only_the_last_records_are_kept() -> None:
             registry = registry_of(kept)
             for number in range(3):
                 with entry(
-                    registry, context(request_id=str(number)), stack.decision(), 0
+                    registry,
+                    context(request_id=str(number)),
+                    stack.decision(),
+                    priority=0,
                 ):
                     pass
             assert [record.request_id for record in registry.recent] == ["1", "2"][
                 :kept
             ]
-            assert (registry.totals["requests"], registry.totals["ok"]) == (3, 3)
+            assert registry.totals["requests"] == 3
+            assert registry.totals["ok"] == 3

@@ -11,7 +11,6 @@ from router.auth.api_keys import ANONYMOUS, BeyondKeyError, Caller
 from router.pipeline.request import (
     LONGEST_SESSION,
     MAX_COUNT,
-    Call,
     PromptText,
     RequestContext,
     RoutingOptions,
@@ -21,7 +20,7 @@ from router.pipeline.request import (
     session_of,
 )
 from router.policy.decision import PRIORITIES, Sla
-from router.upstream.engine_request import EngineRequest
+from tests.unit.pipeline.calls import asked_for
 from tiers.spec import TemplateTokens, TierName
 
 TEMPLATE = TemplateTokens(alone=20, with_system=30, further_pair=11)
@@ -29,24 +28,6 @@ COUNTER = EstimatingCounter()
 INTERACTIVE, STANDARD, BATCH = (
     PRIORITIES[name] for name in ("interactive", "standard", "batch")
 )
-
-
-def asked_for(
-    prompt: PromptText,
-    caller: Caller = ANONYMOUS,
-    adapter: str | None = None,
-    **values: Any,
-) -> Call:
-    """Return a call for at most 100 tokens, if it says no other number."""
-    document = {"messages": [], "max_tokens": 100}
-    engine = EngineRequest(document=document, request_id="r", adapter=adapter)
-    given = {"options": RoutingOptions(), "max_tokens": 100, **values}
-    return Call(
-        context=RequestContext("r", "t", caller),
-        prompt=prompt,
-        engine_request=engine,
-        **given,
-    )
 
 
 def test_a_prompt_without_a_count_has_the_classifiers() -> None:
@@ -94,13 +75,13 @@ def test_a_query_has_the_options_and_the_callers_tiers() -> None:
         sequences=3,
     )
     query = asked.query(asked.prompt.classify(COUNTER), TEMPLATE)
-    assert (query.hint, query.require, query.sla.ttft_ms) == (TierName.FAST, True, 300)
+    assert query.hint == TierName.FAST
+    assert query.require is True
+    assert query.sla.ttft_ms == 300
     assert query.allowed == caller.tiers
-    assert (query.prompt_tokens, query.tokens_to_read, query.tokens_in_all) == (
-        7,
-        21,
-        21 + 3 * 40,
-    )
+    assert query.prompt_tokens == 7
+    assert query.tokens_to_read == 21
+    assert query.tokens_in_all == 21 + 3 * 40
 
 
 def test_a_query_has_its_prefix_where_affinity_is_on() -> None:
@@ -169,13 +150,11 @@ def test_a_strict_key_refuses_what_is_beyond_it() -> None:
     strict = Caller("k", "one", over="refuse", max_priority="standard")
     with pytest.raises(BeyondKeyError) as refused:
         class_priority(strict, "interactive", "qarr.priority")
-    assert (refused.value.field, refused.value.requested) == (
-        "qarr.priority",
-        "interactive",
-    )
+    assert refused.value.field == "qarr.priority"
+    assert refused.value.requested == "interactive"
     assert "standard" in refused.value.allowed
     with pytest.raises(BeyondKeyError):
-        priority_within(strict, -1000, "priority", "-1000")
+        priority_within(strict, -1000, "priority", requested="-1000")
     assert class_priority(strict, None, "") == STANDARD, (
         "who asks for nothing asks for nothing that is refused"
     )
@@ -183,8 +162,10 @@ def test_a_strict_key_refuses_what_is_beyond_it() -> None:
 
 def test_numbers_are_kept_within_the_highest_class() -> None:
     """OpenAI's endpoints take any of vLLM's numbers; none is higher than the class that the key may have."""
-    assert priority_within(ANONYMOUS, -1000, "priority", "-1000") == INTERACTIVE
-    assert priority_within(ANONYMOUS, 77, "priority", "77") == 77
+    assert (
+        priority_within(ANONYMOUS, -1000, "priority", requested="-1000") == INTERACTIVE
+    )
+    assert priority_within(ANONYMOUS, 77, "priority", requested="77") == 77
 
 
 def test_a_contexts_headers_carry_its_ids_and_limits() -> None:

@@ -18,18 +18,24 @@ def entry(
     due: float = 9.0,
     slots: int = 1,
 ) -> Waiter:
-    return Waiter(key, rank, since, since + due, frozenset(tiers), slots, long=False)
+    return Waiter(
+        key,
+        rank,
+        since=since,
+        deadline=since + due,
+        tiers=frozenset(tiers),
+        slots=slots,
+        long=False,
+    )
 
 
 def test_order_is_class_then_places_held_then_deadline() -> None:
     """Over all queue, and as the counts of the keys are now."""
     held = Counter(a=2, b=1)
     queue: RequestQueue[Waiter] = RequestQueue(held)
-    much, little, soon = (
-        entry(FAST, key="a", due=1),
-        entry(FAST, key="b", due=5),
-        entry(PRECISE, key="b", due=4),
-    )
+    much = entry(FAST, key="a", due=1)
+    little = entry(FAST, key="b", due=5)
+    soon = entry(PRECISE, key="b", due=4)
     urgent = entry(FAST, key="a", rank=0, due=8)
     for each in (much, little, soon, urgent):
         queue.add(each)
@@ -51,7 +57,8 @@ def test_who_is_passed_over_hides_only_its_own_line() -> None:
     """Those that wait for something else are still looked at, however many stand behind it."""
     queue: RequestQueue[Waiter] = RequestQueue({})
     waiting = [entry(FAST, rank=0, due=n) for n in range(50)]
-    other, several = entry(PRECISE), entry(FAST, rank=0, due=99, slots=4)
+    other = entry(PRECISE)
+    several = entry(FAST, rank=0, due=99, slots=4)
     for each in (*waiting, other, several):
         queue.add(each)
     assert queue.first({waiting[0]}) is several
@@ -62,18 +69,14 @@ def test_who_is_passed_over_hides_only_its_own_line() -> None:
 def test_the_oldest_of_a_tier() -> None:
     """Whatever its class, and in whichever line it stands."""
     queue: RequestQueue[Waiter] = RequestQueue({})
-    both, fast, precise = (
-        entry(FAST, PRECISE, since=2),
-        entry(FAST, since=3, rank=0),
-        entry(PRECISE, since=1),
-    )
+    both = entry(FAST, PRECISE, since=2)
+    fast = entry(FAST, since=3, rank=0)
+    precise = entry(PRECISE, since=1)
     for each in (fast, both, precise):
         queue.add(each)
-    assert (queue.oldest(FAST), queue.oldest(PRECISE), queue.oldest(BALANCED)) == (
-        both,
-        precise,
-        None,
-    )
+    assert queue.oldest(FAST) == both
+    assert queue.oldest(PRECISE) == precise
+    assert queue.oldest(BALANCED) is None
     assert [queue.waiting_for(tier) for tier in STANDARD_TIERS] == [2, 0, 2]
 
 
@@ -103,4 +106,6 @@ def test_who_leaves_leaves_nothing() -> None:
         queue.add(each)
     for each in waiting + waiting:
         queue.remove(each)
-    assert (queue.count, queue.first(()), queue.waiting_for(FAST)) == (0, None, 0)
+    assert queue.count == 0
+    assert queue.first(()) is None
+    assert queue.waiting_for(FAST) == 0

@@ -36,7 +36,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_fleet(replicas: int = 2, limit: int = LIMIT) -> Fleet:
-    spec = TierSpec(FAST, 2048, 16, limit)
+    spec = TierSpec(FAST, 2048, max_num_seqs=16, max_in_flight=limit)
     fleet = Fleet((spec,))
     for number in range(replicas):
         fleet.add(
@@ -93,7 +93,12 @@ async def test_what_one_router_has_the_others_count(redis_server: RedisServer) -
             for _ in range(3)
         ]
         assert leases.pop() is None  # two routers have two places each
-        await until(lambda: other.replicas[0].others.counted == PeerLoad(2, 20, 10, 30))
+        await until(
+            lambda: (
+                other.replicas[0].others.counted
+                == PeerLoad(2, 20, output_tokens=10, kv_tokens=30)
+            )
+        )
         assert other.replicas[0].state.load.sequences == 2
         assert other.replicas[0].state.limit == 2
         for lease in leases:
@@ -169,7 +174,8 @@ async def test_a_peer_with_another_clock_spares_no_longer(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A router whose clock is ten minutes ahead tells of a pause of a second, and that is what the others take."""
-    one, other = make_fleet(), make_fleet()
+    one = make_fleet()
+    other = make_fleet()
     shared = [SharedLoad(redis_server.url, fleet) for fleet in (one, other)]
     for _ in range(3):
         one.replicas[0].breaker.failed(time.monotonic(), probe=False)
@@ -279,7 +285,8 @@ async def test_a_router_without_need_keeps_its_part_of_an_emptied_redis(
     redis_server: RedisServer,
 ) -> None:
     """What nobody else could take yet is not given up either: it would be missed when requests come a moment later."""
-    fleets, waiting = [make_fleet(1) for _ in range(2)], [9, 9]
+    fleets = [make_fleet(1) for _ in range(2)]
+    waiting = [9, 9]
     shared = [
         SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n])
         for n, f in enumerate(fleets)
@@ -309,7 +316,8 @@ async def test_what_nobody_foresaw_does_not_end_the_loop(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An exception of any kind is logged once, and the router shares again when it is over."""
-    fleet, broken = make_fleet(), True
+    fleet = make_fleet()
+    broken = True
 
     def waiting(_tier: TierName) -> int:
         if broken:
@@ -338,13 +346,16 @@ async def test_what_nobody_foresaw_does_not_end_the_loop(
 
 def test_what_others_told_expires_where_it_is_read() -> None:
     """What is known of others, and the share that goes with it, end by themselves, whatever becomes of those who told."""
-    replica, now = make_fleet(1).replicas[0], time.monotonic()
+    replica = make_fleet(1).replicas[0]
+    now = time.monotonic()
     replica.note_peers(PeerLoad(3), now + 100)
     replica.note_share(SlotShare(2, now + 100))
-    assert (replica.others.counted.slots, replica.state.limit) == (3, 2)
+    assert replica.others.counted.slots == 3
+    assert replica.state.limit == 2
     replica.note_peers(PeerLoad(3), now)
     replica.note_share(SlotShare(2, now))
-    assert (replica.others.counted, replica.state.limit) == (NO_PEERS, 1)
+    assert replica.others.counted == NO_PEERS
+    assert replica.state.limit == 1
 
 
 async def test_what_redis_ran_too_late_changes_nothing(
@@ -396,7 +407,8 @@ async def test_the_share_of_a_router_that_died_comes_back(
 
 async def test_no_router_starves_another(redis_server: RedisServer) -> None:
     """However many requests wait at one router, another one that needs its part of the limit gets it within moments."""
-    greedy, modest = make_fleet(1), make_fleet(1)
+    greedy = make_fleet(1)
+    modest = make_fleet(1)
     waiting = [12, 0]
     shared = [
         SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n])
@@ -457,14 +469,18 @@ async def test_together_they_keep_to_the_limit(
     redis_server: RedisServer, count: int
 ) -> None:
     """Whatever load comes and goes, and whenever Redis forgets all, never is there more than the limit and one a router."""
-    dice, limit = random.Random(count), 10
+    dice = random.Random(count)
+    limit = 10
     fleets = [make_fleet(1, limit) for _ in range(count)]
-    waiting, leases = [0] * count, [list[Any]() for _ in range(count)]
+    waiting = [0] * count
+    leases = [list[Any]() for _ in range(count)]
     shared = [
         SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n])
         for n, f in enumerate(fleets)
     ]
-    most, emptied, began = 0, False, time.monotonic()
+    most = 0
+    emptied = False
+    began = time.monotonic()
     async with admin(redis_server.url) as operator:
         try:
             while time.monotonic() < began + 8:

@@ -20,14 +20,7 @@ from router.policy.decision_log import (
     read_log,
 )
 from router.policy.profiles import ProfileError
-from tests.unit.policy.test_decide import (
-    MEASURED,
-    PROFILED,
-    TABLE,
-    fleet,
-    query,
-    warmed,
-)
+from tests.unit.policy.fleets import MEASURED, PROFILED, TABLE, fleet, query, warmed
 from tiers.prefix_memory import Part, Prefix
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
 from tiers.speed import ReplicaLoad
@@ -36,7 +29,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-ENDED = OutcomeRecord("r1", BALANCED, 20, 7, 12.5, None, "EngineFailed")
+ENDED = OutcomeRecord(
+    "r1",
+    BALANCED,
+    prompt_tokens=20,
+    output_tokens=7,
+    ttft_ms=12.5,
+    tpot_ms=None,
+    error="EngineFailed",
+)
 
 
 def written(path: Path) -> list[Record]:
@@ -65,33 +66,28 @@ def test_a_decision_can_be_made_again_from_its_record(tmp_path: Path) -> None:
     assert isinstance(second, DecisionRecord)
     for record in (first, second):
         again = decide(record.query, record.fleet, PROFILED)
-        assert (again.tier, again.refusal, again.reason) == (
-            record.tier,
-            record.refusal,
-            record.reason,
-        )
+        assert again.tier == record.tier
+        assert again.refusal == record.refusal
+        assert again.reason == record.reason
     assert first.predicted_ttft_ms is not None
-    assert (second.tier, second.refusal, second.predicted_ttft_ms) == (
-        None,
-        Refusal.NOT_READY,
-        None,
-    )
+    assert second.tier is None
+    assert second.refusal == Refusal.NOT_READY
+    assert second.predicted_ttft_ms is None
 
 
 def test_what_replicas_hold_is_logged_and_the_prompt_is_not(tmp_path: Path) -> None:
     """A decision for a warm tier is made again from the snapshot alone; there are no hashes of prompts in the file."""
     prefix = Prefix.of([Part("a secret " * 100, 1600)], session="whose")
-    asked, there = (
-        query(prompt_tokens=1600, prefix=prefix),
-        warmed(fleet(speeds=MEASURED), {PRECISE: 1500}),
-    )
+    asked = query(prompt_tokens=1600, prefix=prefix)
+    there = warmed(fleet(speeds=MEASURED), {PRECISE: 1500})
     log = DecisionLog(tmp_path / "log")
     log.decided("r1", decide(asked, there, PROFILED), there, PROFILED)
     log.close()
     _, record = read_log(tmp_path / "log")
     assert isinstance(record, DecisionRecord)
     again = decide(record.query, record.fleet, PROFILED)
-    assert (again.tier, again.reason) == (PRECISE, record.reason)
+    assert again.tier == PRECISE
+    assert again.reason == record.reason
     assert prefix is not None
     text = (tmp_path / "log").read_text()
     assert not any(
@@ -111,7 +107,8 @@ def test_parameters_are_written_once_until_they_change(tmp_path: Path) -> None:
         (r.kind, r.id if isinstance(r, PolicyRecord) else getattr(r, "policy", ""))
         for r in read_log(path)
     ]
-    first, second = digest_of(TABLE), digest_of(other)
+    first = digest_of(TABLE)
+    second = digest_of(other)
     assert kinds == [
         ("policy", first), ("decision", first), ("decision", first), ("policy", second), ("decision", second),
         ("policy", first), ("decision", first),

@@ -44,7 +44,9 @@ TABLE = PolicyParameters({TierName.FAST: LOSS, TierName.BALANCED: LOSS})
 
 
 def alone(replica: Replica, now: float) -> ReplicaLoad:
-    others, speed, state = replica.others, replica.state.speed, replica.state
+    others = replica.others
+    speed = replica.state.speed
+    state = replica.state
     peers = others.peers if now < others.peers_until else PeerLoad()
     prompts = state.prompt_tokens + peers.prompt_tokens
     if prompts and speed is not None:
@@ -66,7 +68,8 @@ def copied(
     peers = replica.others.peers if now < replica.others.peers_until else PeerLoad()
     beside = [r for r in fleet.replicas if r is not replica]
     busy = [r for r in beside if alone(r, now).sequences > 0]
-    left_ms, usually = ALWAYS_MS, 0.0
+    left_ms = ALWAYS_MS
+    usually = 0.0
     contended = any(
         r.state.speed is not None and r.state.speed.contention for r in fleet.replicas
     )
@@ -79,12 +82,10 @@ def copied(
             for r in busy
         ]
         left_ms = sum(left) / len(left) if left else ALWAYS_MS
-    state, limit, breaker, share = (
-        replica.state,
-        replica.whole_limit,
-        replica.breaker,
-        replica.others.share,
-    )
+    state = replica.state
+    limit = replica.whole_limit
+    breaker = replica.breaker
+    share = replica.others.share
     if share is not None:
         limit = min(limit, max(share.slots if now < share.until else 0, 1))
     fading = 2.718281828459045 ** ((state.prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
@@ -135,7 +136,8 @@ def homes(
     """Return what a tier's replicas hold of a prompt, and which is the session's own where they hold the same."""
     if prefix is None:
         return [(None, False)] * len(members)
-    cached, home = [r.cached_tokens(prefix) for r in members], None
+    cached = [r.cached_tokens(prefix) for r in members]
+    home = None
     open_ones = [r.id for r in members if r.state.open]
     if prefix.session and len(set(cached)) == 1 and len(members) > 1 and open_ones:
         home = open_ones[prefix.home(open_ones)]
@@ -146,9 +148,15 @@ class World:
     """A fleet under a clock of its own, to which random things happen."""
 
     def __init__(self, seed: int, clock: SimpleNamespace) -> None:
-        self.random, self.clock = random.Random(seed), clock
+        self.random = random.Random(seed)
+        self.clock = clock
         self.specs = [
-            TierSpec(name, self.pick(512, 8192), self.pick(4, 16), self.pick(3, 8))
+            TierSpec(
+                name,
+                self.pick(512, 8192),
+                max_num_seqs=self.pick(4, 16),
+                max_in_flight=self.pick(3, 8),
+            )
             for name in STANDARD_TIERS
         ]
         options = FleetOptions(
@@ -166,7 +174,8 @@ class World:
         return self.random.choice(values)
 
     def add(self) -> None:
-        spec, number = self.pick(*self.specs), self.random.getrandbits(40)
+        spec = self.pick(*self.specs)
+        number = self.random.getrandbits(40)
         self.fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m")).mark(
             ReplicaStatus.READY
         )
@@ -175,17 +184,29 @@ class World:
         return SpeedModel(
             self.pick(5, 100),
             0.5,
-            self.pick(3, 30),
-            0.5,
-            1.0,
-            self.pick(0, 0.5),
+            step_base_ms=self.pick(3, 30),
+            step_ms_per_sequence=0.5,
+            ttft_steps=1.0,
+            contention=self.pick(0, 0.5),
             profiled=self.pick(True, False),
         )
 
     def query(self) -> RoutingQuery:
-        kind, confidence = self.pick(*PromptClass), self.pick(0.5, 0.9)
+        kind = self.pick(*PromptClass)
+        confidence = self.pick(0.5, 0.9)
         return RoutingQuery(
-            PromptFeatures(2, 1, 1, True, False, False, None, kind, confidence, ()),
+            PromptFeatures(
+                2,
+                1,
+                tokens=1,
+                tokens_exact=True,
+                contains_code=False,
+                asks_for_code=False,
+                language=None,
+                prompt_class=kind,
+                confidence=confidence,
+                signals=(),
+            ),
             self.pick(10, 300),
             self.pick(1, 400),
             hint=self.pick(None, None, *STANDARD_TIERS),
@@ -193,8 +214,8 @@ class World:
             sla=Sla(
                 self.pick(None, 300.0),
                 self.pick(None, 20.0),
-                self.pick(None, 0.04),
-                self.pick(None, 0.99),
+                max_quality_loss=self.pick(None, 0.04),
+                confidence=self.pick(None, 0.99),
             ),
             sequences=self.pick(1, 1, 3, 20),
             prefix=self.prefix(),
@@ -221,7 +242,8 @@ class World:
         self.pick(*events)()
 
     def lease(self) -> None:
-        query, replicas = self.query(), [r.id for r in self.fleet.replicas]
+        query = self.query()
+        replicas = [r.id for r in self.fleet.replicas]
         lease = self.fleet.lease(
             self.pick(*STANDARD_TIERS),
             prompt_tokens=query.prompt_tokens,
@@ -251,21 +273,24 @@ class World:
         ]()
 
     def change_replica(self) -> None:
-        replica, now = self.pick(*self.fleet.replicas), self.clock.now
+        replica = self.pick(*self.fleet.replicas)
+        now = self.clock.now
         until = now + self.pick(0.05, 3.0)
         changes = [
             lambda: replica.note_gauges(
                 Gauges(
                     self.pick(0, 9),
                     1,
-                    self.pick(0.1, 0.85, 0.95),
-                    self.pick(None, 3000),
+                    kv_cache_usage=self.pick(0.1, 0.85, 0.95),
+                    kv_cache_tokens=self.pick(None, 3000),
                 )
             ),
             lambda: replica.note_share(
                 self.pick(None, SlotShare(self.pick(0, 2, 9), until))
             ),
-            lambda: replica.note_peers(PeerLoad(self.pick(0, 2), 300, 400, 500), until),
+            lambda: replica.note_peers(
+                PeerLoad(self.pick(0, 2), 300, output_tokens=400, kv_tokens=500), until
+            ),
             lambda: replica.mark(
                 self.pick(ReplicaStatus.READY, ReplicaStatus.READY, *ReplicaStatus),
                 "why",
@@ -341,13 +366,12 @@ def test_a_snapshot_is_what_copying_every_replica_gives(
     seed: int, clock: SimpleNamespace
 ) -> None:
     """Field by field at random times; also if it is read only after the fleet has changed again."""
-    world, kept = World(seed, clock), []
+    world = World(seed, clock)
+    kept = []
     for _ in range(STEPS):
         world.happen()
-        reserved, prefix = (
-            world.pick((), (), {world.pick(*world.fleet.replicas).id}),
-            world.prefix(),
-        )
+        reserved = world.pick((), (), {world.pick(*world.fleet.replicas).id})
+        prefix = world.prefix()
         snapshot = world.fleet.snapshot(reserved, prefix)
         kept.append((snapshot, world.expected(reserved, prefix)))
         if world.pick(True, False, False):
@@ -377,8 +401,8 @@ def test_a_decision_from_the_log_is_the_one_that_was_made(
         assert shown(decide(query, logged, TABLE)) == shown(
             decide(query, snapshot, TABLE)
         )
-        assert successors(TierName.FAST, query, logged, TABLE) == successors(
-            TierName.FAST, query, snapshot, TABLE
+        assert successors(TierName.FAST, query, logged, table=TABLE) == successors(
+            TierName.FAST, query, snapshot, table=TABLE
         )
         assert [tier.status for tier in logged.tiers] == [
             tier.status for tier in snapshot.tiers

@@ -27,7 +27,8 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 TRIVIAL, MODERATE, COMPLEX = Complexity
 MATH = PromptClass.MATH, COMPLEX
 CHAT = PromptClass.CHAT, TRIVIAL
-LARGE, SMALL = 8e9, 135e6
+LARGE = 8e9
+SMALL = 135e6
 NONE_MEASURED = Flips(0, 0, 0)
 
 
@@ -42,7 +43,8 @@ def test_losses_are_published_by_precision(precision: str, expected: float) -> N
 
 def test_what_is_published_rises_with_complexity_and_with_fewer_bits() -> None:
     """For every class of work; so a riskier prompt is riskier on every precision."""
-    four, eight = losses("awq-int4", (), LARGE), losses("fp8", (), LARGE)
+    four = losses("awq-int4", (), LARGE)
+    eight = losses("fp8", (), LARGE)
     for kind in set(CLASSES) - {PromptClass.SMALL_TALK}:
         means = [[of[kind][each].mean for each in Complexity] for of in (four, eight)]
         assert means == [sorted(one) for one in means]
@@ -72,7 +74,8 @@ def test_a_model_of_unknown_size_counts_as_a_large_one() -> None:
 def test_without_answers_the_loss_is_exponentially_distributed() -> None:
     """Nine in ten models lose between the ends of the interval."""
     loss = updated(0.02, NONE_MEASURED)
-    assert (loss.mean, loss.answers) == (0.02, 0)
+    assert loss.mean == 0.02
+    assert loss.answers == 0
     assert loss.low == pytest.approx(0.02 * 0.0513, abs=1e-4)
     assert loss.high == pytest.approx(0.02 * 2.9957, abs=1e-4)
     assert updated(0.0, NONE_MEASURED) == NO_LOSS
@@ -91,7 +94,8 @@ def posterior_on_a_grid(prior: float, flips: Flips) -> tuple[float, float, float
         sum(value * weight for value, weight in zip(values, weights, strict=True))
         / total
     )
-    below, quantiles = 0.0, []
+    below = 0.0
+    quantiles = []
     for value, weight in zip(values, weights, strict=True):
         below += weight / total
         if len(quantiles) < 2 and below >= (0.05, 0.95)[len(quantiles)]:
@@ -114,10 +118,8 @@ def test_answers_update_it_by_bayes_rule(prior: float, flips: Flips) -> None:
     """As an integral over all losses has it. None of these answers contradicts what is published."""
     loss = updated(prior, flips)
     mean, low, high = posterior_on_a_grid(prior, flips)
-    assert (loss.mean, loss.high) == (
-        pytest.approx(mean, rel=0.04),
-        pytest.approx(high, rel=0.04),
-    )
+    assert loss.mean == pytest.approx(mean, rel=0.04)
+    assert loss.high == pytest.approx(high, rel=0.04)
     assert loss.low == pytest.approx(low, rel=0.06, abs=1e-4)
     assert loss.answers == flips.answers
 

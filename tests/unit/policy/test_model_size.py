@@ -39,7 +39,9 @@ def test_names_tell_sizes(name: str, parameters: float | None) -> None:
 
 def test_a_checkpoint_tells_exactly(tmp_path: Path) -> None:
     """One that cannot be read tells nothing, and the name counts."""
-    spec = TierSpec(TierName.PRECISE, 2048, 16, 16, checkpoint=tmp_path)
+    spec = TierSpec(
+        TierName.PRECISE, 2048, max_num_seqs=16, max_in_flight=16, checkpoint=tmp_path
+    )
     assert parameters_of([spec], "named-8b") == 8e9
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), "utf-8")
     found = parameters_of([spec], "named-8b")

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.render import render_decision, render_estimates, render_features
-from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
+from tests.unit.policy.fleets import MEASURED, PROFILED, TABLE, fleet, query
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -30,12 +30,11 @@ def test_a_decision_is_json_with_every_tier() -> None:
         query(PromptClass.CODE), replace(snapshot, tiers=tuple(served)), PROFILED
     )
     rendered = json.loads(json.dumps(render_decision(decision)))
-    assert (rendered["tier"], rendered["precision"], rendered["class"]) == (
-        "precise",
-        "bf16",
-        "code",
-    )
-    assert (rendered["prompt_tokens"], rendered["max_tokens"]) == (20, 100)
+    assert rendered["tier"] == "precise"
+    assert rendered["precision"] == "bf16"
+    assert rendered["class"] == "code"
+    assert rendered["prompt_tokens"] == 20
+    assert rendered["max_tokens"] == 100
     assert [report["tier"] for report in rendered["tiers"]] == [
         "fast",
         "balanced",
@@ -54,11 +53,9 @@ def test_a_refusal_has_no_tier_and_says_when() -> None:
             query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.WARMING)), TABLE
         )
     )
-    assert (rendered["tier"], rendered["precision"], rendered["fallbacks"]) == (
-        None,
-        None,
-        [],
-    )
+    assert rendered["tier"] is None
+    assert rendered["precision"] is None
+    assert rendered["fallbacks"] == []
     assert rendered["retry_after_s"] == 10
     assert {report["state"] for report in rendered["tiers"]} == {"warming"}
 
@@ -67,11 +64,9 @@ def test_losses_have_their_interval_and_what_they_rest_on() -> None:
     """0 answers: they are published; the reference loses nothing."""
     measured = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED)
     shown, _, reference = render_estimates(measured)
-    assert (
-        shown["expected_loss"],
-        shown["expected_loss_interval"],
-        shown["loss_answers"],
-    ) == (0.2, [0.16, 0.25], 40)
+    assert shown["expected_loss"] == 0.2
+    assert shown["expected_loss_interval"] == [0.16, 0.25]
+    assert shown["loss_answers"] == 40
     assert reference["expected_loss"] == 0
     unknown = render_estimates(decide(query(), fleet(), TABLE))[0]
     assert [unknown[name] for name in ("predicted_ttft_ms", "cost")] == [None, None]
@@ -85,7 +80,5 @@ def test_confidence_is_rounded_and_signals_are_a_list() -> None:
     rendered = render_decision(decide(asked, fleet(), TABLE))
     assert rendered["confidence"] == rendered["features"]["confidence"] == 0.123
     assert rendered["features"] == render_features(asked.features)
-    assert (rendered["features"]["signals"], rendered["features"]["language"]) == (
-        ["a", "b"],
-        "de",
-    )
+    assert rendered["features"]["signals"] == ["a", "b"]
+    assert rendered["features"]["language"] == "de"

@@ -24,7 +24,7 @@ from router.policy.decision_log import (
 from router.policy.profiles import ProfileError
 from router.section import PROJECT
 from tests.fakes.engine import Behaviour
-from tests.unit.policy.test_decide import FAST, MEASURED, PROFILED, SCARCE, fleet, query
+from tests.unit.policy.fleets import FAST, MEASURED, PROFILED, SCARCE, fleet, query
 from tests.unit.router_stack import router_stack
 from tiers.spec import STANDARD_TIERS
 from tiers.speed import ReplicaLoad
@@ -105,10 +105,8 @@ async def test_a_thousand_decisions_come_out_again(tmp_path: Path, logs: Any) ->
     assert len(recording.outcomes) == statuses.count(200)
     assert not any(prompt[:12] in path.read_text("utf-8") for prompt in PROMPTS)
     shown = replay(path)
-    assert (shown.returncode, shown.stdout) == (
-        0,
-        f"{REQUESTS} of {REQUESTS} decisions come out as recorded\n",
-    )
+    assert shown.returncode == 0
+    assert shown.stdout == f"{REQUESTS} of {REQUESTS} decisions come out as recorded\n"
 
 
 def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path, logs: Any) -> None:
@@ -134,7 +132,16 @@ def write(
     asked = query(sla=Sla(ttft_ms=20_000, tpot_ms=200))
     for number in range(count):
         log.decided(str(number), decide(asked, snapshot, table), snapshot, table)
-        log.ended(OutcomeRecord(str(number), FAST, 20, 40, 45.0, 26.0))
+        log.ended(
+            OutcomeRecord(
+                str(number),
+                FAST,
+                prompt_tokens=20,
+                output_tokens=40,
+                ttft_ms=45.0,
+                tpot_ms=26.0,
+            )
+        )
     log.close()
     shifted = []
     for line in path.read_text().splitlines():

@@ -34,7 +34,7 @@ from router.telemetry.tracing import (
     resource_of,
     server_span,
 )
-from tests.unit.policy.test_decide import MEASURED, SCARCE, TABLE, fleet, query
+from tests.unit.policy.fleets import MEASURED, SCARCE, TABLE, fleet, query
 from tests.unit.records import record
 from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaStatus
 

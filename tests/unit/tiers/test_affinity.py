@@ -15,11 +15,13 @@ from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
 
 FAST = TierName.FAST
-SPEED = SpeedModel(20.0, 1.0, 10.0, 1.0, profiled=True)
+SPEED = SpeedModel(
+    20.0, 1.0, step_base_ms=10.0, step_ms_per_sequence=1.0, profiled=True
+)
 
 
 def make_fleet(replicas: int = 2, speed: SpeedModel | None = None) -> Fleet:
-    spec = TierSpec(FAST, 8192, 16, 9)
+    spec = TierSpec(FAST, 8192, max_num_seqs=16, max_in_flight=9)
     fleet = Fleet((spec,))
     for number in range(replicas):
         replica = Replica(
@@ -75,7 +77,7 @@ def test_a_busy_replica_loses_its_chats(speed: SpeedModel | None) -> None:
     fleet = make_fleet(speed=speed)
     sent(fleet, chat(4), max_tokens=10).release()
     for _ in range(4):
-        sent(fleet, None, 300, 2000, exclude={"fast-1"})
+        sent(fleet, None, 300, max_tokens=2000, exclude={"fast-1"})
     assert sent(fleet, chat(4)).replica is fleet.replicas[1]
     assert held(fleet, chat(4)) == [512, 512]
 
@@ -92,15 +94,14 @@ def test_only_what_is_left_to_compute_counts() -> None:
     second = sent(fleet, chat(4))
     assert second.predicted is not None
     assert second.predicted.ttft_ms == pytest.approx(20 + 20)
-    assert (replica.state.prompt_tokens, replica.state.kv.held) == (20, 532 + 10)
+    assert replica.state.prompt_tokens == 20
+    assert replica.state.kv.held == 532 + 10
     second.first_token()
     assert replica.state.prompt_tokens == 0
     second.release()
-    assert (
-        replica.state.prompt_tokens,
-        replica.output_tokens,
-        replica.state.kv.held,
-    ) == (0, 0, 0)
+    assert replica.state.prompt_tokens == 0
+    assert replica.output_tokens == 0
+    assert replica.state.kv.held == 0
 
 
 def test_whole_blocks_of_the_engine_count_and_never_the_whole_prompt() -> None:
@@ -109,7 +110,11 @@ def test_whole_blocks_of_the_engine_count_and_never_the_whole_prompt() -> None:
     whole = Prefix.of([Part("x" * 8 * BLOCK_BYTES, 512)])
     assert whole is not None
     for size, cached, more in ((None, 496, 336), (16, 496, 336), (128, 384, 256)):
-        fleet.replicas[0].note_gauges(Gauges(0, 0, 0.0, 100_000, kv_block_tokens=size))
+        fleet.replicas[0].note_gauges(
+            Gauges(
+                0, 0, kv_cache_usage=0.0, kv_cache_tokens=100_000, kv_block_tokens=size
+            )
+        )
         sent(fleet, whole).release()
         assert held(fleet, whole) == [cached], "512 tokens are all of it"
         longer = Prefix.of([Part("x" * 8 * BLOCK_BYTES, 340), Part("y" * 9, 100)])
@@ -213,7 +218,7 @@ def test_a_session_gives_way_to_load_and_to_a_replica_that_is_not_open() -> None
     home = next_for(fleet, prefix)
     assert home is not None
     other = next(r for r in fleet.replicas if r.id != home.id)
-    busy = sent(fleet, None, 600, 10, exclude={other.id})
+    busy = sent(fleet, None, 600, max_tokens=10, exclude={other.id})
     found = next_for(fleet, prefix)
     assert found is not None
     assert found.id == other.id

@@ -21,7 +21,8 @@ class Work:
     """Work that fails as often as it is told, and then waits."""
 
     def __init__(self, *faults: BaseException) -> None:
-        self.faults, self.runs = list(faults), 0
+        self.faults = list(faults)
+        self.runs = 0
 
     async def run(self) -> None:
         self.runs += 1
@@ -104,7 +105,8 @@ async def test_the_routers_own_loops_last(
                 status=ReplicaStatus.FAILED,
             )
         )
-        whole, broken.state = broken.state, None  # type: ignore[assignment]  # no picture can be made of it
+        whole = broken.state
+        broken.state = None  # type: ignore[assignment]  # no picture can be made of it
         await until(lambda: "the live stream failed and starts again" in caplog.text)
         broken.state = whole
         stack.fleet.remove(broken)

@@ -35,7 +35,14 @@ from tiers.speed import SpeedModel
 
 QARR = Path(sys.executable).with_name("qarr")
 URL = "http://127.0.0.1:1"
-SPEC = TierSpec(TierName.FAST, 2048, 16, 32, digest="d", precision="awq-int4")
+SPEC = TierSpec(
+    TierName.FAST,
+    2048,
+    max_num_seqs=16,
+    max_in_flight=32,
+    digest="d",
+    precision="awq-int4",
+)
 PRECISE = replace(SPEC, name=TierName.PRECISE, precision="bf16")
 ELSEWHERE = replace(SPEC, urls=(URL,))
 
@@ -325,7 +332,8 @@ def test_root_accepts_for_the_routers_user(canary: Canary) -> None:
     os.chown(canary.path, 65534, 65534)
     canary.accept(TierName.FAST)
     found = canary.path.stat()
-    assert (found.st_uid, found.st_gid) == (65534, 65534)
+    assert found.st_uid == 65534
+    assert found.st_gid == 65534
 
 
 def test_a_much_slower_engine_is_refused(tmp_path: Path) -> None:
@@ -347,7 +355,8 @@ async def test_the_first_start_records_and_the_next_one_compares(
     """Engines that compute alike are ready; another one is refused, and was never ready."""
     async with own_engines(tmp_path, monkeypatch, canary=canary):
         (record,) = read_canary(canary.path).records
-        assert (record.tier, record.identity) == (TierName.FAST, "digest of fast")
+        assert record.tier == TierName.FAST
+        assert record.identity == "digest of fast"
         assert [text.name for text in record.texts] == [
             fixed.name for fixed in fixed_texts()
         ]

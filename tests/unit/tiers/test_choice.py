@@ -13,7 +13,9 @@ from tiers.snapshot import ReplicaState, TierSnapshot, Trends
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import ReplicaLoad, SpeedModel, Trend
 
-SPEED = SpeedModel(20.0, 1.0, 10.0, 1.0, profiled=True)
+SPEED = SpeedModel(
+    20.0, 1.0, step_base_ms=10.0, step_ms_per_sequence=1.0, profiled=True
+)
 REQUEST = Demand(1000, 100)
 
 
@@ -37,18 +39,16 @@ def preferred(replicas: Sequence[Replica]) -> int:
         )
         for each in replicas
     ]  # fmt: skip
-    cached, home = (
-        tuple(r.cached for r in replicas),
-        next((n for n, r in enumerate(replicas) if r.home), -1),
-    )
+    cached = tuple(r.cached for r in replicas)
+    home = next((n for n, r in enumerate(replicas) if r.home), -1)
     outputs = tuple(r.tokens for r in replicas)
     tier = TierSnapshot(
-        TierSpec(TierName.FAST, 9999, 16, 32),
+        TierSpec(TierName.FAST, 9999, max_num_seqs=16, max_in_flight=32),
         tuple(states),
-        outputs,
-        None,
-        cached,
-        home,
+        output_tokens=outputs,
+        preparing=None,
+        cached=cached,
+        home=home,
     )
     return choose_replica(tier, REQUEST, None)
 

@@ -79,15 +79,13 @@ def test_vllms_own_words_are_told(
 
 def test_what_was_accepted_is_not_asked_again(tmp_path: Path, python: Path) -> None:
     """All tiers are asked about at once; without arguments, nothing is asked."""
-    known, given = (
-        tmp_path / "known",
-        {FAST: ("--dtype", "half"), BALANCED: ("--parser", "x"), PRECISE: ()},
-    )
+    known = tmp_path / "known"
+    given = {FAST: ("--dtype", "half"), BALANCED: ("--parser", "x"), PRECISE: ()}
     check_engine_args(python, {FAST: (), PRECISE: ()}, known)
     assert started(tmp_path) == 0
     asked: list[None] = []
     for _ in range(3):
-        check_engine_args(python, given, known, lambda: asked.append(None))
+        check_engine_args(python, given, known, asking=lambda: asked.append(None))
     assert started(tmp_path) == len(asked) == 1
     check_engine_args(python, {**given, PRECISE: ("--dtype", "float")}, known)
     assert started(tmp_path) == 2

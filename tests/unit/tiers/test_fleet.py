@@ -34,7 +34,7 @@ FAST = TierName.FAST
 
 
 def make_fleet(replicas: int = 2, slots: int = 2) -> Fleet:
-    spec = TierSpec(FAST, 2048, 16, slots)
+    spec = TierSpec(FAST, 2048, max_num_seqs=16, max_in_flight=slots)
     fleet = Fleet((spec,))
     for number in range(replicas):
         fleet.add(
@@ -76,11 +76,9 @@ def test_counters_return_to_zero_on_every_path() -> None:
             lease.produced(produced)
             raise RuntimeError
     replica = fleet.replicas[0]
-    assert (
-        replica.state.in_flight,
-        replica.state.prompt_tokens,
-        replica.output_tokens,
-    ) == (0, 0, 0)
+    assert replica.state.in_flight == 0
+    assert replica.state.prompt_tokens == 0
+    assert replica.output_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,8 @@ def candidate_at(
 
 def test_a_decisions_replica_is_taken_while_it_is_as_it_was() -> None:
     """Not once it has changed, the decision is old, or it was tried already: then the best one is looked for."""
-    fleet, request = make_fleet(replicas=3), Demand(5, 7.0)
+    fleet = make_fleet(replicas=3)
+    request = Demand(5, 7.0)
     snapshot = fleet.snapshot()
     second = expected_of(snapshot.tiers[0], 1, request, snapshot.load)
     offers = (
@@ -159,7 +158,15 @@ def test_a_decisions_replica_is_taken_while_it_is_as_it_was() -> None:
 
 
 def _profiled(step: float = 10.0) -> SpeedModel:
-    return SpeedModel(100, 1, step, 1, profiled=True, ttft_spread=0.1, tpot_spread=0.1)
+    return SpeedModel(
+        100,
+        1,
+        step_base_ms=step,
+        step_ms_per_sequence=1,
+        profiled=True,
+        ttft_spread=0.1,
+        tpot_spread=0.1,
+    )
 
 
 def test_predictions_follow_what_is_seen() -> None:
@@ -269,7 +276,9 @@ def test_neighbours_have_a_time_left_where_replicas_share_a_machine(
     assert busy.neighbours_left_ms == ALWAYS_MS
     left_ms = 100 + 10 * _profiled().step_ms(1)
     assert [load.neighbours_left_ms for load in idle] == pytest.approx([left_ms] * 2)
-    assert candidate_at(fleet, 0, 100, 10) != candidate_at(fleet, 1, 100, 10)
+    assert candidate_at(fleet, 0, 100, output_tokens=10) != candidate_at(
+        fleet, 1, 100, output_tokens=10
+    )
 
 
 def test_several_sequences_take_their_places_and_tokens() -> None:
@@ -278,23 +287,20 @@ def test_several_sequences_take_their_places_and_tokens() -> None:
     lease = fleet.lease(FAST, prompt_tokens=50, max_tokens=100, sequences=6)
     assert lease is not None
     replica = fleet.replicas[0]
-    assert (
-        replica.state.in_flight,
-        replica.state.slots,
-        replica.state.prompt_tokens,
-    ) == (1, 6, 50)
-    assert (replica.output_tokens, replica.state.kv.held) == (600, 650)
+    assert replica.state.in_flight == 1
+    assert replica.state.slots == 6
+    assert replica.state.prompt_tokens == 50
+    assert replica.output_tokens == 600
+    assert replica.state.kv.held == 650
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=3) is None
-    assert taker(fleet, 1, 3, 3) is None
-    assert taker(fleet, 1, 2, 2) is not None
+    assert taker(fleet, 1, 3, sequences=3) is None
+    assert taker(fleet, 1, 2, sequences=2) is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=2) is not None
     lease.release()
-    assert (
-        replica.state.in_flight,
-        replica.state.slots,
-        replica.output_tokens,
-        replica.state.kv.held,
-    ) == (1, 2, 2, 3)
+    assert replica.state.in_flight == 1
+    assert replica.state.slots == 2
+    assert replica.output_tokens == 2
+    assert replica.state.kv.held == 3
 
 
 def test_more_sequences_than_places_need_an_idle_replica() -> None:
@@ -336,7 +342,8 @@ def test_several_sequences_are_predicted_and_teach_nothing() -> None:
     lease.first_token(10 * lease.predicted.ttft_ms)
     lease.finished(10 * lease.predicted.tpot_ms, 80)
     lease.release()
-    assert (replica.state.trends.ttft.mean, replica.state.trends.tpot.mean) == (0, 0)
+    assert replica.state.trends.ttft.mean == 0
+    assert replica.state.trends.tpot.mean == 0
     assert replica.state.limit == 16
 
 
@@ -440,7 +447,8 @@ def test_a_full_kv_cache_takes_no_further_request() -> None:
 def test_kv_pressure_holds_long_prompts_back_until_it_has_fallen_well() -> None:
     """Between the two bounds it stays as it is; short prompts go on."""
     fleet = make_fleet(replicas=1, slots=99)
-    options, taken = fleet.options, []
+    options = fleet.options
+    taken = []
     for usage in (0.85, options.kv_open, 0.85, options.kv_close - 0.001, 0.85):
         ready(fleet).note_gauges(Gauges(0, 0, usage))
         taken.append(
@@ -463,7 +471,8 @@ def test_a_share_bounds_the_slots_and_leaves_one_when_it_is_over() -> None:
         (SlotShare(3, 0.0), 1),
     ):
         replica.note_share(share)
-        assert (replica.state.limit, replica.whole_limit) == (limit, 8)
+        assert replica.state.limit == limit
+        assert replica.whole_limit == 8
 
 
 def test_a_new_replica_has_the_share_that_new_ones_get() -> None:
@@ -479,13 +488,15 @@ def test_other_routers_count_until_their_report_is_old() -> None:
     """In the load that predictions are made from, and when slots are counted against the adaptive limit."""
     fleet = make_fleet(replicas=1)
     replica = ready(fleet)
-    replica.note_peers(PeerLoad(3, 40, 50, 60), until=math.inf)
+    replica.note_peers(PeerLoad(3, 40, output_tokens=50, kv_tokens=60), until=math.inf)
     load = loads(fleet)[0]
-    assert (load.sequences, load.prompt_tokens, load.output_tokens) == (3, 40, 50)
+    assert load.sequences == 3
+    assert load.prompt_tokens == 40
+    assert load.output_tokens == 50
     assert sum(r.slots for r in fleet.snapshot().tiers[0].replicas) == 0, (
         "they are not this router's"
     )
-    replica.note_peers(PeerLoad(3, 40, 50, 60), until=0.0)
+    replica.note_peers(PeerLoad(3, 40, output_tokens=50, kv_tokens=60), until=0.0)
     assert loads(fleet)[0].sequences == 0
 
 
@@ -493,7 +504,7 @@ def test_a_limit_adapts_only_by_a_profile() -> None:
     """TTFT far beyond the expected one lowers it once the expectation is worth believing."""
     fleet = make_fleet(replicas=1, slots=16)
     replica = ready(fleet)
-    replica.measured(SpeedModel(100, 1, 10, 1))
+    replica.measured(SpeedModel(100, 1, step_base_ms=10, step_ms_per_sequence=1))
     leases = [leased(fleet) for _ in range(16)]
     for lease in leases[-4:]:
         lease.first_token(60_000)
@@ -512,27 +523,23 @@ def test_what_belongs_to_a_process_goes_with_it() -> None:
     replica.measured(_profiled())
     lease = leased(fleet, 100, 10)
     for _ in range(FOREIGN_POLLS):
-        replica.note_gauges(Gauges(5, 0, 0.99, 1000))
-    replica.answers.last.append(AnswerSample(1, 1, 1, 0.0, 1.0))
+        replica.note_gauges(Gauges(5, 0, kv_cache_usage=0.99, kv_cache_tokens=1000))
+    replica.answers.last.append(
+        AnswerSample(1, 1, waiting_tokens=1, neighbours=0.0, ttft_ms=1.0)
+    )
     for _ in range(3):
         replica.breaker.failed(0.0, probe=0)
     replica.mark(ReplicaStatus.STARTING, "restart 1")
-    assert (
-        replica.state.gauges,
-        replica.state.speed,
-        replica.state.kv.pressure,
-        len(replica.answers.last),
-    ) == (
-        None,
-        None,
-        False,
-        0,
-    )
+    assert replica.state.gauges is None
+    assert replica.state.speed is None
+    assert replica.state.kv.pressure is False
+    assert len(replica.answers.last) == 0
     assert replica.state.load.sequences == replica.state.slots == 1
     assert replica.breaker.admits(0.0)
     assert replica.state.detail == "restart 1"
     lease.release()
-    assert (replica.state.slots, replica.state.prompt_tokens) == (0, 0)
+    assert replica.state.slots == 0
+    assert replica.state.prompt_tokens == 0
 
 
 def test_draining_keeps_what_is_known() -> None:
@@ -548,13 +555,12 @@ def test_a_failure_counts_by_its_kind_and_opens_the_breaker() -> None:
         with leased(fleet) as lease:
             lease.failed("timeout")
     replica = ready(fleet)
-    assert (
-        replica.state.failed,
-        fleet.failures[FAST, "timeout"],
-        replica.state.slots,
-    ) == (3, 3, 0)
+    assert replica.state.failed == 3
+    assert fleet.failures[FAST, "timeout"] == 3
+    assert replica.state.slots == 0
     shown = fleet.snapshot().tiers[0].replicas[0]
-    assert (shown.breaker.state, shown.breaker.admits) == (BreakerState.OPEN, False)
+    assert shown.breaker.state == BreakerState.OPEN
+    assert shown.breaker.admits is False
     assert 0 < shown.breaker.admits_in_s <= fleet.options.breaker.pause_s
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, over_limit=True) is None
 
@@ -580,7 +586,8 @@ def test_over_the_limit_a_slot_is_taken_all_the_same() -> None:
 
 def test_a_release_is_told_once() -> None:
     """Those who wait for slots look again at each release."""
-    fleet, told = make_fleet(replicas=1), []
+    fleet = make_fleet(replicas=1)
+    told = []
     fleet.on_capacity = lambda: told.append(ready(fleet).state.slots)
     lease = leased(fleet)
     lease.release()
@@ -593,22 +600,25 @@ def test_a_late_token_of_a_released_lease_changes_nothing() -> None:
     lease = leased(fleet, 5, 10)
     lease.release()
     lease.produced(3)
-    assert (ready(fleet).output_tokens, ready(fleet).work.generated) == (0, 0)
+    assert ready(fleet).output_tokens == 0
+    assert ready(fleet).work.generated == 0
 
 
 def test_tokens_are_counted_once_whether_streamed_or_not() -> None:
     """What was streamed is not counted again at the end; an answer that was not streamed is counted there."""
     fleet = make_fleet(replicas=1, slots=9)
-    streamed, whole = leased(fleet, 1, 10), leased(fleet, 1, 10)
+    streamed = leased(fleet, 1, 10)
+    whole = leased(fleet, 1, 10)
     streamed.produced(4)
     streamed.finished(10.0, 6)
     whole.finished(None, 5)
-    assert (ready(fleet).work.generated, ready(fleet).state.served) == (11, 2)
+    assert ready(fleet).work.generated == 11
+    assert ready(fleet).state.served == 2
 
 
 def test_a_full_replica_expects_what_it_would_take_at_once() -> None:
     """TTFT of a request that the engine queues is not held against the limit as if it were expected."""
-    spec = TierSpec(FAST, 2048, 2, 64)
+    spec = TierSpec(FAST, 2048, max_num_seqs=2, max_in_flight=64)
     fleet = Fleet((spec,))
     replica = fleet.add(
         Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY)
@@ -626,18 +636,18 @@ def test_answers_are_noted_with_the_load_that_they_met() -> None:
     """While a speed is to be learned: sequences and prompts before it, and what came while it was decoded."""
     fleet = make_fleet(replicas=1, slots=9)
     replica = ready(fleet)
-    other, lease = leased(fleet, 100, 10), leased(fleet, 20, 10)
+    other = leased(fleet, 100, 10)
+    lease = leased(fleet, 20, 10)
     lease.first_token(50.0)
     leased(fleet, 300, 10)
     lease.finished(5.0, 4)
     (seen,) = replica.answers.last
-    assert (seen.prompt_tokens, seen.sequences, seen.waiting_tokens, seen.ttft_ms) == (
-        20,
-        1,
-        100,
-        50.0,
-    )
-    assert (seen.tpot_ms, seen.prefilled) == (5.0, 300 / 3)
+    assert seen.prompt_tokens == 20
+    assert seen.sequences == 1
+    assert seen.waiting_tokens == 100
+    assert seen.ttft_ms == 50.0
+    assert seen.tpot_ms == 5.0
+    assert seen.prefilled == 300 / 3
     assert seen.batch >= 2
     other.first_token(50.0)
     other.finished(None, 1)
@@ -667,7 +677,9 @@ def test_slots_free_up_as_fast_as_the_model_says_until_ends_are_seen() -> None:
     fleet = make_fleet(replicas=1, slots=9)
     replica = ready(fleet)
     assert fleet.freed_per_s(FAST) == pytest.approx(1.0), "unknown: one a second"
-    replica.measured(SpeedModel(0, 0, 10, 1, profiled=True))
+    replica.measured(
+        SpeedModel(0, 0, step_base_ms=10, step_ms_per_sequence=1, profiled=True)
+    )
     for _ in range(4):
         leased(fleet, 0, 100)
     assert fleet.freed_per_s(FAST) == pytest.approx(1 / (100 * 2 / 5 * 0.014), rel=0.01)

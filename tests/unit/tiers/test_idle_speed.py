@@ -26,7 +26,10 @@ PROFILE = SpeedModel(10.0, 0.1, 5.0, profiled=True)
 
 @asynccontextmanager
 async def measured(behaviour: Behaviour) -> AsyncIterator[tuple[Fleet, IdleSpeed]]:
-    specs = TierSpec(FAST, 2048, 16, 32), TierSpec(PRECISE, 2048, 16, 32)
+    specs = (
+        TierSpec(FAST, 2048, max_num_seqs=16, max_in_flight=32),
+        TierSpec(PRECISE, 2048, max_num_seqs=16, max_in_flight=32),
+    )
     fleet = Fleet(specs)
     async with (
         serving(FakeEngine(behaviour).app) as url,

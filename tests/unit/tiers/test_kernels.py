@@ -103,11 +103,15 @@ def test_what_a_kernel_holds_beside_a_checkpoints_weights() -> None:
 
     The conversion of 960 x 576 weights in groups of 64 gave 311,040, 34,560 and 8,640 bytes for 276,480, 17,280 and 4,320.
     """
-    assert added_bytes(Kernel.QARR_INT4, 276_480, 64, AVX512) == 276_480
-    assert added_bytes(Kernel.QARR_FP8, 552_960, 64, AVX512) == 552_960
-    assert added_bytes(Kernel.QARR_FP8, 552_960, 64, AVX2) == 3 * 552_960
-    converted, packed = 311_040 + 34_560 + 8_640, 276_480 + 17_280 + 4_320
-    assert added_bytes(Kernel.VLLM_INT4, 276_480, 64, AMX) == converted - packed
+    assert added_bytes(Kernel.QARR_INT4, 276_480, 64, instructions=AVX512) == 276_480
+    assert added_bytes(Kernel.QARR_FP8, 552_960, 64, instructions=AVX512) == 552_960
+    assert added_bytes(Kernel.QARR_FP8, 552_960, 64, instructions=AVX2) == 3 * 552_960
+    converted = 311_040 + 34_560 + 8_640
+    packed = 276_480 + 17_280 + 4_320
+    assert (
+        added_bytes(Kernel.VLLM_INT4, 276_480, 64, instructions=AMX)
+        == converted - packed
+    )
 
 
 NO_AMX = {
@@ -197,7 +201,8 @@ def test_the_choice_stands_in_the_engines_log(
     plugin.write_to_engine_log("early")
     line = capsys.readouterr().err.strip()
     assert (match := ENGINE.fullmatch(line)) is not None
-    assert (match["level"], match["text"]) == ("INFO", "[qarr_vllm_kernels] early")
+    assert match["level"] == "INFO"
+    assert match["text"] == "[qarr_vllm_kernels] early"
     logger.addHandler(handler := logging.StreamHandler())
     logger.setLevel(logging.INFO)
     plugin.write_to_engine_log("late")

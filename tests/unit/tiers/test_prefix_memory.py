@@ -41,7 +41,8 @@ def test_prompts_share_the_blocks_that_their_texts_share(
     first, second = (
         [Part(text, 1) for text in [*shared, *rest]] for rest in (one, other)
     )
-    a, b = Prefix.of(first), Prefix.of(second)
+    a = Prefix.of(first)
+    b = Prefix.of(second)
     texts = [
         "".join(part.text for part in parts).encode("utf-8", "surrogatepass")
         for parts in (first, second)
@@ -82,7 +83,8 @@ def test_a_salt_keeps_prompts_apart() -> None:
 def test_tokens_are_those_of_the_parts() -> None:
     """Within a part in proportion to its bytes; the chat template's are spread over the parts."""
     parts = [Part("s" * BLOCK_BYTES * 2, 100), Part("u" * BLOCK_BYTES * 2, 20)]
-    plain, templated = Prefix.of(parts), Prefix.of(parts, added=20)
+    plain = Prefix.of(parts)
+    templated = Prefix.of(parts, added=20)
     assert plain is not None
     assert templated is not None
     assert [plain.tokens(n) for n in range(5)] == [0, 50, 100, 110, 120]
@@ -125,7 +127,8 @@ def test_the_memory_is_as_large_as_the_kv_cache_and_bounded() -> None:
 
 def test_the_least_recently_used_and_of_a_prompt_the_end_is_forgotten_first() -> None:
     """A prompt that was sent again stays; one that has to make space loses its last blocks first."""
-    memory, kv_tokens = PrefixMemory(), 6 * BLOCK_TOKENS
+    memory = PrefixMemory()
+    kv_tokens = 6 * BLOCK_TOKENS
     one, two, three = (prefix(blocks(3, name)) for name in "abc")
     for sent in (one, two, one, three):
         memory.note(sent, kv_tokens)
@@ -142,7 +145,8 @@ def test_a_block_is_never_kept_without_those_before_it(
     sent: list[tuple[int, int]], size: int
 ) -> None:
     """However prompts come, and however little is kept: the memory holds whole beginnings."""
-    memory, kv_tokens = PrefixMemory(), size * BLOCK_TOKENS
+    memory = PrefixMemory()
+    kv_tokens = size * BLOCK_TOKENS
     for name, length in sent:
         memory.note(prefix(blocks(length, "abcd"[name])), kv_tokens)
     assert len(memory) == sum(

@@ -28,9 +28,11 @@ def clock() -> Clock:
 def test_checkpoints_are_made_in_one_order(clock: Clock) -> None:
     """However they are named, and each once: precise, balanced, fast."""
     preparations = Preparations(clock)
-    assert (preparations.making, preparations.coming) == (False, ())
+    assert preparations.making is False
+    assert preparations.coming == ()
     preparations.expect([FAST, PRECISE, FAST], None)
-    assert (preparations.making, preparations.to_make) == (True, (PRECISE, FAST))
+    assert preparations.making is True
+    assert preparations.to_make == (PRECISE, FAST)
 
 
 def test_each_tier_tells_what_it_waits_for(clock: Clock) -> None:
@@ -50,10 +52,8 @@ def test_each_tier_tells_what_it_waits_for(clock: Clock) -> None:
     )
     preparations.starting(BALANCED, None)
     starts = Preparing("its engine starts")
-    assert (preparations.coming, preparations.of(BALANCED)) == (
-        (PRECISE, BALANCED, FAST),
-        starts,
-    )
+    assert preparations.coming == (PRECISE, BALANCED, FAST)
+    assert preparations.of(BALANCED) == starts
     clock.now = ENGINE_START_S + 1
     assert preparations.of(PRECISE) == starts, (
         "longer than typical: the rest is not known"
@@ -73,7 +73,7 @@ def test_parts_are_counted_while_their_step_lasts(clock: Clock) -> None:
     clock.now = 10.0
     preparations.step("layers", 4, 31)
     assert preparations.of(FAST) == Preparing(
-        "layers", 4, 31, 27 * 10 + WRITING_S + ENGINE_START_S
+        "layers", 4, total=31, remaining_s=27 * 10 + WRITING_S + ENGINE_START_S
     )
     preparations.step("layers again", 1, 4)
     assert preparations.of(FAST) == Preparing("layers again", 1, 4), (
@@ -120,7 +120,8 @@ def test_a_failure_is_told_of_all_tiers_without_an_engine(clock: Clock) -> None:
     assert preparations.of(FAST) == Preparing(
         "its checkpoint could not be made", failed="disk full"
     )
-    assert (preparations.making, preparations.coming) == (False, (PRECISE,))
+    assert preparations.making is False
+    assert preparations.coming == (PRECISE,)
     assert preparations.fail("again") == ()
 
 
@@ -138,7 +139,10 @@ def test_what_was_not_expected_changes_nothing(clock: Clock) -> None:
     [
         (Preparing("its engine starts"), "its engine starts"),
         (Preparing("layers", 3, 31), "layers (3 of 31)"),
-        (Preparing("layers", 0, 31, 61.0), "layers (0 of 31), ready in about 65 s"),
+        (
+            Preparing("layers", 0, total=31, remaining_s=61.0),
+            "layers (0 of 31), ready in about 65 s",
+        ),
         (Preparing("writing", remaining_s=0.0), "writing, ready in about 5 s"),
     ],
 )

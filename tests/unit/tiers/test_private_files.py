@@ -33,7 +33,8 @@ def test_a_file_that_all_could_read_becomes_private(tmp_path: Path) -> None:
     path.chmod(0o644)
     with open(path, "a", opener=open_private) as file:
         file.write("new")
-    assert (mode(path), path.read_text()) == (0o600, "old new")
+    assert mode(path) == 0o600
+    assert path.read_text() == "old new"
 
 
 def test_a_folder_that_is_there_stays_as_it_is(tmp_path: Path) -> None:

@@ -10,11 +10,19 @@ from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, UNKNOWN, TierName, TierSpec
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-INT8, NVFP4 = TierName("int8"), TierName("nvfp4")
+INT8 = TierName("int8")
+NVFP4 = TierName("nvfp4")
 
 
 def spec(name: TierName, precision: str = UNKNOWN, replicas: int = 1) -> TierSpec:
-    return TierSpec(name, 100, 1, 1, precision=precision, replicas=replicas)
+    return TierSpec(
+        name,
+        100,
+        max_num_seqs=1,
+        max_in_flight=1,
+        precision=precision,
+        replicas=replicas,
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,8 @@ def test_measured_loss_goes_before_bits() -> None:
         spec(INT8, "int8"),
         spec(PRECISE),
     ]
-    some, every = {INT8: 0.05}, {INT8: 0.05, BALANCED: 0.02}
+    some = {INT8: 0.05}
+    every = {INT8: 0.05, BALANCED: 0.02}
     assert [s.name for s in rising(specs, some)] == [FAST, BALANCED, INT8, PRECISE]
     assert [s.name for s in rising(specs, every)] == [FAST, INT8, BALANCED, PRECISE]
 

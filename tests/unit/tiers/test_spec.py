@@ -44,13 +44,14 @@ def test_what_no_tier_can_be_called_is_refused(name: str) -> None:
 
 def test_tiers_are_listed_with_the_highest_last() -> None:
     """Each once; those that the settings add by name, whatever order they come in."""
-    nvfp4, int8 = TierName("nvfp4"), TierName("int8")
+    nvfp4 = TierName("nvfp4")
+    int8 = TierName("int8")
     assert in_order([PRECISE, nvfp4, FAST, int8, FAST]) == [FAST, int8, nvfp4, PRECISE]
 
 
 @pytest.mark.parametrize("tier", STANDARD_TIERS)
 def test_a_tiers_name_tells_nothing_of_its_precision(tier: TierName) -> None:
-    assert TierSpec(tier, 1, 1, 1).precision == UNKNOWN
+    assert TierSpec(tier, 1, max_num_seqs=1, max_in_flight=1).precision == UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -70,26 +71,31 @@ def test_weights_are_identified_by_digest_else_by_location(
     fields: dict, identity: str | None
 ) -> None:
     """What is compared with recorded answers must not change when only the location of known weights does."""
-    assert TierSpec(FAST, 1, 1, 1, **fields).identity == identity
+    assert (
+        TierSpec(FAST, 1, max_num_seqs=1, max_in_flight=1, **fields).identity
+        == identity
+    )
 
 
 def test_a_digest_is_shown_by_its_first_digits() -> None:
     assert (
-        TierSpec(FAST, 1, 1, 1, digest="0123456789abcdef" * 4).checkpoint_id
+        TierSpec(
+            FAST, 1, max_num_seqs=1, max_in_flight=1, digest="0123456789abcdef" * 4
+        ).checkpoint_id
         == "0123456789abcdef"
     )
     assert len("0123456789abcdef") == SHOWN_DIGITS
-    assert TierSpec(FAST, 1, 1, 1).checkpoint_id is None
+    assert TierSpec(FAST, 1, max_num_seqs=1, max_in_flight=1).checkpoint_id is None
 
 
 def test_a_launch_has_the_address_of_its_engine() -> None:
     launch = EngineLaunch(
-        TierSpec(FAST, 1, 1, 1),
+        TierSpec(FAST, 1, max_num_seqs=1, max_in_flight=1),
         EnginePlacement(),
-        Path("p"),
-        "m",
-        "127.0.0.1",
-        9101,
-        "key",
+        python=Path("p"),
+        served_model="m",
+        host="127.0.0.1",
+        port=9101,
+        api_key="key",
     )
     assert launch.url == "http://127.0.0.1:9101"

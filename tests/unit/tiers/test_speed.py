@@ -88,10 +88,8 @@ def test_neighbours_count_for_as_long_as_they_compute() -> None:
 
 def test_a_long_answer_outlasts_its_neighbours() -> None:
     """They slow its prompt, and only the first part of its tokens."""
-    slowed, load = (
-        replace(MODEL, contention=1.0),
-        ReplicaLoad(neighbours=1.0, neighbours_left_ms=300),
-    )
+    slowed = replace(MODEL, contention=1.0)
+    load = ReplicaLoad(neighbours=1.0, neighbours_left_ms=300)
     short, long = (
         slowed.times(100, load, SEQS, 1.0, output_tokens=n) for n in (1, 1000)
     )
@@ -186,7 +184,8 @@ def test_a_model_names_its_origin(
     fields: dict, source: str, *, under_load: bool
 ) -> None:
     model = replace(MODEL, **fields)
-    assert (model.source, model.under_load) == (source, under_load)
+    assert model.source == source
+    assert model.under_load == under_load
 
 
 def test_a_trend_moves_by_a_fifth_of_what_was_seen() -> None:

@@ -45,14 +45,15 @@ def test_a_cpu_is_slow_by_its_counters() -> None:
 
 
 def test_this_machines_counters_only_grow() -> None:
-    first, second = read_cpu(), read_cpu()
+    first = read_cpu()
+    second = read_cpu()
     assert second.hot >= first.hot >= 0
     assert second.held_back_s >= first.held_back_s >= 0
 
 
 def test_what_was_seen_is_told_for_a_while() -> None:
     """It comes and goes with the load; and it stands beside what else is to be said."""
-    spec = TierSpec(TierName.FAST, 1, 1, 1)
+    spec = TierSpec(TierName.FAST, 1, max_num_seqs=1, max_in_flight=1)
     engine = Engine(
         Replica("fast-0", spec, "u", "", "m"),
         None,
@@ -92,11 +93,9 @@ async def test_a_throttled_gpu_is_seen_at_its_engines(
         await until(
             lambda: balanced.state.detail == "slower: GPU 1 is throttled: it is too hot"
         )
-        assert (balanced.state.status, fast.state.status, fast.state.detail) == (
-            ReplicaStatus.READY,
-            ReplicaStatus.READY,
-            None,
-        )
+        assert balanced.state.status == ReplicaStatus.READY
+        assert fast.state.status == ReplicaStatus.READY
+        assert fast.state.detail is None
         script.write_text("#!/bin/sh\nexit 9\n")
         assert read_gpus() == {}
 

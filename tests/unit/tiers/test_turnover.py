@@ -75,7 +75,8 @@ def test_evidence_fades_without_use() -> None:
 
 def test_many_places_average_over_many_ends() -> None:
     """The mean goes over about one end for each place: half of them ending at once says little."""
-    turnover, now = Turnover(), 0.0
+    turnover = Turnover()
+    now = 0.0
     turnover.note(now, 0)
     for _ in range(320):
         now += 0.125  # 32 places, each held for four seconds

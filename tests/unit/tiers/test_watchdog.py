@@ -29,12 +29,10 @@ from tiers.snapshot import Trends
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel, Trend
 
-READY, STARTING, FAILED = (
-    ReplicaStatus.READY,
-    ReplicaStatus.STARTING,
-    ReplicaStatus.FAILED,
-)
-SPEC = TierSpec(TierName.FAST, 2048, 16, 8)
+READY = ReplicaStatus.READY
+STARTING = ReplicaStatus.STARTING
+FAILED = ReplicaStatus.FAILED
+SPEC = TierSpec(TierName.FAST, 2048, max_num_seqs=16, max_in_flight=8)
 
 
 def test_backoff_doubles_up_to_a_minute_and_begins_anew() -> None:
@@ -121,7 +119,8 @@ def _later(counters: Counters, answers: int, ttft_s: float) -> Counters:
 def test_an_engines_own_first_tokens_tell_of_wear() -> None:
     """Its mean TTFT against its best, while it has little load; under load a TTFT is that of the queue."""
     options = WatchdogOptions(slow_factor=3, slow_s=0)
-    wear, counters = Wear(options), Counters()
+    wear = Wear(options)
+    counters = Counters()
     wear.note(0, 1.0, counters, sequences=1)
     for ttft_s in (0.1, 0.12, 0.25):
         counters = _later(counters, 10, ttft_s)
@@ -244,7 +243,8 @@ async def test_a_slow_request_is_no_hang(
         for _ in range(3):
             await until(lambda: own.first.silence_s(time.monotonic()) > 0.3)
             await until(lambda: own.first.silence_s(time.monotonic()) < 0.3)
-        assert (own.first.state.status, own.first.state.pid) == (READY, before)
+        assert own.first.state.status == READY
+        assert own.first.state.pid == before
         lease.release()
 
 
@@ -317,7 +317,8 @@ async def test_an_engine_that_answers_the_watchdog_does_not_hang(
 
 
 def test_nothing_is_looked_at_where_it_is_switched_off() -> None:
-    wear, counters = Wear(WatchdogOptions(slow_factor=0, slow_s=0)), Counters()
+    wear = Wear(WatchdogOptions(slow_factor=0, slow_s=0))
+    counters = Counters()
     for now in range(30):
         counters = _later(counters, 20, float(now))
         assert wear.note(now, 1000.0, counters, sequences=1) is None

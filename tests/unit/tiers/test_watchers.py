@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines
-from tests.unit.tiers.test_probe import GAUGES
+from tests.unit.tiers.metrics_pages import GAUGES
 from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.lifecycle.options import SupervisorOptions
@@ -24,12 +24,10 @@ from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-READY, FAILED, UNREACHABLE, STARTING = (
-    ReplicaStatus.READY,
-    ReplicaStatus.FAILED,
-    ReplicaStatus.UNREACHABLE,
-    ReplicaStatus.STARTING,
-)
+READY = ReplicaStatus.READY
+FAILED = ReplicaStatus.FAILED
+UNREACHABLE = ReplicaStatus.UNREACHABLE
+STARTING = ReplicaStatus.STARTING
 NO_NUMBER = GAUGES.format("NaN", 0)
 
 
@@ -43,7 +41,13 @@ async def watched(
     monkeypatch.setattr("tiers.lifecycle.watching.POLL_S", 0.02)
     monkeypatch.setattr("tiers.lifecycle.elsewhere_engine.RETRY_PAUSE_S", 0.02)
     async with serving(FakeEngine(behaviour).app) as url:
-        fleet = fleet_type((TierSpec(TierName.FAST, 2048, 16, 32, urls=(url,)),))
+        fleet = fleet_type(
+            (
+                TierSpec(
+                    TierName.FAST, 2048, max_num_seqs=16, max_in_flight=32, urls=(url,)
+                ),
+            )
+        )
         supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
         supervisor.start([], fleet.specs)
         try:
@@ -132,7 +136,10 @@ async def test_what_nobody_expected_is_logged_once_and_tried_again(
 ) -> None:
     """The detail names the exception, the log has its trace a single time, and the replica is ready in the end."""
     caplog.set_level(logging.INFO, "qarr.tiers")
-    async with watched(tmp_path, monkeypatch, Behaviour(), FaultyFleet) as (replica, _):
+    async with watched(tmp_path, monkeypatch, Behaviour(), fleet_type=FaultyFleet) as (
+        replica,
+        _,
+    ):
         await until(lambda: replica.state.status is READY)
     told = [
         r

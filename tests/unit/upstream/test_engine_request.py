@@ -21,7 +21,7 @@ def replica(tier: TierName = TierName.FAST, **values: Any) -> Replica:
     """Return a replica that serves the model under a name of its own."""
     return Replica(
         "r-0",
-        TierSpec(tier, 2048, 16, 16),
+        TierSpec(tier, 2048, max_num_seqs=16, max_in_flight=16),
         "http://127.0.0.1:1",
         "",
         "engines-own-name",
@@ -189,18 +189,14 @@ def test_a_prompt_is_always_streamed_from_its_engine() -> None:
         continuable=Continuable(9, {}, -1),
     )
     sent = json.loads(asked.body(replica(takes_priority=False)))
-    assert (sent["stream"], sent["return_token_ids"], sent["stream_options"]) == (
-        True,
-        True,
-        {"include_usage": True},
-    )
+    assert sent["stream"] is True
+    assert sent["return_token_ids"] is True
+    assert sent["stream_options"] == {"include_usage": True}
     assert "priority" not in sent, "an engine without priorities would refuse it"
     assert json.loads(asked.body(replica()))["priority"] == -1
     fewer = asked.at_most(5)
-    assert (json.loads(fewer.body(replica()))["max_tokens"], fewer.continuable) == (
-        5,
-        Continuable(5, {}, -1),
-    )
+    assert json.loads(fewer.body(replica()))["max_tokens"] == 5
+    assert fewer.continuable == Continuable(5, {}, -1)
     assert relay(CHAT).at_most(5) == relay(CHAT), (
         "a caller's body says itself what it wants"
     )

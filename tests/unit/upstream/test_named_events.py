@@ -146,7 +146,9 @@ def test_how_a_response_ends(status: str, output: list[Any], reason: str) -> Non
     chunk = read_response_event(
         event({"type": "response.completed", "response": response}).strip()
     )
-    assert (chunk.finish_reason, chunk.usage, chunk.last) == (reason, COUNTS, True)
+    assert chunk.finish_reason == reason
+    assert chunk.usage == COUNTS
+    assert chunk.last is True
     assert read_response(json.dumps(response).encode()) == (reason, COUNTS)
 
 
@@ -224,4 +226,5 @@ def test_other_answers_are_none(content: bytes) -> None:
 def test_comments_are_kept() -> None:
     for read in (read_message_event, read_response_event):
         chunk = read(b": still here")
-        assert (chunk.raw, chunk.text) == (b": still here", "")
+        assert chunk.raw == b": still here"
+        assert chunk.text == ""

@@ -8,10 +8,11 @@ import httpx
 import pytest
 
 from router.upstream.transport import Connection
-from tests.unit.upstream.test_transport import answer_on, connection_with_request
+from tests.unit.upstream.connections import answer_on, connection_with_request
 
 pytestmark = pytest.mark.anyio
-SHORT_S, LONG_S = 0.02, 60.0
+SHORT_S = 0.02
+LONG_S = 60.0
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
 
 

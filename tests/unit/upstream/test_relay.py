@@ -22,7 +22,7 @@ from router.upstream.errors import EngineBrokeError, EngineStalledError
 from router.upstream.progress import AnswerProgress, Continuable
 from router.upstream.sse import Chunk, parse_event
 from router.upstream.transport import Connection
-from tests.unit.upstream.test_transport import answer_on, connection_with_request
+from tests.unit.upstream.connections import answer_on, connection_with_request
 from tests.waiting import until
 from tiers.spec import TierName, TierSpec
 
@@ -78,13 +78,24 @@ class Reader:
         self.raw = b""
         self._takes = takes
         spec = TierSpec(
-            TierName.FAST, 4096, 16, 1, urls=("http://engine",), precision="awq"
+            TierName.FAST,
+            4096,
+            max_num_seqs=16,
+            max_in_flight=1,
+            urls=("http://engine",),
+            precision="awq",
         )
         hold = OverflowHold(OverflowServer("e", spec), 1, lambda: None)
-        hop = Hop("chat", "m", "http://engine", 0.0, overflow="e")
+        hop = Hop("chat", "m", url="http://engine", began=0.0, overflow="e")
         self.answer = EngineStream(
             Attempt(
-                TierName.FAST, hold, answer_on(self.connection), hop, 100, 600, 0.0
+                TierName.FAST,
+                hold,
+                body=answer_on(self.connection),
+                hop=hop,
+                token_timeout_s=100,
+                silence_timeout_s=600,
+                sent_at=0.0,
             ),
             ASKED,
         )
@@ -123,7 +134,8 @@ async def feed(connection: Connection, *parts: bytes) -> None:
 
 
 async def test_an_answer_is_the_same_wherever_it_is_split() -> None:
-    wire, noted = on_wire(ANSWER), expected(ANSWER)
+    wire = on_wire(ANSWER)
+    noted = expected(ANSWER)
     for split in range(len(HEAD), len(wire)):
         reader = Reader()
         reading = asyncio.create_task(reader.read())
@@ -131,17 +143,14 @@ async def test_an_answer_is_the_same_wherever_it_is_split() -> None:
         await reading
         assert reader.raw == b"".join(event + b"\n\n" for event in ANSWER)
         found = reader.progress
-        assert (found.text, found.output_ids, found.prompt_ids) == (
-            noted.text,
-            noted.output_ids,
-            noted.prompt_ids,
-        )
-        assert (found.point, found.settled) == (noted.point, noted.settled)
-        assert (found.finish_reason, found.continuable, reader.answer.complete) == (
-            "stop",
-            noted.continuable,
-            True,
-        )
+        assert found.text == noted.text
+        assert found.output_ids == noted.output_ids
+        assert found.prompt_ids == noted.prompt_ids
+        assert found.point == noted.point
+        assert found.settled == noted.settled
+        assert found.finish_reason == "stop"
+        assert found.continuable == noted.continuable
+        assert reader.answer.complete is True
 
 
 async def test_a_break_at_every_byte_is_told_after_what_came() -> None:

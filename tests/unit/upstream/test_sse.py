@@ -25,7 +25,8 @@ def test_what_came_together_is_returned_together() -> None:
     assert parser.parse(b"\n: ping\n\n") == [chunk(3), Chunk(b": ping")]
     assert not parser.ended
     assert parser.parse(DONE + b"\n\n") == [], "the end is no chunk"
-    assert (parser.over, parser.ended) == (True, True)
+    assert parser.over is True
+    assert parser.ended is True
 
 
 WRITINGS = {
@@ -87,14 +88,16 @@ def test_what_came_before_a_fault_is_returned_before_it(bad: bytes, fault: str) 
         *parser.parse(bad[9:]),
         *parser.parse(event(2)),
     ] == [chunk(1)]
-    assert (parser.ended, parser.over) == (True, False)
+    assert parser.ended is True
+    assert parser.over is False
     with pytest.raises(EngineBrokeError, match=fault):
         parser.check()
     parser.check()
 
 
 def test_an_event_that_comes_in_many_parts_is_whole() -> None:
-    parser, whole = EventParser(), event(1) + event(2) + DONE + b"\n\n"
+    parser = EventParser()
+    whole = event(1) + event(2) + DONE + b"\n\n"
     assert [
         each for at in range(len(whole)) for each in parser.parse(whole[at : at + 1])
     ] == [chunk(1), chunk(2)]
@@ -112,13 +115,11 @@ def test_members_in_any_order_and_unknown_ones_make_the_same_chunk(
     order: bytes,
 ) -> None:
     read = parse_event(order)
-    assert (read.text, read.token_ids, read.finish_reason, read.other, read.choice) == (
-        "a",
-        [7],
-        None,
-        False,
-        True,
-    )
+    assert read.text == "a"
+    assert read.token_ids == [7]
+    assert read.finish_reason is None
+    assert read.other is False
+    assert read.choice is True
 
 
 def test_a_fault_does_not_quote_the_engine() -> None:
@@ -137,7 +138,8 @@ def test_an_empty_finish_reason_is_none(given: bytes) -> None:
     read = parse_event(
         b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": %s}]}' % given
     )
-    assert (read.finish_reason, read.text) == (None, "a")
+    assert read.finish_reason is None
+    assert read.text == "a"
 
 
 @pytest.mark.parametrize(
@@ -152,4 +154,5 @@ def test_an_empty_finish_reason_is_none(given: bytes) -> None:
 )
 def test_text_is_told_from_all_else(choice: str, text: str, other: bool) -> None:  # noqa: FBT001
     read = parse_event(b'data: {"choices": [%s]}' % choice.encode())
-    assert (read.text, read.other) == (text, other)
+    assert read.text == text
+    assert read.other == other

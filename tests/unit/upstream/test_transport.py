@@ -20,6 +20,7 @@ from router.upstream.transport import (
     ConnectionState,
     EngineTransport,
 )
+from tests.unit.upstream.connections import Wire, answer_on, connection_with_request
 from tests.waiting import until, within
 
 pytestmark = pytest.mark.anyio
@@ -34,48 +35,6 @@ CONTINUED = (
 )
 UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\n\r\nhello"
 NO_BODY = b"HTTP/1.1 204 No Content\r\nx-a: b\r\n\r\n"
-
-
-class Wire(asyncio.Transport):
-    """The socket's side of a connection, without a socket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written, self.reading, self.closed = b"", True, False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += bytes(data)
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def pause_reading(self) -> None:
-        assert self.reading
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        assert not self.reading
-        self.reading = True
-
-
-def connection_with_request(
-    release: Any = lambda _: None, *, head_only: bool = False
-) -> tuple[Connection, Wire]:
-    wire, connection = (
-        Wire(),
-        Connection(("http", "engine", 80), lambda _: None, release),
-    )
-    connection.connection_made(wire)
-    connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=head_only)
-    return connection, wire
-
-
-def answer_on(connection: Connection) -> Body:
-    assert connection.answer is not None
-    return connection.answer
 
 
 async def body_of(connection: Connection) -> bytes:
@@ -237,9 +196,9 @@ async def test_an_answer_in_another_protocol_ends_the_wait() -> None:
 
 async def test_a_connection_that_was_closed_before_its_request_is_an_error() -> None:
     """uvloop may read the end before whoever made the connection goes on."""
-    wire, connection = (
-        Wire(),
-        Connection(("http", "engine", 80), lambda _: None, lambda _, **_known: None),
+    wire = Wire()
+    connection = Connection(
+        ("http", "engine", 80), lambda _: None, lambda _, **_known: None
     )
     connection.connection_made(wire)
     connection.connection_lost(None)
@@ -324,7 +283,9 @@ class Engine:
             [Engine, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
         ],
     ) -> None:
-        self.url, self.connections, self.ended = "", 0, asyncio.Event()
+        self.url = ""
+        self.connections = 0
+        self.ended = asyncio.Event()
         self.heads: list[bytes] = []
         self._answer = answer
 
@@ -708,11 +669,9 @@ async def test_a_connection_whose_answer_was_read_is_kept_once_its_end_has_come(
     connection.data_received(CHUNKED[:END])
     answer_on(connection).over = True
     await answer_on(connection).aclose()
-    assert (kept_then, wire.closed, connection.state) == (
-        [False],
-        False,
-        ConnectionState.ENDING,
-    )
+    assert kept_then == [False]
+    assert wire.closed is False
+    assert connection.state == ConnectionState.ENDING
     for part in parts:
         connection.data_received(part)
     assert (kept_then[-1] and not wire.closed) is kept

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from classifier import PromptClass
 from router.policy.decide import decide, scarcity_at
 from router.policy.decision import PolicyParameters, latest_unnoticed_ms
-from tests.unit.policy.test_decide import fleet as snapshot
-from tests.unit.policy.test_decide import losing, query
+from tests.unit.policy.fleets import fleet as snapshot
+from tests.unit.policy.fleets import losing, query
 from tests.unit.tiers.sizing.test_capacity import Steady
 from tiers.sizing.capacity import Demand, EnginePlan
 from tiers.sizing.fleet import EngineType, Fleet, Load
