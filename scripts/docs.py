@@ -49,18 +49,24 @@ COMMANDS = (
 )
 SETTINGS_HEAD = """# Settings
 
-`<cache>` is `QARR_CACHE_DIR`, by default `~/.cache/qarr`; `<config>` is `$XDG_CONFIG_HOME/qarr`, by default
-`~/.config/qarr`; `<state>` is `$XDG_STATE_HOME/qarr`, by default `~/.local/state/qarr`; `<runtime>` is
-`$XDG_RUNTIME_DIR/qarr`, or `<cache>/run` if that is not set; `<project>` is the checkout. For a user without a home
-folder `<cache>` takes its place.
+Paths in the table:
 
-A TOML file (`--config` or `QARR_CONFIG`) or the environment sets them, as in `QARR_SERVER__PORT=8081`; lists and tables
-are JSON there, as in `QARR_TIERS__FAST__URLS='["http://10.0.0.5:8000"]'`. The command line takes precedence over the
-environment, the environment over the file. A variable that is set and empty counts as not set. A tier of another name,
-such as `[tiers.int8]`, has the same settings ([install.md](install.md#more-tiers-and-fewer)).
+- `<cache>`: `QARR_CACHE_DIR`, by default `~/.cache/qarr`
+- `<config>`: `$XDG_CONFIG_HOME/qarr`, by default `~/.config/qarr`
+- `<state>`: `$XDG_STATE_HOME/qarr`, by default `~/.local/state/qarr`
+- `<runtime>`: `$XDG_RUNTIME_DIR/qarr`, by default `<cache>/run`
+- `<project>`: the checkout
 
-A running router takes over what *reloads* on `qarr reload` or SIGHUP
-([operations.md](operations.md#changing-settings-while-the-router-runs)); the rest needs a restart.
+For a user without a home folder, `<cache>` replaces `~`.
+
+Settings come from a TOML file (`--config` or `QARR_CONFIG`) or from environment variables, such as
+`QARR_SERVER__PORT=8081`. In variables, lists and tables are JSON, as in
+`QARR_TIERS__FAST__URLS='["http://10.0.0.5:8000"]'`. The command line takes precedence over the environment, and the
+environment over the file. A variable that is set and empty counts as not set. A tier of another name, such as
+`[tiers.int8]`, has the same settings ([install.md](install.md#more-tiers-and-fewer)).
+
+On `qarr reload` or SIGHUP, a running router applies changes to the settings that are marked *reloads*
+([operations.md](operations.md#changing-settings-while-the-router-runs)). Changes to other settings need a restart.
 """
 # served by Prometheus, as a template
 RUNBOOKS_PAGE = "../deploy/prometheus/consoles/runbooks.html"
