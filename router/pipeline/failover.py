@@ -26,6 +26,7 @@ from router.upstream.engine_stream import Drain, EngineStream, Feed
 from router.upstream.errors import (
     EngineBrokeError,
     EngineStalledError,
+    NoSlotError,
     UpstreamError,
     without_trace,
 )
@@ -338,7 +339,9 @@ class Continuation:
             try:
                 return await self._open_part(remainder, tier, excluded_ids)
             except UpstreamError as error:
-                cause = without_trace(error)
+                # That nobody has a slot left says less than why an attempt failed before.
+                if cause is None or not isinstance(error, NoSlotError):
+                    cause = without_trace(error)
         raise broken from cause
 
     def _remainder(self, number: int) -> _Remainder:
@@ -386,7 +389,11 @@ class Continuation:
         )
         decision = replace(self.decision, tier=tier, query=query)
         part = await failover.upstream.open(
-            decision, request, exclude=excluded_ids, over_limit=True, elsewhere=False
+            decision,
+            request,
+            exclude=excluded_ids,
+            is_continuation=True,
+            elsewhere=False,
         )
         assert isinstance(part, EngineStream)
         return part
