@@ -253,7 +253,12 @@ class Upstream:
         failure = _failure_in(answer, content)
         if failure is not None:
             log.warning("%s%s: %s", url, path, failure)
-            raise failure
+            try:
+                raise failure
+            finally:
+                del (
+                    failure
+                )  # break the reference cycle between the exception and this frame
         return (
             answer.status,
             answer.header(b"content-type") or "application/json",
