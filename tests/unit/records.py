@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from msgspec.structs import replace
-from tiers.comparison import CorrectedTimes
+from tiers.choice import CorrectedTimes
 
 from classifier import PromptClass, PromptFeatures
 from router.policy.decision import (
