@@ -69,13 +69,25 @@ def learn(
     if len(begun) < ENOUGH or len(decoded) < ENOUGH:
         return None
     if idle is not None:
-        beginnings = [
-            _idle_beginning(idle, prompt_tokens, max_num_seqs)
-            for prompt_tokens in IDLE_PROMPT_TOKENS
-        ]
-        begun += [answer for answer in beginnings if answer.ttft_ms > 0]
+        begun += _idle_beginnings(idle, max_num_seqs)
         if idle.step_ms(1) > 0:
             decoded.append(_idle_decoding(idle))
+    return _best_fit(begun, decoded)
+
+
+def _idle_beginnings(idle: SpeedModel, max_num_seqs: int) -> list[AnswerSample]:
+    """Return the first tokens of some prompts on the idle replica, without those that take no time."""
+    beginnings = [
+        _idle_beginning(idle, prompt_tokens, max_num_seqs)
+        for prompt_tokens in IDLE_PROMPT_TOKENS
+    ]
+    return [answer for answer in beginnings if answer.ttft_ms > 0]
+
+
+def _best_fit(
+    begun: Sequence[AnswerSample], decoded: Sequence[AnswerSample]
+) -> SpeedModel:
+    """Fit a model with each contention of the grid; more contention counts only where it lowers the error well."""
     best, lowest_deviation = _fit(begun, decoded, 0.0)
     for contention in CONTENTIONS:
         model, deviation = _fit(begun, decoded, contention)
@@ -152,7 +164,9 @@ def _alone_ms(seen_ms: float, answer: AnswerSample, contention: float) -> float:
 
 def _ttft_row(answer: AnswerSample, steps: SpeedModel) -> Row:
     """Return what the three parameters of TTFT are multiplied by; ``steps`` has only the time of a decode step."""
-    wait_ms = steps.step_ms(answer.sequences) if answer.sequences else 0.0
+    wait_ms = 0.0
+    if answer.sequences:
+        wait_ms = steps.step_ms(answer.sequences)
     return 1.0, answer.prompt_tokens + answer.waiting_tokens, wait_ms
 
 
