@@ -199,11 +199,9 @@ class Problem:
                 headers=headers,
                 media_type=MEDIA_TYPE,
             )
-        body = (
-            self.anthropic_body(context.ids)
-            if form is ErrorForm.ANTHROPIC
-            else self.openai_body()
-        )
+        body = self.openai_body()
+        if form is ErrorForm.ANTHROPIC:
+            body = self.anthropic_body(context.ids)
         return json_response(body, self._openai_status.status, headers)
 
 
@@ -220,18 +218,16 @@ _CALLERS_MISTAKE = "invalid_request_error"
 
 
 def _openai_type(status: int) -> str:
-    usual_type = (
-        _CALLERS_MISTAKE
-        if status < HTTPStatus.INTERNAL_SERVER_ERROR
-        else "server_error"
-    )
+    usual_type = _CALLERS_MISTAKE
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        usual_type = "server_error"
     return _OPENAI_TYPES.get(status, usual_type)
 
 
 def _anthropic_type(status: int) -> str:
-    usual_type = (
-        _CALLERS_MISTAKE if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
-    )
+    usual_type = _CALLERS_MISTAKE
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        usual_type = "api_error"
     return _ANTHROPIC_TYPES.get(status, usual_type)
 
 
