@@ -231,7 +231,13 @@ def model_of(
 ) -> Model:
     """Return fastText's model with its calibration."""
     unnamed_log_odds = [a * log(LEAST) + b for a, b in zip(slope, shift, strict=True)]
-    return Model(fast, tuple(slope), tuple(shift), tuple(unnamed_log_odds), about)
+    return Model(
+        fast=fast,
+        slope=tuple(slope),
+        shift=tuple(shift),
+        unnamed_log_odds=tuple(unnamed_log_odds),
+        about=about,
+    )
 
 
 def digest(file: Path) -> str:

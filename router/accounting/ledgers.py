@@ -151,20 +151,23 @@ class SqliteLedger:
 
 
 def _used(
-    sql: sqlite3.Connection, accounts: Iterable[str], periods: Periods, now: float
+    connection: sqlite3.Connection,
+    accounts: Iterable[str],
+    periods: Periods,
+    now: float,
 ) -> Used:
-    query = (
+    used_query = (
         "SELECT coalesce(sum(engine_us), 0), coalesce(sum(money_u), 0) FROM ("
         "SELECT engine_us, money_u FROM spent WHERE account = :account AND period = :period UNION ALL "
         "SELECT engine_us, money_u FROM held WHERE account = :account AND ends >= :now AND :period IN (day, month))"
     )
-    used = Used()
+    used_amounts = Used()
     for account_id, period in product(accounts, periods):
-        values = sql.execute(
-            query, {"account": account_id, "period": period, "now": now}
+        values = connection.execute(
+            used_query, {"account": account_id, "period": period, "now": now}
         ).fetchone()
-        used[account_id, period] = Cost(*values)
-    return used
+        used_amounts[account_id, period] = Cost(*values)
+    return used_amounts
 
 
 BudgetLedger = MemoryLedger | SqliteLedger | RedisLedger

@@ -196,7 +196,7 @@ class Pipeline:
             if not self.overflow.takes(refused.decision, call):
                 raise
             active.answer = await self.overflow.open(
-                active, refused.decision, engine_request, sent_at
+                active, refused.decision, engine_request, sent_at=sent_at
             )
             if active.answer is None:
                 raise
@@ -237,7 +237,9 @@ class Pipeline:
         """Close the answer and give back what the request took. Every step is taken, even if an earlier one fails."""
         try:
             if active.answer is not None:
-                await self._close_answer(active, active.answer, engine_request, error)
+                await self._close_answer(
+                    active, active.answer, engine_request, error=error
+                )
             elif isinstance(error, asyncio.CancelledError | EngineTooSlowError):
                 _count_unanswered(active)
         finally:

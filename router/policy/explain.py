@@ -43,8 +43,8 @@ def verdict(comparison: TierComparison, estimate: TierEstimate) -> str:
     if chosen is None:
         return "not asked for"
     if estimate.loss.mean > estimate.allowed_loss and comparison.scarcity < 1:
-        wrong = f"may get up to {of_100(estimate.loss.stated_high)} answers wrong"
-        return f"{wrong}, and engine time is not scarce enough for that"
+        wrong_text = f"may get up to {of_100(estimate.loss.stated_high)} answers wrong"
+        return f"{wrong_text}, and engine time is not scarce enough for that"
     return f"would do, {_comparison(estimate, chosen)}"
 
 
@@ -52,15 +52,15 @@ def _comparison(estimate: TierEstimate, chosen: TierEstimate) -> str:
     """Return why a tier that would do as well was not chosen, to follow "would do"."""
     if estimate.finish_ms is None or chosen.finish_ms is None:
         return f"but {chosen.tier} was taken"
-    finish = f"finished in {_seconds(estimate.finish_ms)} instead of {_seconds(chosen.finish_ms)}"
+    finish_text = f"finished in {_seconds(estimate.finish_ms)} instead of {_seconds(chosen.finish_ms)}"
     if chosen.cost is None or estimate.cost is None or estimate.cost <= chosen.cost:
-        return finish
-    engine_time = (
+        return finish_text
+    engine_time_text = (
         f"with {estimate.cost:.2g} s of engine time instead of {chosen.cost:.2g}"
     )
     if estimate.finish_ms <= chosen.finish_ms:
-        return engine_time
-    return f"{finish}, {engine_time}"
+        return engine_time_text
+    return f"{finish_text}, {engine_time_text}"
 
 
 def reason(comparison: TierComparison, chosen: TierEstimate) -> str:
@@ -71,7 +71,9 @@ def reason(comparison: TierComparison, chosen: TierEstimate) -> str:
         hinted = next(
             estimate for estimate in comparison.estimates if estimate.tier is query.hint
         )
-        against = "not chosen" if hinted.meets_bounds else _against(comparison, hinted)
+        against = "not chosen"
+        if not hinted.meets_bounds:
+            against = _against(comparison, hinted)
         text = f"hint {query.hint} not taken: {against}; {text}"
     if query.precisions is not None:
         text += f"; the request allows {', '.join(sorted(query.precisions))} only"
@@ -93,11 +95,11 @@ def refusal_reason(comparison: TierComparison, longest_context: int | None) -> s
             for estimate in comparison.considered
         ]
     )
-    suitable = [
+    suitable_tiers = [
         estimate.tier for estimate in comparison.estimates if estimate.meets_bounds
     ]
-    if comparison.query.require and suitable:
-        text += f"; {' and '.join(suitable)} can, and tier_policy 'prefer' lets another tier serve"
+    if comparison.query.require and suitable_tiers:
+        text += f"; {' and '.join(suitable_tiers)} can, and tier_policy 'prefer' lets another tier serve"
     if longest_context is None:
         return text
     # Libraries know these words.
@@ -174,15 +176,13 @@ def _budget_text(
     comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
 ) -> str:
     """Return why a tier was chosen that loses more than a negligible share of answers."""
-    highest = comparison.estimates[-1].tier
-    wrong = f"{chosen.tier} gets up to {of_100(chosen.loss.stated_high)} answers wrong that {highest} gets right"
-    when = (
+    highest_tier = comparison.estimates[-1].tier
+    wrong_text = f"{chosen.tier} gets up to {of_100(chosen.loss.stated_high)} answers wrong that {highest_tier} gets right"
+    scarcity_text = (
         " while engine time is scarce" if comparison.table.objective == "best" else ""
     )
-    advantage = _advantage(comparison, chosen, acceptable)
-    return (
-        f"{wrong} ({chosen.loss.basis}), within the loss budget{when}, and {advantage}"
-    )
+    advantage_text = _advantage(comparison, chosen, acceptable)
+    return f"{wrong_text} ({chosen.loss.basis}), within the loss budget{scarcity_text}, and {advantage_text}"
 
 
 def _little_loss_text(
@@ -231,11 +231,13 @@ def _alone_text(
         for estimate in comparison.considered
     ):
         return "no other tier meets the request's bounds"
-    obstructed = [
+    obstructed_tiers = [
         estimate for estimate in comparison.considered if estimate.obstacle is not None
     ]
-    obstacles = [f"{estimate.tier} {estimate.obstacle_text}" for estimate in obstructed]
-    return f"only {chosen.tier} can serve: {'; '.join(obstacles)}"
+    obstacle_texts = [
+        f"{estimate.tier} {estimate.obstacle_text}" for estimate in obstructed_tiers
+    ]
+    return f"only {chosen.tier} can serve: {'; '.join(obstacle_texts)}"
 
 
 def _advantage(
@@ -298,10 +300,10 @@ def _finish_text(chosen: TierEstimate, rivals: Sequence[TierEstimate]) -> str:
         return f"{chosen.tier} finishes sooner"
     later_ms = rival.finishes_in_ms - chosen.finishes_in_ms
     if later_ms > 0 and rival.times.ttft_ms - chosen.times.ttft_ms > later_ms / 2:
-        ttft = _seconds(rival.times.ttft_ms)
-        return f"{rival.tier} would take {ttft} to its first token, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
-    finish = _seconds(rival.finishes_in_ms)
-    return f"{rival.tier} would take {finish} to the end of its answer, {chosen.tier} {_seconds(chosen.finishes_in_ms)}"
+        ttft_text = _seconds(rival.times.ttft_ms)
+        return f"{rival.tier} would take {ttft_text} to its first token, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
+    finish_text = _seconds(rival.finishes_in_ms)
+    return f"{rival.tier} would take {finish_text} to the end of its answer, {chosen.tier} {_seconds(chosen.finishes_in_ms)}"
 
 
 def _seconds(milliseconds: float) -> str:
@@ -318,10 +320,8 @@ def _against(comparison: TierComparison, estimate: TierEstimate) -> str:
     if estimate.obstacle is not None:
         return estimate.obstacle_text
     if estimate.is_lossy:
-        wrong = f"may get up to {of_100(estimate.worst_loss)} answers wrong ({estimate.loss.basis})"
-        return (
-            f"{wrong}, {of_100(comparison.query.sla.max_quality_loss or 0.0)} allowed"
-        )
+        wrong_text = f"may get up to {of_100(estimate.worst_loss)} answers wrong ({estimate.loss.basis})"
+        return f"{wrong_text}, {of_100(comparison.query.sla.max_quality_loss or 0.0)} allowed"
     if estimate.is_slow:
         return _slow_text(estimate, comparison.query, comparison.confidence_z)
     return _unfit(comparison, estimate)
@@ -334,10 +334,11 @@ def _unfit(comparison: TierComparison, estimate: TierEstimate) -> str:
     if estimate.unfitness is Unfitness.BELOW_HINT:
         return f"hint {hint} wants {hint} or higher"
     if estimate.unfitness is Unfitness.OVER_BOUND:
-        wrong = of_100(estimate.worst_loss)
-        return f"{_kind(comparison)}: {tier} may get up to {wrong} answers wrong, {of_100(comparison.bound or 0.0)} allowed"
-    wrong = of_100(estimate.loss.mean)
-    return f"{_kind(comparison)}: {tier} is expected to get {wrong} answers wrong, more than policy.loss_budget allows"
+        wrong_share = of_100(estimate.worst_loss)
+        allowed_share = of_100(comparison.bound or 0.0)
+        return f"{_kind(comparison)}: {tier} may get up to {wrong_share} answers wrong, {allowed_share} allowed"
+    wrong_share = of_100(estimate.loss.mean)
+    return f"{_kind(comparison)}: {tier} is expected to get {wrong_share} answers wrong, more than policy.loss_budget allows"
 
 
 def _slow_text(estimate: TierEstimate, query: RoutingQuery, confidence_z: float) -> str:
@@ -361,16 +362,18 @@ def _slow_text(estimate: TierEstimate, query: RoutingQuery, confidence_z: float)
 
 
 def _late_text(
-    name: str, expected_ms: float, *, safe_ms: float, bound_ms: float | None
+    bound_name: str, expected_ms: float, *, safe_ms: float, bound_ms: float | None
 ) -> str | None:
     """Return how an expected time breaks its bound; None: it does not, or there is no bound."""
     if bound_ms is None:
         return None
     if expected_ms > bound_ms:
-        return f"cannot meet {name} {bound_ms:g} ms ({expected_ms:.0f} ms expected)"
+        return (
+            f"cannot meet {bound_name} {bound_ms:g} ms ({expected_ms:.0f} ms expected)"
+        )
     if safe_ms > bound_ms:
-        safe = f"up to {safe_ms:.0f} ms at the requested confidence"
-        return f"may not meet {name} {bound_ms:g} ms ({expected_ms:.0f} ms expected, {safe})"
+        safe_text = f"up to {safe_ms:.0f} ms at the requested confidence"
+        return f"may not meet {bound_name} {bound_ms:g} ms ({expected_ms:.0f} ms expected, {safe_text})"
     return None
 
 
@@ -424,11 +427,9 @@ def _not_ready(tier: TierSnapshot) -> str:
         return f"is {tier.status.value}"
     if preparing.failed is not None:
         return "has no checkpoint: it could not be made"
-    state = (
-        "being prepared"
-        if tier.status is ReplicaStatus.PREPARING
-        else tier.status.value
-    )
+    state = tier.status.value
+    if tier.status is ReplicaStatus.PREPARING:
+        state = "being prepared"
     if preparing.remaining_s is None:
         return f"is {state}"
     return f"is {state}, ready in {about(preparing.remaining_s)}"
@@ -437,24 +438,24 @@ def _not_ready(tier: TierSnapshot) -> str:
 def _full(tier: TierSnapshot, sequences: int) -> str:
     """Return what a ready tier has too little of."""
     ready = tier.ready
-    admitting = [replica for replica in ready if replica.breaker.admits]
-    if not admitting:
+    admitting_replicas = [replica for replica in ready if replica.breaker.admits]
+    if not admitting_replicas:
         wait_s = min(replica.breaker.admits_in_s for replica in ready)
         return f"failed too often lately and gets requests again in {wait_s:.1f} s"
     with_free_slots: list[ReplicaState] = []
     has_room_for_all = False
-    slots = 0
-    for replica in admitting:
+    slot_count = 0
+    for replica in admitting_replicas:
         limit = min(replica.limit, tier.spec.max_in_flight)
-        slots += limit
+        slot_count += limit
         if replica.slots < limit:
             with_free_slots.append(replica)
         if replica.slots + min(sequences, limit) <= limit:
             has_room_for_all = True
     if not with_free_slots:
-        return f"has all of its {slots} slots taken"
+        return f"has all of its {slot_count} slots taken"
     if not has_room_for_all:
-        return f"has too few of its {slots} slots free for {sequences} answers at the same time"
+        return f"has too few of its {slot_count} slots free for {sequences} answers at the same time"
     return _kv_cache_full(with_free_slots)
 
 

@@ -363,9 +363,14 @@ class Upstream:
 
 
 def lease_for(
-    fleet: Fleet, tier: TierName, query: RoutingQuery, exclude: Collection[str], *, over_limit: bool = False,
+    fleet: Fleet,
+    tier: TierName,
+    query: RoutingQuery,
+    exclude: Collection[str],
+    *,
+    over_limit: bool = False,
     candidate: Candidate | None = None,
-) -> Lease | None:  # fmt: skip
+) -> Lease | None:
     """Return a slot for a request on a tier, apart from replicas to exclude; None: there is none."""
     if query.precisions is not None:
         unfit_replicas = [
@@ -420,9 +425,14 @@ def _holds_object(content: bytes) -> bool:
 
 
 async def give_up(
-    error: BaseException, lease: Lease | OverflowHold, hop: Hop, body: Body | None, limit_s: float, *,
+    error: BaseException,
+    lease: Lease | OverflowHold,
+    hop: Hop,
+    *,
+    body: Body | None,
+    limit_s: float,
     streamed: bool,
-) -> None:  # fmt: skip
+) -> None:
     """End an attempt that failed before its answer began. Raise the failure where ``error`` is only how it showed."""
     failure = _translate(error, limit_s, streamed=streamed)
     try:
