@@ -1,4 +1,4 @@
-"""MemoryPlan how the engines share one machine, before anything starts. Pure, apart from ``read_machine``."""
+"""Plan how the engines share one machine, before anything starts. Pure, apart from ``read_machine``."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def make_plan(
     base: Path | None = None,
     optional: Collection[TierName] = (),
 ) -> MemoryPlan:
-    """EngineShare the machine between engines started here: GPUs if there are any, else the CPU.
+    """Share the machine between engines started here: GPUs if there are any, else the CPU.
 
     Args:
         machine: The resources.
@@ -357,7 +357,7 @@ def make_plan(
 def _share_machine(
     machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None
 ) -> MemoryPlan:
-    """EngineShare the machine between all engines of some tiers."""
+    """Share the machine between all engines of some tiers."""
     engine_needs = []
     for need in needs:
         engine_needs += [

@@ -144,7 +144,7 @@ class _Market(Struct, frozen=True):
 def _compare_tiers(
     query: RoutingQuery, fleet: FleetSnapshot, table: PolicyParameters, demand: Demand
 ) -> TierComparison:
-    """TierEstimate what each tier would do with the request; nothing is chosen yet."""
+    """Estimate what each tier would do with the request; nothing is chosen yet."""
     checks = _obstacle_checks(query)
     offers = []
     for tier in fleet.tiers:
