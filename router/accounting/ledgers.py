@@ -120,7 +120,9 @@ class SqliteLedger:
         self._marks.add(hold.id)
 
     async def renew(self, holds: Iterable[Hold], *, restore: bool = False) -> None:  # noqa: ARG002  nothing is lost
-        rows = [(account.id, hold.id) for hold in holds for account in hold.accounts]
+        rows: list[tuple[str, str]] = []
+        for hold in holds:
+            rows += [(account.id, hold.id) for account in hold.accounts]
 
         def renew_in(sql: sqlite3.Connection) -> None:
             now = self._now()
@@ -176,4 +178,6 @@ BudgetLedger = MemoryLedger | SqliteLedger | RedisLedger
 def ledger_of(settings: Settings, database: Database) -> BudgetLedger:
     """Return where budgets are counted: in Redis if routers share one, else in the file."""
     redis_url = settings.state.redis_url.get_secret_value()
-    return RedisLedger(redis_url, database) if redis_url else SqliteLedger(database)
+    if redis_url:
+        return RedisLedger(redis_url, database)
+    return SqliteLedger(database)
