@@ -27,7 +27,7 @@ from router.policy.decide import longest_context
 from tiers.spec import TemplateTokens
 
 # tokens that a cut text may be shorter than it could be: to come nearer takes many more counts
-CLOSE = 4
+CLOSE_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ def cut_prompts(prompt: Any, cutter: Cutter) -> Any:
 def _most_chars(
     count_tokens: Callable[[int], int], chars: int, max_tokens: int, *, all_tokens: int
 ) -> int:
-    """Return how many of a text's characters have at most ``max_tokens``, and at most ``CLOSE`` fewer if possible.
+    """Return how many of a text's characters have at most ``max_tokens``, and at most ``CLOSE_TOKENS`` fewer if possible.
 
     ``count_tokens`` returns the tokens of so many characters. The search halves what is left, and begins where the tokens
     would end if they were all as long as the text's on average.
@@ -221,7 +221,7 @@ def _most_chars(
         tokens = count_tokens(probed_chars)
         if tokens <= max_tokens:
             fitting_chars = probed_chars
-            if max_tokens - tokens <= CLOSE:
+            if max_tokens - tokens <= CLOSE_TOKENS:
                 break
         else:
             most_chars = probed_chars - 1

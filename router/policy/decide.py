@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
 # share of the highest precision's slots up to which engine time is worth nothing
-PLENTY = 0.5
+PLENTIFUL_SHARE = 0.5
 # Later first token that small talk may have to keep higher precisions free: up to a second nobody's thought is interrupted
 # (Nielsen 1993).
 SMALL_TALK_WAIT_MS = 1000.0
@@ -223,7 +223,7 @@ def scarcity_at(objective: Objective, taken_share: float) -> float:
     """Return how scarce engine time is, 0..1: the share of the loss budget that is allowed."""
     if objective == "cheapest":
         return 1.0
-    return min(max((taken_share - PLENTY) / (1 - PLENTY), 0.0), 1.0)
+    return min(max((taken_share - PLENTIFUL_SHARE) / (1 - PLENTIFUL_SHARE), 0.0), 1.0)
 
 
 def _estimate(

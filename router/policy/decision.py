@@ -34,7 +34,9 @@ ALL_LOST = ExpectedLoss(1.0, 1.0, 1.0)  # nothing is known of the tier
 # law), and 50 ms, half of what is felt to be at once (Nielsen 1993, "Usability Engineering", chapter 5).
 NOTICEABLE_SHARE = 0.1
 NOTICEABLE_MS = 50.0
-SURE = 0.6  # confidence in a class from which a prompt counts as of that class alone
+SURE_CONFIDENCE = (
+    0.6  # confidence in a class from which a prompt counts as of that class alone
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,10 @@ class PolicyParameters:
             return NO_LOSS if tier is TierName.PRECISE else ALL_LOST
         complexity = features.complexity or Complexity.MODERATE
         loss = losses_by_class[features.prompt_class][complexity]
-        if features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN:
+        if (
+            features.confidence >= SURE_CONFIDENCE
+            or features.prompt_class is PromptClass.UNKNOWN
+        ):
             return loss
         return mixed(
             loss,

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, assert_never
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from router.policy.decision import SURE, Basis, Refusal, Unfitness, is_noticeably_later
+from router.policy.decision import (
+    SURE_CONFIDENCE,
+    Basis,
+    Refusal,
+    Unfitness,
+    is_noticeably_later,
+)
 from router.policy.losses import of_100
 from tiers.preparing import about
 from tiers.spec import ReplicaStatus
@@ -133,7 +139,7 @@ def _kind(comparison: TierComparison) -> str:
     features = comparison.query.features
     prompt_class = features.prompt_class
     complexity = features.complexity or Complexity.MODERATE
-    if features.confidence >= SURE or prompt_class is PromptClass.UNKNOWN:
+    if features.confidence >= SURE_CONFIDENCE or prompt_class is PromptClass.UNKNOWN:
         return f"{prompt_class.value.replace('_', ' ')}, {complexity.value}"
     return f"probably {prompt_class.value}, {complexity.value}"
 
