@@ -41,7 +41,7 @@ LABELS = {
     f"{LABEL}{output.replace(' ', '-')}": number
     for number, output in enumerate(OUTPUTS)
 }
-# Of a longer text only the beginning and the end are read.
+# The beginning and the end of a longer text are read, and nothing between them.
 HEAD_CHARS = 950
 TAIL_CHARS = 350
 LEAST = 1e-3  # fastText does not name outputs that are less probable, which saves time.

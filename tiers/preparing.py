@@ -108,7 +108,7 @@ class Preparations:
     _began: float = 0.0
     _message: str = ""
     _step: _PreparationStep | None = None
-    # whose engines are not started yet
+    # their engines are not started yet
     _made: list[TierName] = field(default_factory=list)
     # when the tier's engine is ready, if known
     _starting: dict[TierName, float | None] = field(default_factory=dict)

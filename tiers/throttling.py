@@ -19,7 +19,7 @@ GPU_REASONS = {
     "clocks_event_reasons.hw_power_brake_slowdown": "its power supply asks it to slow down",
 }
 GPU_TIMEOUT_S = 10.0
-QUOTA_SHARE = 0.25  # of the time, from which a quota of CPU time counts
+QUOTA_SHARE = 0.25  # a quota of CPU time counts once it takes this share of the time
 CPUS = Path("/sys/devices/system/cpu")
 CGROUP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")

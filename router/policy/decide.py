@@ -656,15 +656,15 @@ def _nearest(
     loses least.
     """
     lossless = [estimate for estimate in possible if not estimate.is_lossy]
-    prompt = [estimate for estimate in possible if not estimate.is_slow]
+    timely = [estimate for estimate in possible if not estimate.is_slow]
     gives_up_latency = table.give_up == "latency"
-    keeping = lossless if gives_up_latency else prompt
+    keeping = lossless if gives_up_latency else timely
     for estimate in keeping:
         if estimate.tier is query.hint:
             return estimate
-    if lossless and (gives_up_latency or not prompt):
+    if lossless and (gives_up_latency or not timely):
         return _least_late(lossless)
-    return _least_lossy(prompt or possible)
+    return _least_lossy(timely or possible)
 
 
 def _least_late(lossless: Sequence[TierEstimate]) -> TierEstimate:
