@@ -49,8 +49,8 @@ def verdict(comparison: TierComparison, estimate: TierEstimate) -> str:
     if chosen is None:
         return "not asked for"
     if estimate.loss.mean > estimate.allowed_loss and comparison.scarcity < 1:
-        wrong_text = f"may get up to {of_100(estimate.loss.stated_high)} answers wrong"
-        return f"{wrong_text}, and engine time is not scarce enough for that"
+        wrong_share = of_100(estimate.loss.stated_high)
+        return f"may get up to {wrong_share} answers wrong, and engine time is not scarce enough for that"
     return f"would do, {_comparison(estimate, chosen)}"
 
 
@@ -58,7 +58,9 @@ def _comparison(estimate: TierEstimate, chosen: TierEstimate) -> str:
     """Return why a tier that would do as well was not chosen, to follow "would do"."""
     if estimate.finish_ms is None or chosen.finish_ms is None:
         return f"but {chosen.tier} was taken"
-    finish_text = f"finished in {_seconds(estimate.finish_ms)} instead of {_seconds(chosen.finish_ms)}"
+    own_finish = _seconds(estimate.finish_ms)
+    chosen_finish = _seconds(chosen.finish_ms)
+    finish_text = f"finished in {own_finish} instead of {chosen_finish}"
     if chosen.cost is None or estimate.cost is None or estimate.cost <= chosen.cost:
         return finish_text
     engine_time_text = (
@@ -82,7 +84,8 @@ def reason(comparison: TierComparison, chosen: TierEstimate) -> str:
             against = _against(comparison, hinted)
         text = f"hint {query.hint} not taken: {against}; {text}"
     if query.precisions is not None:
-        text += f"; the request allows {', '.join(sorted(query.precisions))} only"
+        precisions = ", ".join(sorted(query.precisions))
+        text += f"; the request allows {precisions} only"
     if query.over_budget:
         return f"over budget, so only {chosen.tier} may serve; {text}"
     return text
@@ -95,17 +98,17 @@ def refusal_reason(comparison: TierComparison, longest_context: int | None) -> s
         comparison: The tiers as they were compared.
         longest_context: Of the tiers for which the request alone is too long, in tokens; None: there are others, or none.
     """
-    text = "; ".join(
-        [
-            f"{estimate.tier} {verdict(comparison, estimate)}"
-            for estimate in comparison.considered
-        ]
-    )
+    verdicts = [
+        f"{estimate.tier} {verdict(comparison, estimate)}"
+        for estimate in comparison.considered
+    ]
+    text = "; ".join(verdicts)
     suitable_tiers = [
         estimate.tier for estimate in comparison.estimates if estimate.meets_bounds
     ]
     if comparison.query.require and suitable_tiers:
-        text += f"; {' and '.join(suitable_tiers)} can, and tier_policy 'prefer' lets another tier serve"
+        suitable = " and ".join(suitable_tiers)
+        text += f"; {suitable} can, and tier_policy 'prefer' lets another tier serve"
     if longest_context is None:
         return text
     # Libraries know these words.
@@ -121,15 +124,17 @@ def _why(comparison: TierComparison, chosen: TierEstimate) -> str:
     if comparison.basis is Basis.HINT:
         return f"hint {chosen.tier}"
     if comparison.basis is Basis.DEGRADED_QUALITY:
-        return f"degraded to {chosen.tier}: {_unfit(comparison, chosen)}, {_no_better(comparison.considered)}"
-    return f"{_kind(comparison)}: {_chosen_text(comparison, chosen)}"
+        unfit_text = _unfit(comparison, chosen)
+        no_better_text = _no_better(comparison.considered)
+        return f"degraded to {chosen.tier}: {unfit_text}, {no_better_text}"
+    chosen_text = _chosen_text(comparison, chosen)
+    return f"{_kind(comparison)}: {chosen_text}"
 
 
 def _given_up_text(comparison: TierComparison, chosen: TierEstimate) -> str:
-    given_up = " and ".join(
-        [bound for bound in comparison.given_up if bound != "unmeasured"]
-    )
-    if given_up:
+    known_bounds = [bound for bound in comparison.given_up if bound != "unmeasured"]
+    if known_bounds:
+        given_up = " and ".join(known_bounds)
         return f"no tier is expected to meet the SLA: {given_up} given up, {chosen.tier} taken"
     return f"no tier is known to meet the SLA, {chosen.tier} taken"
 
@@ -140,7 +145,8 @@ def _kind(comparison: TierComparison) -> str:
     prompt_class = features.prompt_class
     complexity = features.complexity or Complexity.MODERATE
     if features.confidence >= SURE_CONFIDENCE or prompt_class is PromptClass.UNKNOWN:
-        return f"{prompt_class.value.replace('_', ' ')}, {complexity.value}"
+        class_name = prompt_class.value.replace("_", " ")
+        return f"{class_name}, {complexity.value}"
     return f"probably {prompt_class.value}, {complexity.value}"
 
 
@@ -169,13 +175,14 @@ def _small_talk_text(
     comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
 ) -> str:
     """Return why a tier answers what cannot be right or wrong."""
-    lower = _fit_below(comparison, chosen, acceptable)
-    if lower and lower[-1].times is not None and chosen.times is not None:
-        passed_over = f"{lower[-1].tier} would take {_seconds(lower[-1].times.ttft_ms)} to its first token"
-        return f"no precision loses anything, and {passed_over}, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
-    return (
-        f"no precision loses anything, and {chosen.tier} is the lowest that can serve"
-    )
+    no_loss_text = "no precision loses anything"
+    lower_tiers = _fit_below(comparison, chosen, acceptable)
+    if not lower_tiers or lower_tiers[-1].times is None or chosen.times is None:
+        return f"{no_loss_text}, and {chosen.tier} is the lowest that can serve"
+    passed_over = lower_tiers[-1].tier
+    ttft_there = _seconds(lower_tiers[-1].times.ttft_ms)
+    ttft_here = _seconds(chosen.times.ttft_ms)
+    return f"{no_loss_text}, and {passed_over} would take {ttft_there} to its first token, {chosen.tier} {ttft_here}"
 
 
 def _budget_text(
@@ -183,10 +190,11 @@ def _budget_text(
 ) -> str:
     """Return why a tier was chosen that loses more than a negligible share of answers."""
     highest_tier = comparison.estimates[-1].tier
-    wrong_text = f"{chosen.tier} gets up to {of_100(chosen.loss.stated_high)} answers wrong that {highest_tier} gets right"
-    scarcity_text = (
-        " while engine time is scarce" if comparison.table.objective == "best" else ""
-    )
+    wrong_share = of_100(chosen.loss.stated_high)
+    wrong_text = f"{chosen.tier} gets up to {wrong_share} answers wrong that {highest_tier} gets right"
+    scarcity_text = ""
+    if comparison.table.objective == "best":
+        scarcity_text = " while engine time is scarce"
     advantage_text = _advantage(comparison, chosen, acceptable)
     return f"{wrong_text} ({chosen.loss.basis}), within the loss budget{scarcity_text}, and {advantage_text}"
 
@@ -202,8 +210,9 @@ def _little_loss_text(
     if worse:
         parts.append(_wrong_text(worse, highest))
     if comparison.basis is Basis.NEGLIGIBLE:
-        advantage = _advantage(comparison, chosen, acceptable)
-        parts.append(f"{chosen.tier} {_good_text(chosen, highest)}, and {advantage}")
+        good_text = _good_text(chosen, highest)
+        advantage_text = _advantage(comparison, chosen, acceptable)
+        parts.append(f"{chosen.tier} {good_text}, and {advantage_text}")
     if parts:
         return "; ".join(parts)
     return _alone_text(comparison, chosen, acceptable)
@@ -212,18 +221,21 @@ def _little_loss_text(
 def _wrong_text(worse: Sequence[TierEstimate], highest: TierName) -> str:
     """Return how many answers the tiers get wrong that were not chosen for it."""
     lowest, *higher = worse
-    wrong = f"up to {of_100(lowest.loss.stated_high)} answers wrong that {highest} gets right ({lowest.loss.basis})"
-    higher_texts = [
-        f"{estimate.tier} up to {of_100(estimate.loss.stated_high)}"
-        for estimate in higher
+    wrong_share = of_100(lowest.loss.stated_high)
+    texts = [
+        f"{lowest.tier} may get up to {wrong_share} answers wrong that {highest} gets right ({lowest.loss.basis})"
     ]
-    return "; ".join([f"{lowest.tier} may get {wrong}", *higher_texts])
+    for estimate in higher:
+        wrong_share = of_100(estimate.loss.stated_high)
+        texts.append(f"{estimate.tier} up to {wrong_share}")
+    return "; ".join(texts)
 
 
 def _good_text(chosen: TierEstimate, highest: TierName) -> str:
     if chosen.loss.mean == 0:
         return "loses nothing"
-    return f"is as good as {highest} (up to {of_100(chosen.loss.stated_high)} answers get worse, {chosen.loss.basis})"
+    worse_share = of_100(chosen.loss.stated_high)
+    return f"is as good as {highest} (up to {worse_share} answers get worse, {chosen.loss.basis})"
 
 
 def _alone_text(
@@ -232,18 +244,14 @@ def _alone_text(
     """Return why a tier was chosen where nothing is known that another tier does worse."""
     if len(acceptable) > 1:
         return f"no tier loses less than {chosen.tier}"
-    if any(
-        estimate.obstacle is None and not estimate.meets_bounds
-        for estimate in comparison.considered
-    ):
-        return "no other tier meets the request's bounds"
-    obstructed_tiers = [
-        estimate for estimate in comparison.considered if estimate.obstacle is not None
-    ]
-    obstacle_texts = [
-        f"{estimate.tier} {estimate.obstacle_text}" for estimate in obstructed_tiers
-    ]
-    return f"only {chosen.tier} can serve: {'; '.join(obstacle_texts)}"
+    obstacle_texts = []
+    for estimate in comparison.considered:
+        if estimate.obstacle is not None:
+            obstacle_texts.append(f"{estimate.tier} {estimate.obstacle_text}")
+        elif not estimate.meets_bounds:
+            return "no other tier meets the request's bounds"
+    obstacles = "; ".join(obstacle_texts)
+    return f"only {chosen.tier} can serve: {obstacles}"
 
 
 def _advantage(
@@ -294,7 +302,8 @@ def _faster_text(
         for rival in rivals
     )
     if comparison.table.objective == "best" and finishes_later:
-        return f"should finish soonest: {_finish_text(chosen, rivals)}"
+        finish_text = _finish_text(chosen, rivals)
+        return f"should finish soonest: {finish_text}"
     costs = ", ".join([f"{rival.tier} {rival.order():.2g}" for rival in rivals])
     return f"should take {chosen.order():.2g} s of engine time ({costs})"
 
@@ -305,11 +314,14 @@ def _finish_text(chosen: TierEstimate, rivals: Sequence[TierEstimate]) -> str:
     if rival.times is None or chosen.times is None:
         return f"{chosen.tier} finishes sooner"
     later_ms = rival.finishes_in_ms - chosen.finishes_in_ms
-    if later_ms > 0 and rival.times.ttft_ms - chosen.times.ttft_ms > later_ms / 2:
-        ttft_text = _seconds(rival.times.ttft_ms)
-        return f"{rival.tier} would take {ttft_text} to its first token, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
-    finish_text = _seconds(rival.finishes_in_ms)
-    return f"{rival.tier} would take {finish_text} to the end of its answer, {chosen.tier} {_seconds(chosen.finishes_in_ms)}"
+    later_ttft_ms = rival.times.ttft_ms - chosen.times.ttft_ms
+    if later_ms > 0 and later_ttft_ms > later_ms / 2:
+        rival_ttft = _seconds(rival.times.ttft_ms)
+        chosen_ttft = _seconds(chosen.times.ttft_ms)
+        return f"{rival.tier} would take {rival_ttft} to its first token, {chosen.tier} {chosen_ttft}"
+    rival_finish = _seconds(rival.finishes_in_ms)
+    chosen_finish = _seconds(chosen.finishes_in_ms)
+    return f"{rival.tier} would take {rival_finish} to the end of its answer, {chosen.tier} {chosen_finish}"
 
 
 def _seconds(milliseconds: float) -> str:
@@ -326,8 +338,9 @@ def _against(comparison: TierComparison, estimate: TierEstimate) -> str:
     if estimate.obstacle is not None:
         return estimate.obstacle_text
     if estimate.is_lossy:
-        wrong_text = f"may get up to {of_100(estimate.worst_loss)} answers wrong ({estimate.loss.basis})"
-        return f"{wrong_text}, {of_100(comparison.query.sla.max_quality_loss or 0.0)} allowed"
+        wrong_share = of_100(estimate.worst_loss)
+        allowed_share = of_100(comparison.query.sla.max_quality_loss or 0.0)
+        return f"may get up to {wrong_share} answers wrong ({estimate.loss.basis}), {allowed_share} allowed"
     if estimate.is_slow:
         return _slow_text(estimate, comparison.query, comparison.confidence_z)
     return _unfit(comparison, estimate)
