@@ -91,10 +91,8 @@ class RedisLedger:
             redis_time, denied, *values = answer
             self.link.learn_time(float(redis_time), names[0])
             if denied != _TOO_LATE:
-                return Reserved(
-                    self._read_used(hold, values),
-                    _broken_limit(hold, denied) if denied else None,
-                )
+                used = self._read_used(hold, values)
+                return Reserved(used, _broken_limit(hold, denied))
         raise TimeoutError
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
@@ -300,8 +298,10 @@ def _write_copy(connection: sqlite3.Connection, rows: list[CopyRow]) -> None:
     )
 
 
-def _broken_limit(hold: Hold, number: int) -> tuple[Account, Limit]:
-    """Return the limit that ``budget_reserve.lua`` names by its number, counted from 1 over all accounts."""
+def _broken_limit(hold: Hold, number: int) -> tuple[Account, Limit] | None:
+    """Return the limit that ``budget_reserve.lua`` names by its number, counted from 1 over all accounts; None for 0."""
+    if not number:
+        return None
     account_position, limit_position = divmod(number - 1, len(_LIMITS))
     account = hold.accounts[account_position]
     span_and_unit = _LIMITS[limit_position]
