@@ -502,13 +502,14 @@ def _lasting(
 
 def _too_long(decision: Decision) -> FieldProblem:
     query = decision.query
-    room = decision.longest - query.prompt_tokens
+    longest_context = decision.longest_context or 0
+    room = longest_context - query.prompt_tokens
     if room > 0:
         problem = f"{query.max_tokens} tokens after a prompt of {query.prompt_tokens}: {decision.reason}"
         return FieldProblem(
             "max_tokens", problem, f"at most {room}, or a shorter prompt"
         )
-    allowed = f"less than {decision.longest} tokens; 'truncate' removes the oldest or the middle"
+    allowed = f"less than {longest_context} tokens; 'truncate' removes the oldest or the middle"
     return FieldProblem(
         "prompt", f"{query.prompt_tokens} tokens: {decision.reason}", allowed
     )

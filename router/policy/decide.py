@@ -780,19 +780,19 @@ def _refuse(
     refusal = Refusal.SLA_UNMET
     if not is_possible:
         refusal = _likeliest_to_pass(configured)
-    longest = 0
+    longest_context = None
     # Contexts are worth naming if no tier could serve the request as it is, whatever the load.
     if all(estimate.obstacle in CALLERS_OWN for estimate in configured):
-        longest = _longest_exceeded(comparison.considered, tiers)
+        longest_context = _longest_exceeded(comparison.considered, tiers)
     return Decision(
         tier=None,
-        reason=refusal_reason(comparison, longest or None),
+        reason=refusal_reason(comparison, longest_context),
         query=comparison.query,
         comparison=comparison,
         basis=Basis.REFUSED,
         refusal=refusal,
         retry_after_s=min(waits_s, default=None),
-        longest=longest,
+        longest_context=longest_context,
     )
 
 
@@ -804,14 +804,14 @@ def _likeliest_to_pass(configured: Sequence[TierEstimate]) -> Refusal:
 
 def _longest_exceeded(
     considered: Sequence[TierEstimate], tiers: Mapping[TierName, TierSnapshot]
-) -> int:
-    """Return the longest context, in tokens, of the tiers that the request is too long for; 0: there are none."""
+) -> int | None:
+    """Return the longest context, in tokens, of the tiers that the request is too long for; None: there are none."""
     too_short = [
         estimate.tier
         for estimate in considered
         if estimate.obstacle is Refusal.TOO_LONG
     ]
-    return max((tiers[tier].spec.max_model_len for tier in too_short), default=0)
+    return max((tiers[tier].spec.max_model_len for tier in too_short), default=None)
 
 
 def _possible_in_s(

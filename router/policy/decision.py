@@ -420,8 +420,8 @@ class Decision(Struct, frozen=True):
         degraded: What the request asks for or its class needs, and is not expected, or not known, to get.
         refusal: Why there is no tier; None where there is one.
         retry_after_s: Of a refusal: predicted seconds until it could be served; None: never, as far as is known.
-        longest: Tokens that the longest of the tiers takes, if the request is too long for all that it asks for; 0: it is
-            not refused for that.
+        longest_context: The tokens that the longest context takes of the tiers that the request is too long for; None: it is
+            not refused for that alone.
         are_times_impossible: It is served though no tier meets its bounds on times at any load.
     """
 
@@ -433,7 +433,7 @@ class Decision(Struct, frozen=True):
     degraded: tuple[Degraded, ...] = ()
     refusal: Refusal | None = None
     retry_after_s: float | None = None
-    longest: int = 0
+    longest_context: int | None = None
     are_times_impossible: bool = False
 
     def estimate(self, tier: TierName) -> TierEstimate:
