@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from msgspec.structs import replace
-from tiers.choice import CorrectedTimes
 
 from classifier import PromptClass, PromptFeatures
 from router.policy.decision import (
@@ -18,6 +17,7 @@ from router.policy.decision import (
 )
 from router.policy.losses import NO_LOSS
 from router.telemetry.record import Outcome, RequestRecord, Served, Times, Tokens
+from tiers.choice import CorrectedTimes
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 
