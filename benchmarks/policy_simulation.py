@@ -554,4 +554,4 @@ def _order(request: _Request) -> tuple[int, float]:
 
 
 def _is_free(tier: TierSnapshot) -> bool:
-    return choose_replica(tier, Demand(1, 1), None) >= 0
+    return choose_replica(tier, Demand(1, 1), None) is not None

@@ -37,9 +37,7 @@ def explain(text: str, max_pairs: int = 5) -> dict[str, list[tuple[str, float]]]
     line = line_of(text)
     log_odds_of_text, _ = model.read(line, 0)
     log_odds_of_nothing, _ = model.read("", 0)
-    words = line.split(" ")[:MAX_WORDS]
-    pairs = [" ".join(pair) for pair in pairwise(words)] or words
-    log_odds_of_pairs = {pair: model.read(pair, 0)[0] for pair in dict.fromkeys(pairs)}
+    log_odds_of_pairs = {pair: model.read(pair, 0)[0] for pair in _word_pairs(line)}
     explanation = {}
     for output in (ASKS, CONTAINS, _likeliest_kind(log_odds_of_text), COMPLEX):
         baseline = log_odds_of_nothing[output]
@@ -47,11 +45,23 @@ def explain(text: str, max_pairs: int = 5) -> dict[str, list[tuple[str, float]]]
             (pair, round(log_odds[output] - baseline, 2))
             for pair, log_odds in log_odds_of_pairs.items()
         ]
-        heaviest = sorted(weights, key=lambda weight: -abs(weight[1]))[:max_pairs]
-        explanation[_name_of(output)] = [
-            weight for weight in heaviest if abs(weight[1]) >= MIN_LOG_ODDS
-        ]
+        explanation[_name_of(output)] = _heaviest(weights, max_pairs)
     return explanation
+
+
+def _word_pairs(line: str) -> list[str]:
+    """Return each two neighbouring words once; a lone word stands for itself."""
+    words = line.split(" ")[:MAX_WORDS]
+    pairs = [" ".join(pair) for pair in pairwise(words)]
+    return list(dict.fromkeys(pairs or words))
+
+
+def _heaviest(
+    weights: list[tuple[str, float]], max_pairs: int
+) -> list[tuple[str, float]]:
+    """Return the pairs that weigh most, the weightiest first, without those that hardly count."""
+    heaviest = sorted(weights, key=lambda weight: -abs(weight[1]))[:max_pairs]
+    return [weight for weight in heaviest if abs(weight[1]) >= MIN_LOG_ODDS]
 
 
 def _likeliest_kind(log_odds: list[float]) -> int:

@@ -41,7 +41,7 @@ LABELS = {
     f"{LABEL}{output.replace(' ', '-')}": number
     for number, output in enumerate(OUTPUTS)
 }
-# Of a longer text only the beginning and the end are read.
+# The beginning and the end of a longer text are read, and nothing between them.
 HEAD_CHARS = 950
 TAIL_CHARS = 350
 LEAST = 1e-3  # fastText does not name outputs that are less probable, which saves time.
@@ -231,7 +231,13 @@ def model_of(
 ) -> Model:
     """Return fastText's model with its calibration."""
     unnamed_log_odds = [a * log(LEAST) + b for a, b in zip(slope, shift, strict=True)]
-    return Model(fast, tuple(slope), tuple(shift), tuple(unnamed_log_odds), about)
+    return Model(
+        fast=fast,
+        slope=tuple(slope),
+        shift=tuple(shift),
+        unnamed_log_odds=tuple(unnamed_log_odds),
+        about=about,
+    )
 
 
 def digest(file: Path) -> str:

@@ -27,7 +27,7 @@ MAX_TOKENS = 128
 KNOWN_OUTPUTS = tuple(output for output in OUTPUTS if output != OUTPUTS[SMALL_TALK])
 # Its log-odds are added with this weight to those of the first look: the best on prompts left out of both trainings.
 WEIGHT = 0.5
-# Of a longer text only the beginning and the end are read.
+# The beginning and the end of a longer text are read, and nothing between them.
 HEAD_CHARS = 330
 TAIL_CHARS = 170
 
@@ -38,7 +38,8 @@ class SecondLook:
     __slots__ = ("_session", "_tokenizer")
 
     def __init__(self, session: Any, tokenizer: Tokenizer) -> None:
-        self._session, self._tokenizer = session, tokenizer
+        self._session = session
+        self._tokenizer = tokenizer
 
     def read(self, text: str) -> Sequence[float]:
         """Return what a second look at any string adds to the log-odds of each of ``OUTPUTS``, 0 where it knows nothing."""

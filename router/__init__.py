@@ -10,25 +10,30 @@ def drop_empty() -> None:
 
     Its libraries do not do so for all of them: with an empty ``OTEL_PROPAGATORS`` they cannot be imported.
     """
-    for name in [
-        name
-        for name, value in os.environ.items()
-        if name.startswith("OTEL_") and not value
-    ]:
-        del os.environ[name]
+    for name, value in list(os.environ.items()):
+        if name.startswith("OTEL_") and not value:
+            del os.environ[name]
 
 
 def leave_out_unknown(variable: str, group: str) -> None:
     """Leave out of a variable what is not installed: the import of OpenTelemetry, which reads it, would fail."""
-    if setting := os.environ.get(variable):
-        known = entry_points(group=group).names | {"none"}
-        named = [name.strip() for name in setting.split(",")]
-        if unknown := [name for name in named if name not in known]:
-            os.environ[variable] = ",".join(name for name in named if name in known)
-            message = "%s=%s: %s is not installed and left out; installed: %s"
-            logging.getLogger(f"qarr.{__name__}").warning(
-                message, variable, setting, ", ".join(unknown), ", ".join(sorted(known))
-            )
+    setting = os.environ.get(variable)
+    if not setting:
+        return
+    installed_names = entry_points(group=group).names | {"none"}
+    listed_names = [name.strip() for name in setting.split(",")]
+    unknown_names = [name for name in listed_names if name not in installed_names]
+    if not unknown_names:
+        return
+    usable_names = [name for name in listed_names if name in installed_names]
+    os.environ[variable] = ",".join(usable_names)
+    logging.getLogger(f"qarr.{__name__}").warning(
+        "%s=%s: %s is not installed and left out; installed: %s",
+        variable,
+        setting,
+        ", ".join(unknown_names),
+        ", ".join(sorted(installed_names)),
+    )
 
 
 drop_empty()

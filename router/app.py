@@ -164,21 +164,23 @@ class App:
         policy: PolicyStore,
     ) -> Pipeline:
         """Make the path of every request."""
-        kept = settings.telemetry
-        registry = RequestRegistry(self.state, kept.recent_requests)
+        telemetry_settings = settings.telemetry
+        registry = RequestRegistry(self.state, telemetry_settings.recent_requests)
         if telemetry.exports:
             registry.at_once.append(telemetry.record_outcome)
         registry.observers.append(
             lambda record: policy.served(record.decision, record.served.tier)
         )
-        decisions = None
-        if kept.decision_log is not None:
-            decisions = DecisionLog(kept.decision_log, DECISION_LOG_BYTES)
-            registry.observers.append(partial(log_outcome, decisions))
+        decision_log = None
+        if telemetry_settings.decision_log is not None:
+            decision_log = DecisionLog(
+                telemetry_settings.decision_log, DECISION_LOG_BYTES
+            )
+            registry.observers.append(partial(log_outcome, decision_log))
         reservations = Reservations(
             ledger_of(settings, self._database), settings.budgets
         )
-        overflow = OverflowClient(
+        overflow_client = OverflowClient(
             settings.overflow,
             settings.upstream,
             telemetry=telemetry,
@@ -202,9 +204,9 @@ class App:
                 attempts=settings.upstream.attempts,
                 default_max_tokens=settings.limits.default_max_tokens,
             ),
-            overflow=Overflow(overflow, decisions, telemetry),
+            overflow=Overflow(overflow_client, decision_log, telemetry),
             registry=registry,
-            decisions=decisions,
+            decisions=decision_log,
             telemetry=telemetry,
         )
 
@@ -262,9 +264,9 @@ class App:
         tls = self.tls
         if tls is not None:
             self._metrics.show_expiry(lambda: tls.expires)
-        labels = Labels(self._keys)
+        key_labels = Labels(self._keys)
         self._key_metrics = self._metrics.count_keys(
-            self._usage, pipeline.charging, labels
+            self._usage, pipeline.charging, key_labels
         )
         self._otlp = otlp_metrics(self._about["version"], self._metrics.collect)
         status = Status(
@@ -292,14 +294,14 @@ class App:
             self._pipeline_under(settings), settings, rules=rules, streams=self._streams
         )
         endpoints = (GENERATE, *COMPLETION_ENDPOINTS, *NAMED_EVENT_ENDPOINTS)
-        direct: dict[str, ASGIApp] = {
+        direct_endpoints: dict[str, ASGIApp] = {
             endpoint.path: Answering(endpoint, service) for endpoint in endpoints
         }
         routes = [
             Route(PAGE, Page(settings.server, self._keys).answer),
             *(
-                Route(path, answering, methods=["POST"])
-                for path, answering in direct.items()
+                Route(path, direct_endpoint, methods=["POST"])
+                for path, direct_endpoint in direct_endpoints.items()
             ),
             Route("/route", partial(decision_alone, service), methods=["POST"]),
             *self._engine_routes(settings),
@@ -310,16 +312,20 @@ class App:
         if self._operations is not None:
             routes += Admin(self._operations, self._keys, rules).routes()
         # Handlers by the type of error; ``Exception`` stands for all other errors.
-        handlers = dict.fromkeys((*PROBLEMS, ClientGoneError, Exception), _problem)
+        error_handlers = dict.fromkeys(
+            (*PROBLEMS, ClientGoneError, Exception), _problem
+        )
         app = Starlette(
-            routes=routes, exception_handlers=handlers, lifespan=self._lifespan
+            routes=routes,
+            exception_handlers=error_handlers,
+            lifespan=self._lifespan,
         )
         # a redirect would go to the host of the caller's Host header
         app.router.redirect_slashes = False
         local_names = None
         if is_loopback(settings.server.host):
             local_names = settings.server.allowed_hosts
-        return EntryPoints(app, direct, local_names)
+        return EntryPoints(app, direct_endpoints, local_names)
 
     def _pipeline_under(self, settings: Settings) -> Pipeline:
         """Return the pipeline with new settings, for requests from now on; those before keep theirs."""
@@ -367,17 +373,17 @@ class App:
                 "tls.certificate: a running router cannot switch between HTTP and HTTPS; restart it"
             )
         try:
-            keys = open_access(settings)
-            pair = load_pair(settings.tls) if tls is not None else None
+            new_keys = open_access(settings)
+            new_pair = load_pair(settings.tls) if tls is not None else None
         except (KeysError, TlsError) as error:
             raise ReloadError(str(error)) from None
         entry_points = self._entry_points(settings)
         pipeline = self.pipeline
 
-        def use() -> None:
-            self._keys.use(keys)
-            if tls is not None and pair is not None:
-                tls.use(settings.tls, pair)
+        def use_settings() -> None:
+            self._keys.use(new_keys)
+            if tls is not None and new_pair is not None:
+                tls.use(settings.tls, new_pair)
             self._entry.use(
                 entry_points.app, entry_points.direct, entry_points.local_names
             )
@@ -391,12 +397,12 @@ class App:
             if Logging.current is not None:
                 Logging.current.set_level(settings.telemetry)
 
-        return use
+        return use_settings
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
         pipeline = self.pipeline
-        work = {
+        background_work = {
             "loading profiles": pipeline.policy.watch,
             "the queue": pipeline.admission.run,
             "sharing load": self._shared.run,
@@ -408,12 +414,12 @@ class App:
             "the issuer's keys": self._keys.run,
         }
         if self._otlp is not None:
-            work["sending metrics"] = self._otlp.run
+            background_work["sending metrics"] = self._otlp.run
         if self.tls is not None:
-            work["watching the certificate"] = self.tls.watch
+            background_work["watching the certificate"] = self.tls.watch
         tasks = [
-            asyncio.create_task(lasting(run, name), name=name)
-            for name, run in work.items()
+            asyncio.create_task(lasting(run_work, work_name), name=work_name)
+            for work_name, run_work in background_work.items()
         ]
         yield
         await self._streams.aclose()

@@ -59,17 +59,21 @@ class LossCountingHandler(logging.Handler):
 
     def write(self, records: Sequence[logging.LogRecord]) -> None:
         """Write the lines of some records at once: a system call each would take the interpreter from the event loop."""
-        lines = []
-        for record in records:
+        formatted_lines = []
+        for log_record in records:
             try:
-                if record.levelno >= self.level and self.filter(record):
-                    lines.append(self.format(record))
+                if log_record.levelno >= self.level and self.filter(log_record):
+                    formatted_lines.append(self.format(log_record))
             except Exception:  # noqa: BLE001  as the library does it
-                self.handleError(record)
-        if lines:
+                self.handleError(log_record)
+        if formatted_lines:
             self.handle(
                 made_record(
-                    "", logging.CRITICAL, "", whole="\n".join(lines), lines=len(lines)
+                    "",
+                    logging.CRITICAL,
+                    "",
+                    whole="\n".join(formatted_lines),
+                    lines=len(formatted_lines),
                 )
             )
 
@@ -84,12 +88,12 @@ class LossCountingHandler(logging.Handler):
         self._last_loss_at = time.monotonic()
         self._lost_lines += getattr(record, "lines", 1)
         if is_first_loss:
-            error = sys.exception()
-            why = getattr(error, "strerror", None) or error
+            current_error = sys.exception()
+            reason_text = getattr(current_error, "strerror", None) or current_error
             log.warning(
                 "%s cannot be written (%s): lines are lost until the log says how many",
                 self.what,
-                why,
+                reason_text,
             )
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -136,9 +140,9 @@ class PrivateFile(LossCountingHandler, RotatingFileHandler):
 
     def _open(self) -> TextIOWrapper[Any]:
         make_private_folder(self._path.parent)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        open_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         stream = os.fdopen(
-            open_private(str(self._path), flags),
+            open_private(str(self._path), open_flags),
             "a",
             encoding=self.encoding,
             errors=self.errors,
@@ -149,9 +153,9 @@ class PrivateFile(LossCountingHandler, RotatingFileHandler):
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802  the library's name
         """Tell whether a line would fill the file; open it again if its name is another file's or nobody's."""
         try:
-            state = self._path.stat()
+            file_state = self._path.stat()
             is_own = self.stream is not None and os.path.samestat(
-                state, os.fstat(self.stream.fileno())
+                file_state, os.fstat(self.stream.fileno())
             )
         except OSError:
             is_own = False
@@ -160,9 +164,12 @@ class PrivateFile(LossCountingHandler, RotatingFileHandler):
             self.stream = self._open()
             return False
         would_be_full = (
-            self.maxBytes and state.st_size + len(self.format(record)) > self.maxBytes
+            self.maxBytes
+            and file_state.st_size + len(self.format(record)) > self.maxBytes
         )
-        return bool(would_be_full and stat.S_ISREG(state.st_mode) and state.st_size)
+        return bool(
+            would_be_full and stat.S_ISREG(file_state.st_mode) and file_state.st_size
+        )
 
     def rotate(self, source: str, dest: str) -> None:
         super().rotate(source, dest)
@@ -196,12 +203,14 @@ class Writer(QueueListener):
     def _report_left_out(self) -> None:
         left_out = self._left_out
         self._left_out = 0
-        text = "lines are left out here: they came faster than they could be written"
+        explanation = (
+            "lines are left out here: they came faster than they could be written"
+        )
         if left_out and self._what:
-            log.warning("%s: %d %s", self._what, left_out, text)
+            log.warning("%s: %d %s", self._what, left_out, explanation)
         elif left_out:
             self._waiting.put(
-                made_record("qarr.router", logging.WARNING, f"{left_out} {text}")
+                made_record("qarr.router", logging.WARNING, f"{left_out} {explanation}")
             )
 
     def dequeue(self, block: bool) -> Any:  # noqa: FBT001  the library's signature
@@ -226,13 +235,13 @@ class Writer(QueueListener):
             record()
 
     def _write(self) -> None:
-        records = self._gathered
+        gathered_records = self._gathered
         self._gathered = []
-        if not records:
+        if not gathered_records:
             return
         for handler in self.handlers:
             with suppress(Exception):
-                cast("LossCountingHandler", handler).write(records)
+                cast("LossCountingHandler", handler).write(gathered_records)
 
     def close(self) -> bool:
         """End the thread once it has written what waits; return whether it has ended within ``LAST_LINES_S``."""

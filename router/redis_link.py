@@ -133,7 +133,10 @@ class Script:
     def read(cls, module: str, *names: str) -> Script:
         """Read a script from files beside a module, one after another."""
         return cls.of(
-            "".join(Path(module).with_name(name).read_text("utf-8") for name in names)
+            "".join(
+                Path(module).with_name(file_name).read_text("utf-8")
+                for file_name in names
+            )
         )
 
 
@@ -321,10 +324,10 @@ class RedisLink:
         """Return the arguments that send a command to the node of a cluster that has a key."""
         if not self._is_cluster or self._client is None:
             return {}
-        node = self._client.get_node_from_key(key)
-        if node is None:
+        node_of_key = self._client.get_node_from_key(key)
+        if node_of_key is None:
             return {}
-        return {"target_nodes": node}
+        return {"target_nodes": node_of_key}
 
 
 def connect(url: str, connections: int) -> Any:
@@ -368,9 +371,9 @@ async def _belongs_to_cluster(client: Any) -> bool:
 
 def _is_refused(error: ResponseError, command: str) -> bool:
     """Tell whether Redis does not know a command, or forbids it to this user."""
-    text = str(error).lower()
-    return "unknown command" in text or (
-        isinstance(error, NoPermissionError) and f"'{command}" in text
+    error_text = str(error).lower()
+    return "unknown command" in error_text or (
+        isinstance(error, NoPermissionError) and f"'{command}" in error_text
     )
 
 
@@ -388,9 +391,9 @@ async def check_redis(url: str) -> str | None:
         if remedy is None:
             return None
         # The arguments would repeat the script.
-        message = str(error).partition(", with args")[0]
+        error_message = str(error).partition(", with args")[0]
         raise RedisSetupError(
-            f"state.redis_url: this Redis cannot count for routers ({message}): {remedy}"
+            f"state.redis_url: this Redis cannot count for routers ({error_message}): {remedy}"
         ) from None
     finally:
         await link.aclose()
@@ -407,13 +410,13 @@ def _remedy_for(error: BaseException) -> str | None:
 
 async def _warning_of(link: RedisLink) -> str | None:
     try:
-        memory = await link.execute("INFO", "memory")
+        memory_info = await link.execute("INFO", "memory")
     except UNAVAILABLE:  # This user may not ask for it.
         return None
-    policy = memory.get("maxmemory_policy", "noeviction")
-    if policy == "noeviction" or not memory.get("maxmemory"):
+    eviction_policy = memory_info.get("maxmemory_policy", "noeviction")
+    if eviction_policy == "noeviction" or not memory_info.get("maxmemory"):
         return None
-    return f"Redis evicts data when it is full (maxmemory-policy {policy}): quotas then count anew; set noeviction"
+    return f"Redis evicts data when it is full (maxmemory-policy {eviction_policy}): quotas then count anew; set noeviction"
 
 
 def cause_of(error: BaseException) -> str:
@@ -431,16 +434,16 @@ def cause_of(error: BaseException) -> str:
 
 def _code_of(error: BaseException) -> str | None:
     """Return the code of an error reply, if it says why Redis does not serve."""
-    code = getattr(error, "status_code", None)
-    if code in CODES:
-        return str(code)
+    status_code = getattr(error, "status_code", None)
+    if status_code in CODES:
+        return str(status_code)
     if not isinstance(error, ResponseError):
         return None
-    text = str(error)
-    if _FORBIDDEN_IN_SCRIPT in text:
+    error_text = str(error)
+    if _FORBIDDEN_IN_SCRIPT in error_text:
         return "NOPERM"
-    match = _CODE.search(text)
-    return None if match is None else match[1]
+    code_match = _CODE.search(error_text)
+    return None if code_match is None else code_match[1]
 
 
 def outage(error: BaseException) -> str:

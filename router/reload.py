@@ -66,27 +66,27 @@ class Reloads:
             return  # the log has it
 
     async def _reload(self) -> tuple[Change, ...]:
-        new = await asyncio.to_thread(self._read)
-        changed = changes(self.settings, new)
-        check_reloads(changed)
+        new_settings = await asyncio.to_thread(self._read)
+        changed_settings = changes(self.settings, new_settings)
+        check_reloads(changed_settings)
         # Parts are prepared even if no setting has changed: the files that settings name may have.
-        commits = [await prepare(new) for prepare in self._parts]
+        commits = [await prepare(new_settings) for prepare in self._parts]
         for commit in commits:
             await commit()
-        self.settings = new
-        for change in changed:
+        self.settings = new_settings
+        for change in changed_settings:
             log.info("setting changed: %s", change)
-        log.info("settings reloaded: %d changed", len(changed))
-        return changed
+        log.info("settings reloaded: %d changed", len(changed_settings))
+        return changed_settings
 
 
 def check_reloads(changed: tuple[Change, ...]) -> None:
     """Raise ``ReloadError`` if a change needs a restart."""
-    fixed = [str(change) for change in changed if not change.reloads]
-    if not fixed:
+    fixed_settings = [str(change) for change in changed if not change.reloads]
+    if not fixed_settings:
         return
-    these = "this" if len(fixed) == 1 else "these"
+    these = "this" if len(fixed_settings) == 1 else "these"
     raise ReloadError(
-        f"{'; '.join(fixed)}: a running router cannot change {these}. Restart it, or set the former value; "
+        f"{'; '.join(fixed_settings)}: a running router cannot change {these}. Restart it, or set the former value; "
         "docs/settings.md says which settings reload"
     )

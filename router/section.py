@@ -22,15 +22,18 @@ class SettingsError(Exception):
 
 def cache_dir() -> Path:
     """Return the folder for checkpoints, profiles and logs: ``QARR_CACHE_DIR``, else in the user's cache folder."""
-    if named := os.environ.get("QARR_CACHE_DIR"):
-        return Path(os.path.expanduser(named))  # noqa: PTH111  pathlib's fails without a home folder
+    own_folder = os.environ.get("QARR_CACHE_DIR")
+    if own_folder:
+        return Path(os.path.expanduser(own_folder))  # noqa: PTH111  pathlib's fails without a home folder
     return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "qarr"
 
 
 def runtime_dir() -> Path:
     """Return the folder for the sockets over which a router hands over to another on this machine."""
     runtime_folder = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime_folder) / "qarr" if runtime_folder else cache_dir() / "run"
+    if not runtime_folder:
+        return cache_dir() / "run"
+    return Path(runtime_folder) / "qarr"
 
 
 def state_dir() -> Path:
@@ -79,16 +82,20 @@ T = TypeVar("T")
 def different(
     values: tuple[T, ...], key: Callable[[T], object] = lambda value: value
 ) -> tuple[T, ...]:
-    known = [key(value) for value in values]
-    for value, same in zip(values, known, strict=True):
-        if known.count(same) > 1:
+    """Return values that all differ by a key; ``ValueError``: two of them have the same."""
+    value_keys = [key(value) for value in values]
+    for value, value_key in zip(values, value_keys, strict=True):
+        if value_keys.count(value_key) > 1:
             raise ValueError(f"{value} is named more than once")
     return values
 
 
 def _engine_address(url: str) -> str:
-    if wrong := wrong_with(url):
-        raise ValueError(f"{wrong}; an address like http://10.0.0.5:8000 is allowed")
+    fault_text = wrong_with(url)
+    if fault_text is not None:
+        raise ValueError(
+            f"{fault_text}; an address like http://10.0.0.5:8000 is allowed"
+        )
     return url
 
 

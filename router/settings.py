@@ -120,24 +120,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _tiers_are_known(self) -> Settings:
-        budget = self.policy.loss_budget
-        named = {f"policy.prices.{tier}": tier for tier in self.policy.prices}
-        named |= (
-            {"policy.loss_budget.like": budget.like}
-            if isinstance(budget, LikeTier)
-            else {}
-        )
-        named |= {
-            f"lora.adapters.{name}.tiers": t
-            for name, own in self.lora.adapters.items()
-            for t in own.tiers
-        }
-        named |= {
-            f"openai.aliases.{name}": TierName(t)
-            for name, t in self.openai.aliases.items()
-            if t != "auto"
-        }
-        for key, tier in named.items():
+        for key, tier in self._tiers_named_in_settings():
             if tier not in self.tiers.names:
                 raise ValueError(
                     f"{key}: there is no tier {tier}; there are {', '.join(self.tiers.names)}"
@@ -147,6 +130,20 @@ class Settings(Section):
                 f"lora.adapters.{name} has the name of a tier: give the adapter another name"
             )
         return self
+
+    def _tiers_named_in_settings(self) -> Iterator[tuple[str, TierName]]:
+        """Yield the tiers that settings name outside of ``tiers``, each with its setting."""
+        for tier in self.policy.prices:
+            yield f"policy.prices.{tier}", tier
+        loss_budget = self.policy.loss_budget
+        if isinstance(loss_budget, LikeTier):
+            yield "policy.loss_budget.like", loss_budget.like
+        for adapter_name, adapter in self.lora.adapters.items():
+            for tier in adapter.tiers:
+                yield f"lora.adapters.{adapter_name}.tiers", tier
+        for alias, target in self.openai.aliases.items():
+            if target != "auto":
+                yield f"openai.aliases.{alias}", TierName(target)
 
 
 class _Variables(EnvSettingsSource):
@@ -170,36 +167,35 @@ def load_settings(
     not allowed, or the file cannot be read.
     """
     _check_variables()
-    named = path or os.environ.get("QARR_CONFIG")
+    settings_file = path or os.environ.get("QARR_CONFIG")
     variables = _Variables(
         cast("type[BaseSettings]", Settings),
         env_prefix=PREFIX,
         env_nested_delimiter="__",
         env_ignore_empty=True,
     )
-    values = _overlay(
-        _read_toml(Path(named)) if named else {}, _without_gone(variables())
-    )
+    file_values: dict[str, Any] = {}
+    if settings_file:
+        file_values = _read_toml(Path(settings_file))
+    values = _overlay(file_values, _without_gone(variables()))
     try:
         return Settings.model_validate(_overlay(values, overrides or {}))
     except ValidationError as error:
-        raise SettingsError(
-            "\n".join(_explain(e) for e in error.errors(include_url=False))
-        ) from error
+        faults = error.errors(include_url=False)
+        raise SettingsError("\n".join(map(_explain, faults))) from error
 
 
 def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
     """Return what variables set, without settings that are gone."""
-    kept = dict(values)
-    for name in GONE:
-        section, _, key = name.partition(".")
-        if isinstance(kept.get(section), dict):
-            kept[section] = {
-                kept_key: value
-                for kept_key, value in kept[section].items()
-                if kept_key != key
-            }
-    return kept
+    kept_values = dict(values)
+    for gone_name in GONE:
+        section_name, _, gone_key = gone_name.partition(".")
+        section_values = kept_values.get(section_name)
+        if isinstance(section_values, dict):
+            kept_section = dict(section_values)
+            kept_section.pop(gone_key, None)
+            kept_values[section_name] = kept_section
+    return kept_values
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -211,9 +207,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"settings file {path} is not TOML: {error}") from error
 
 
-def _overlay(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
+def _overlay(
+    base_values: dict[str, Any], upper_values: dict[str, Any]
+) -> dict[str, Any]:
+    """Return nested values in which the upper ones count before those of the base; None is not set."""
+    merged = dict(base_values)
+    for key, value in upper_values.items():
         if isinstance(value, dict) and isinstance(merged.setdefault(key, {}), dict):
             merged[key] = _overlay(merged[key], value)
         elif value is not None:
@@ -221,51 +220,67 @@ def _overlay(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _explain(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
+def _explain(fault: Any) -> str:
+    """Return what pydantic found wrong, with the setting and without what is secret."""
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
         return f"{key}: there is no such setting ('qarr settings' lists all, the changelog those that are gone)"
-    text = _NEEDED.get(error["type"]) or error["msg"].removeprefix("Value error, ")
-    if _SECRET.fullmatch(key) or isinstance(error["input"], dict):
-        return f"{key}: {text}"
-    return f"{key}: {text} (got {_PASSWORD.sub('//***@', repr(error['input']))})"
+    fault_text = _NEEDED.get(fault["type"])
+    if fault_text is None:
+        fault_text = fault["msg"].removeprefix("Value error, ")
+    if _SECRET.fullmatch(key) or isinstance(fault["input"], dict):
+        return f"{key}: {fault_text}"
+    shown_input = _PASSWORD.sub("//***@", repr(fault["input"]))
+    return f"{key}: {fault_text} (got {shown_input})"
 
 
 def _check_variables() -> None:
     """Check that every environment variable with our prefix sets something: a typo must not be silent."""
     for name, value in os.environ.items():
-        if not value or not name.startswith(PREFIX) or name in PLAIN_VARIABLES:
+        if not _means_a_setting(name, value):
             continue
-        if _SERVICE_LINK.fullmatch(f"{name}={value}"):
-            continue
-        parts = name.removeprefix(PREFIX).lower().split("__")
-        if ".".join(parts) in GONE:
+        key_parts = name.removeprefix(PREFIX).lower().split("__")
+        key = ".".join(key_parts)
+        if key in GONE:
             log.warning(
                 "environment variable %s is ignored, that setting is gone: %s",
                 name,
-                GONE[".".join(parts)],
+                GONE[key],
             )
-            continue
-        if not _known(Settings, parts):
+        elif not _is_known(Settings, key_parts):
             raise SettingsError(
-                f"environment variable {name}: there is no setting {'.'.join(parts)} "
+                f"environment variable {name}: there is no setting {key} "
                 "('qarr settings' lists all, the changelog those that are gone)"
             )
 
 
-def _known(model: type[BaseModel], parts: list[str]) -> bool:
+def _means_a_setting(name: str, value: str) -> bool:
+    """Tell whether an environment variable is there to set something of ours."""
+    if not value or not name.startswith(PREFIX) or name in PLAIN_VARIABLES:
+        return False
+    return _SERVICE_LINK.fullmatch(f"{name}={value}") is None
+
+
+def _is_known(model: type[BaseModel], key_parts: list[str]) -> bool:
+    """Tell whether a setting of a section, or one within it, has this key."""
     if model is TiersSettings:
-        model, parts = TierSettings, parts[1:]
-    if not parts:
+        # the first part is a tier's name
+        return _is_known(TierSettings, key_parts[1:])
+    if not key_parts:
         return True
-    field = model.model_fields.get(parts[0])
-    inner = _section(field) if field else None
-    return field is not None and (inner is None or _known(inner, parts[1:]))
+    field = model.model_fields.get(key_parts[0])
+    if field is None:
+        return False
+    inner_section = _section(field)
+    return inner_section is None or _is_known(inner_section, key_parts[1:])
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    inner = field.annotation
-    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+    """Return the section that a field holds; None: it holds a value."""
+    field_type = field.annotation
+    if isinstance(field_type, type) and issubclass(field_type, BaseModel):
+        return field_type
+    return None
 
 
 def leaves(
@@ -273,17 +288,14 @@ def leaves(
 ) -> Iterator[tuple[tuple[str, ...], FieldInfo, bool]]:
     """Yield each setting's path and field, and whether it reloads; those of a tier once, as ``tiers.*.urls``."""
     for name, field in model.model_fields.items():
-        inner = _section(field)
-        if inner is TiersSettings:
+        inner_section = _section(field)
+        if inner_section is TiersSettings:
             yield from leaves(TierSettings, (*path, name, "*"))
-        elif inner:
-            yield from leaves(inner, (*path, name))
+        elif inner_section is not None:
+            yield from leaves(inner_section, (*path, name))
         else:
-            yield (
-                (*path, name),
-                field,
-                issubclass(model, Section) and name in model.reloads,
-            )
+            does_reload = issubclass(model, Section) and name in model.reloads
+            yield (*path, name), field, does_reload
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,16 +331,21 @@ def changes(before: BaseModel, after: BaseModel, path: str = "") -> tuple[Change
             and not isinstance(old, LikeTier)
         ):
             differences.extend(changes(old, new, f"{key}."))
-        else:
-            reloads = isinstance(before, Section) and name in before.reloads
-            differences.append(
-                Change(key, _shown_value(key, old), _shown_value(key, new), reloads)
+            continue
+        does_reload = isinstance(before, Section) and name in before.reloads
+        differences.append(
+            Change(
+                key,
+                _shown_value(key, old),
+                after=_shown_value(key, new),
+                reloads=does_reload,
             )
+        )
     return tuple(differences)
 
 
 def _shown_value(key: str, value: object) -> str:
     if value is not None and _SECRET.fullmatch(key):
         return "***"
-    shown = to_jsonable_python(value, fallback=str)
-    return _PASSWORD.sub("//***@", json.dumps(shown, ensure_ascii=False))
+    json_value = to_jsonable_python(value, fallback=str)
+    return _PASSWORD.sub("//***@", json.dumps(json_value, ensure_ascii=False))

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+USUAL_PORTS = {"http": 80, "https": 443}
+
 
 def wrong_with(url: str) -> str | None:
     """Return why paths of vLLM's API cannot be appended to an address; None if they can."""
@@ -37,10 +39,10 @@ def wrong_with(url: str) -> str | None:
 def normalised(url: str) -> str:
     """Return a text that is equal for equal addresses, also where a host has several or the port is not written."""
     parts = urlsplit(url)
-    host, port = (
-        parts.hostname or "",
-        parts.port or (443 if parts.scheme == "https" else 80),
-    )
+    host = parts.hostname or ""
     with suppress(ValueError):
         host = str(ip_address(host))
-    return f"{parts.scheme}://{'127.0.0.1' if host == 'localhost' else host}:{port}{parts.path.rstrip('/')}"
+    if host == "localhost":
+        host = "127.0.0.1"
+    port = parts.port or USUAL_PORTS.get(parts.scheme, 80)
+    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"

@@ -24,7 +24,8 @@ async def lasting(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> N
         work: Makes the coroutine to run.
         name: Of the work, for the log.
     """
-    faults, pause_s = Faults(), FIRST_PAUSE_S
+    faults = Faults()
+    pause_s = FIRST_PAUSE_S
     while True:
         began = time.monotonic()
         try:
@@ -51,11 +52,15 @@ class Faults:
     """Logs unexpected exceptions: a new one with its traceback, a repeated one without it, or not at all."""
 
     def __init__(self, *, repeats: bool = True) -> None:
-        self._repeats, self._last = repeats, ""
+        self._logs_repeats = repeats
+        self._last_text = ""
 
     def log(self, error: BaseException, what: str) -> None:
         """Log an exception."""
         text = f"{type(error).__name__}: {error}"
-        new, self._last = text != self._last, text
-        if new or self._repeats:
-            log.error("%s: %s", what, text, exc_info=error if new else None)
+        is_new = text != self._last_text
+        self._last_text = text
+        if is_new:
+            log.error("%s: %s", what, text, exc_info=error)
+        elif self._logs_repeats:
+            log.error("%s: %s", what, text)

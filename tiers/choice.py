@@ -121,9 +121,9 @@ def best_candidate(
     tier: TierSnapshot, demand: Demand, fleet: FleetLoad | None
 ) -> Candidate:
     """Return what a tier has for a demand."""
-    chosen = choose_replica(tier, demand, fleet)
-    if chosen >= 0:
-        return candidate_at(tier, chosen, demand, fleet=fleet)
+    chosen_position = choose_replica(tier, demand, fleet)
+    if chosen_position is not None:
+        return candidate_at(tier, chosen_position, demand, fleet=fleet)
     for position, replica in enumerate(tier.replicas):
         if replica.status is READY:
             return candidate_at(tier, position, demand, fleet=fleet, is_free=False)
@@ -233,14 +233,16 @@ def takes(replica: ReplicaState, demand: Demand, max_in_flight: int) -> bool:
     return not (demand.is_long and kv.pressure)
 
 
-def choose_replica(tier: TierSnapshot, demand: Demand, fleet: FleetLoad | None) -> int:
-    """Return the position of the replica that takes a request; -1: none takes it.
+def choose_replica(
+    tier: TierSnapshot, demand: Demand, fleet: FleetLoad | None
+) -> int | None:
+    """Return the position of the replica that takes a request; None: none takes it.
 
     Without a prefix that tells them apart it is the one with the fewest tokens to compute; of equals, with the fewest
     sequences.
     """
     least_loaded = _least_loaded(tier, demand)
-    if least_loaded < 0 or not _caches_matter(tier):
+    if least_loaded is None or not _caches_matter(tier):
         return least_loaded
     max_in_flight = tier.spec.max_in_flight
     able = [
@@ -251,14 +253,14 @@ def choose_replica(tier: TierSnapshot, demand: Demand, fleet: FleetLoad | None) 
     return _cheapest(tier, able, demand, fleet=fleet)
 
 
-def _least_loaded(tier: TierSnapshot, demand: Demand) -> int:
-    """Return the position of the least loaded replica that takes a request; -1: none takes it.
+def _least_loaded(tier: TierSnapshot, demand: Demand) -> int | None:
+    """Return the position of the least loaded replica that takes a request; None: none takes it.
 
     This runs for every replica on every demand, so it makes no tuples to compare loads by, and finds out whether a replica
     takes the request only if it is less loaded than the best so far.
     """
     max_in_flight = tier.spec.max_in_flight
-    best_position = -1
+    best_position: int | None = None
     fewest_tokens = inf
     fewest_sequences = 0
     for position, (replica, output_tokens) in enumerate(

@@ -461,8 +461,7 @@ class Fleet:
         now = monotonic()
         demand = self.demand(prompt_tokens, max_tokens, sequences)
         members = self._members_except(tier, exclude)
-        is_current = candidate is not None and _is_current(candidate, members, now)
-        if candidate is None or over_limit or not is_current:
+        if candidate is None or over_limit or not _is_current(candidate, members, now):
             candidate = self._find_candidate(
                 members, demand, prefix, now=now, over_limit=over_limit
             )

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 WEIGHT_BITS = 4
 FLOAT32_OF_FP8 = 4  # times the bytes
-# What vLLM's 4-bit kernel for AMX adds to a group of weights, in bytes: the sum of its codes (4), a scale of 32 bits instead
-# of 16 (2), and a zero point of 8 bits instead of 4 (0.5).
+# vLLM's 4-bit kernel for AMX adds these bytes to a group of weights: the sum of its codes (4), a scale of 32 instead of 16
+# bits (2), and a zero point of 8 instead of 4 bits (0.5).
 AMX_GROUP_BYTES = 6.5
 
 

@@ -32,17 +32,23 @@ if TYPE_CHECKING:
 
 LEARN_POLL_S = 2.0
 # Between two replicas it rests for this multiple of the time that learning took: in a large fleet many are due at once.
-REST = 9.0
+REST_FACTOR = 9.0
 ENOUGH = 32  # answers before anything is learned
 # learn again at this multiple of the answers of the last time; trends follow later changes
-AGAIN = 1.5
+RELEARN_FACTOR = 1.5
 CONTENTIONS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-PAYS = 0.9  # more contention must lower the error to this share to be accepted
-FAR = 3.0  # an outlier deviates by more than this multiple of the median deviation
-CLOSE = 0.1  # smaller deviations of log(seen / predicted) are never outliers
-ROUNDS = 3
-LEAST_SPREAD = 0.05
-MOST_SPREAD = 1.0
+ACCEPTED_ERROR_SHARE = (
+    0.9  # more contention must lower the error to this share to be accepted
+)
+OUTLIER_FACTOR = (
+    3.0  # an outlier deviates by more than this multiple of the median deviation
+)
+MIN_OUTLIER_DEVIATION = (
+    0.1  # smaller deviations of log(seen / predicted) are never outliers
+)
+FIT_ROUNDS = 3
+MIN_SPREAD = 0.05
+MAX_SPREAD = 1.0
 # prompts for which an idle replica's TTFT is added to the answers
 IDLE_PROMPT_TOKENS = (16, 256)
 
@@ -69,17 +75,29 @@ def learn(
     if len(begun) < ENOUGH or len(decoded) < ENOUGH:
         return None
     if idle is not None:
-        beginnings = [
-            _idle_beginning(idle, prompt_tokens, max_num_seqs)
-            for prompt_tokens in IDLE_PROMPT_TOKENS
-        ]
-        begun += [answer for answer in beginnings if answer.ttft_ms > 0]
+        begun += _idle_beginnings(idle, max_num_seqs)
         if idle.step_ms(1) > 0:
             decoded.append(_idle_decoding(idle))
+    return _best_fit(begun, decoded)
+
+
+def _idle_beginnings(idle: SpeedModel, max_num_seqs: int) -> list[AnswerSample]:
+    """Return the first tokens of some prompts on the idle replica, without those that take no time."""
+    beginnings = [
+        _idle_beginning(idle, prompt_tokens, max_num_seqs)
+        for prompt_tokens in IDLE_PROMPT_TOKENS
+    ]
+    return [answer for answer in beginnings if answer.ttft_ms > 0]
+
+
+def _best_fit(
+    begun: Sequence[AnswerSample], decoded: Sequence[AnswerSample]
+) -> SpeedModel:
+    """Fit a model with each contention of the grid; more contention counts only where it lowers the error well."""
     best, lowest_deviation = _fit(begun, decoded, 0.0)
     for contention in CONTENTIONS:
         model, deviation = _fit(begun, decoded, contention)
-        if deviation < PAYS * lowest_deviation:
+        if deviation < ACCEPTED_ERROR_SHARE * lowest_deviation:
             best = model
             lowest_deviation = deviation
     return best
@@ -152,7 +170,9 @@ def _alone_ms(seen_ms: float, answer: AnswerSample, contention: float) -> float:
 
 def _ttft_row(answer: AnswerSample, steps: SpeedModel) -> Row:
     """Return what the three parameters of TTFT are multiplied by; ``steps`` has only the time of a decode step."""
-    wait_ms = steps.step_ms(answer.sequences) if answer.sequences else 0.0
+    wait_ms = 0.0
+    if answer.sequences:
+        wait_ms = steps.step_ms(answer.sequences)
     return 1.0, answer.prompt_tokens + answer.waiting_tokens, wait_ms
 
 
@@ -175,19 +195,21 @@ def _robust(rows: Sequence[Row], times: Sequence[float]) -> _RobustFit:
     kept = list(range(len(rows)))
     coefficients = [0.0] * len(rows[0])
     deviations = [0.0] * len(rows)
-    for _ in range(ROUNDS):
+    for _ in range(FIT_ROUNDS):
         coefficients = least_squares([rows[n] for n in kept], [times[n] for n in kept])
         deviations = [
             _deviation(row, time_ms, coefficients)
             for row, time_ms in zip(rows, times, strict=True)
         ]
-        bound = max(FAR * median(map(abs, deviations)), CLOSE)
+        bound = max(
+            OUTLIER_FACTOR * median(map(abs, deviations)), MIN_OUTLIER_DEVIATION
+        )
         kept = [n for n, deviation in enumerate(deviations) if abs(deviation) <= bound]
     kept_deviations = [deviations[n] for n in kept]
     spread = math.hypot(pstdev(kept_deviations), fmean(kept_deviations))
     return _RobustFit(
         coefficients=coefficients,
-        spread=min(max(spread, LEAST_SPREAD), MOST_SPREAD),
+        spread=min(max(spread, MIN_SPREAD), MAX_SPREAD),
         median_deviation=median(map(abs, deviations)),
     )
 
@@ -217,7 +239,7 @@ class LiveSpeed:
             for replica in replicas:
                 began = time.monotonic()
                 if await self.look(replica):
-                    await asyncio.sleep(REST * (time.monotonic() - began))
+                    await asyncio.sleep(REST_FACTOR * (time.monotonic() - began))
             self._forget_others({replica.id for replica in replicas})
 
     def _forget_others(self, known: set[str]) -> None:
@@ -237,7 +259,7 @@ class LiveSpeed:
         speed = replica.state.speed
         if speed is not None and not speed.learned:
             self._idle[replica.id] = speed
-        enough_answers = max(ENOUGH, AGAIN * self._answers.get(replica.id, 0))
+        enough_answers = max(ENOUGH, RELEARN_FACTOR * self._answers.get(replica.id, 0))
         if replica.answers.noted < enough_answers:
             return False
         self._answers[replica.id] = replica.answers.noted

@@ -1,4 +1,4 @@
-"""MemoryPlan how the engines share one machine, before anything starts. Pure, apart from ``read_machine``."""
+"""Plan how the engines share one machine, before anything starts. Pure, apart from ``read_machine``."""
 
 from __future__ import annotations
 
@@ -193,8 +193,10 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
 
 def machine_name() -> str:
     """Return the names of the machine's processors, to which measured speeds belong."""
-    cpus = f"{_cpuinfo('model name') or 'CPU'} ({len(_cores())} cores)"
-    return ", ".join([cpus, *(gpu.name for gpu in _gpus())])
+    model_name = _cpuinfo("model name") or "CPU"
+    processors = [f"{model_name} ({len(_cores())} cores)"]
+    processors += [gpu.name for gpu in _gpus()]
+    return ", ".join(processors)
 
 
 def _cores() -> tuple[int, ...]:
@@ -323,7 +325,7 @@ def make_plan(
     base: Path | None = None,
     optional: Collection[TierName] = (),
 ) -> MemoryPlan:
-    """EngineShare the machine between engines started here: GPUs if there are any, else the CPU.
+    """Share the machine between engines started here: GPUs if there are any, else the CPU.
 
     Args:
         machine: The resources.
@@ -340,24 +342,37 @@ def make_plan(
         return MemoryPlan("none", ())
     errors: list[NoRoomError] = []
     for left_out in LEFT_OUT:
-        kept = [need for need in needs if need.tier.name not in left_out]
-        has_all_left_out = len(needs) - len(kept) == len(left_out)
-        if not kept or not has_all_left_out or not set(left_out) <= set(optional):
+        kept_needs = _needs_without(left_out, needs, optional)
+        if not kept_needs:
             continue
         try:
-            plan = _share_machine(machine, kept, kv_cache_gib)
+            plan = _share_machine(machine, kept_needs, kv_cache_gib)
         except NoRoomError as error:
             errors.append(error)
-        else:
-            lacking = str(errors[0]) if left_out else ""
-            return replace(plan, left_out=left_out, lacking=lacking)
+            continue
+        if not left_out:
+            return plan
+        return replace(plan, left_out=left_out, lacking=str(errors[0]))
     raise errors[-1]
+
+
+def _needs_without(
+    left_out: Collection[TierName],
+    needs: Sequence[_Need],
+    optional: Collection[TierName],
+) -> list[_Need]:
+    """Return what engines need without some tiers; nothing if not all of those are there and optional."""
+    kept_needs = [need for need in needs if need.tier.name not in left_out]
+    are_all_there = len(needs) - len(kept_needs) == len(left_out)
+    if are_all_there and set(left_out) <= set(optional):
+        return kept_needs
+    return []
 
 
 def _share_machine(
     machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None
 ) -> MemoryPlan:
-    """EngineShare the machine between all engines of some tiers."""
+    """Share the machine between all engines of some tiers."""
     engine_needs = []
     for need in needs:
         engine_needs += [
@@ -465,59 +480,75 @@ def _gpu_plan(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> MemoryPlan:
     """
     places = _places(gpus, needs)
     shares = [_gpu_share(position, needs, places) for position in range(len(needs))]
-    chosen = set(chain.from_iterable(places))
-    used = [gpu for gpu in gpus if gpu in chosen]
-    indices = ", ".join(str(gpu.index) for gpu in used)
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in used))
-    return MemoryPlan(f"GPU{'s' * (len(used) > 1)} {indices} ({names})", tuple(shares))
+    chosen_gpus = set(chain.from_iterable(places))
+    return MemoryPlan(
+        _shown_gpus([gpu for gpu in gpus if gpu in chosen_gpus]), tuple(shares)
+    )
+
+
+def _shown_gpus(gpus: Sequence[Gpu]) -> str:
+    """Return the indices of some GPUs, and their names without repetition."""
+    indices = ", ".join(str(gpu.index) for gpu in gpus)
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
+    plural = "s" if len(gpus) > 1 else ""
+    return f"GPU{plural} {indices} ({names})"
 
 
 def _places(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> list[tuple[Gpu, ...]]:
     """Choose each engine's GPUs: those of its tier's setting in turn, else those with most memory left; largest first."""
-    left = {gpu.index: gpu.free for gpu in gpus}
+    gpus_by_index = sorted(gpus, key=lambda gpu: gpu.index)
+    left_bytes = {gpu.index: gpu.free for gpu in gpus}
     places: list[tuple[Gpu, ...]] = [()] * len(needs)
     largest_first = sorted(
         range(len(needs)), key=lambda position: -needs[position].on_disk
     )
     for position in largest_first:
         need = needs[position]
-        chosen = _choose_gpus(need, left)
-        for index in chosen:
-            left[index] -= need.weights_each + int(GPU_OVERHEAD_GIB * GIB)
+        chosen_indices = _choose_gpus(need, left_bytes)
+        for index in chosen_indices:
+            left_bytes[index] -= need.weights_each + int(GPU_OVERHEAD_GIB * GIB)
         places[position] = tuple(
-            gpu
-            for gpu in sorted(gpus, key=lambda gpu: gpu.index)
-            if gpu.index in chosen
+            gpu for gpu in gpus_by_index if gpu.index in chosen_indices
         )
     return places
 
 
-def _choose_gpus(need: _Need, left: Mapping[int, int]) -> list[int]:
-    """Choose an engine's GPUs by the memory that is left on each.
+def _choose_gpus(need: _Need, left_bytes: Mapping[int, int]) -> list[int]:
+    """Choose an engine's GPUs, by index: in turn those of its tier's setting, else those with the most memory left.
 
     Raises:
         PlanError: There are not enough, or the setting names one that there is not.
     """
     tier = need.tier
+    emptiest_first = sorted(left_bytes, key=lambda index: -left_bytes[index])
+    chosen = emptiest_first[: tier.world_size]
+    more_gpus = ""
     if tier.gpus:
-        first = need.number * tier.world_size
-        chosen = [
-            tier.gpus[(first + offset) % len(tier.gpus)]
-            for offset in range(tier.world_size)
-        ]
-    else:
-        chosen = sorted(left, key=lambda index: -left[index])[: tier.world_size]
+        chosen = _gpus_in_turn(need)
+        more_gpus = ", or name more gpus"
     for index in chosen:
-        if index not in left:
+        if index not in left_bytes:
+            known_indices = ", ".join(map(str, left_bytes))
             raise PlanError(
-                f"tiers.{tier.name}.gpus names GPU {index}: there are {', '.join(map(str, left))}"
+                f"tiers.{tier.name}.gpus names GPU {index}: there are {known_indices}"
             )
-    if len(set(chosen)) < tier.world_size:
+    usable_gpus = len(set(chosen))
+    if usable_gpus < tier.world_size:
         raise PlanError(
-            f"an engine of tier {tier.name} takes {tier.world_size} GPUs, {len(set(chosen))} can be used: lower "
-            f"tiers.{tier.name}.tensor_parallel or pipeline_parallel{', or name more gpus' if tier.gpus else ''}"
+            f"an engine of tier {tier.name} takes {tier.world_size} GPUs, {usable_gpus} can be used: lower "
+            f"tiers.{tier.name}.tensor_parallel or pipeline_parallel{more_gpus}"
         )
     return chosen
+
+
+def _gpus_in_turn(need: _Need) -> list[int]:
+    """Return the GPUs of a tier's setting that are one engine's turn; after the last one the first comes again."""
+    tier = need.tier
+    first = need.number * tier.world_size
+    return [
+        tier.gpus[number % len(tier.gpus)]
+        for number in range(first, first + tier.world_size)
+    ]
 
 
 def _gpu_share(
@@ -564,23 +595,29 @@ def _kv_cache_on(gpu: Gpu, need: _Need, engines: Sequence[_Need]) -> int:
         NoRoomError: One request would not fit.
     """
     tier = need.tier
-    weights = sum(engine.weights_each for engine in engines)
-    overhead = int(GPU_OVERHEAD_GIB * GIB) * len(engines)
-    left = gpu.free - int(GPU_RESERVE * gpu.total) - weights - overhead
-    kv_cache = (
-        left * need.largest_batch // sum(engine.largest_batch for engine in engines)
-    )
-    needed = need.kv_per_token * tier.max_model_len
-    if kv_cache < needed:
-        count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
+    weight_bytes_there = sum(engine.weights_each for engine in engines)
+    overhead_bytes = int(GPU_OVERHEAD_GIB * GIB) * len(engines)
+    reserve_bytes = int(GPU_RESERVE * gpu.total)
+    left_bytes = gpu.free - reserve_bytes - weight_bytes_there - overhead_bytes
+    batch_tokens = sum(engine.largest_batch for engine in engines)
+    kv_cache = left_bytes * need.largest_batch // batch_tokens
+    needed_bytes = need.kv_per_token * tier.max_model_len
+    if kv_cache < needed_bytes:
         raise NoRoomError(
-            f"GPU {gpu.index} ({gpu.name}) has {gpu.free / GIB:.1f} GiB free. Weights take {weights / GIB:.1f} GiB and "
-            f"{count} {overhead / GIB:.1f} GiB more, which leaves tier {tier.name} "
+            f"GPU {gpu.index} ({gpu.name}) has {gpu.free / GIB:.1f} GiB free. Weights take "
+            f"{weight_bytes_there / GIB:.1f} GiB and {_engine_count(len(engines))} {overhead_bytes / GIB:.1f} GiB more, "
+            f"which leaves tier {tier.name} "
             f"{max(kv_cache, 0) / GIB:.2f} GiB of KV cache; one request of {tier.max_model_len} tokens needs "
-            f"{needed / GIB:.2f} GiB. Take a smaller model, lower tiers.{tier.name}.max_model_len, raise "
+            f"{needed_bytes / GIB:.2f} GiB. Take a smaller model, lower tiers.{tier.name}.max_model_len, raise "
             f"tiers.{tier.name}.tensor_parallel, or run a tier elsewhere with tiers.{tier.name}.urls"
         )
     return kv_cache
+
+
+def _engine_count(engines: int) -> str:
+    if engines == 1:
+        return "1 engine"
+    return f"{engines} engines"
 
 
 def usual_kv_cache_gib(per_token: int, context: int, sequences: int) -> float:
@@ -603,11 +640,9 @@ def _cpu_plan(
         shares.append(share)
         needed_bytes += _cpu_need(share.weights, share.on_disk, share.kv_cache)
     if needed_bytes > machine.memory_available:
-        engines = (
-            "1 CPU engine needs"
-            if len(needs) == 1
-            else f"{len(needs)} CPU engines need"
-        )
+        engines = "1 CPU engine needs"
+        if len(needs) > 1:
+            engines = f"{len(needs)} CPU engines need"
         raise NoRoomError(
             f"{engines} about {needed_bytes / GIB:.1f} GiB of memory, "
             f"{machine.memory_available / GIB:.1f} GiB are available: "
@@ -626,8 +661,9 @@ def _cpu_share(
     """
     tier = need.tier
     if tier.world_size > 1 or tier.gpus:
+        plural = "s" if tier.world_size > 1 else ""
         raise PlanError(
-            f"tier {tier.name} is to have {tier.world_size} GPU{'s' * (tier.world_size > 1)} for each engine, and this "
+            f"tier {tier.name} is to have {tier.world_size} GPU{plural} for each engine, and this "
             f"machine has none: leave out tiers.{tier.name}.gpus, tensor_parallel and pipeline_parallel, or run the "
             f"tier elsewhere with tiers.{tier.name}.urls"
         )

@@ -84,10 +84,16 @@ class Prefix(Struct, frozen=True):
             return 0
         byte_count = blocks * BLOCK_BYTES
         part = bisect_left(self.ends, (byte_count, 0.0))
-        end, tokens_to_end = self.ends[part]
-        start, tokens_to_start = self.ends[part - 1] if part else (0, 0.0)
+        part_end, tokens_to_end = self.ends[part]
+        part_start = 0
+        tokens_to_start = 0.0
+        if part:
+            part_start, tokens_to_start = self.ends[part - 1]
         part_tokens = tokens_to_end - tokens_to_start
-        return int(tokens_to_start + part_tokens * (byte_count - start) / (end - start))
+        bytes_within = byte_count - part_start
+        return int(
+            tokens_to_start + part_tokens * bytes_within / (part_end - part_start)
+        )
 
     def home(self, replicas: Sequence[str]) -> int:
         """Return the position of the session's own replica; -1: there is no session.

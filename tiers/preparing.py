@@ -108,7 +108,7 @@ class Preparations:
     _began: float = 0.0
     _message: str = ""
     _step: _PreparationStep | None = None
-    # whose engines are not started yet
+    # their engines are not started yet
     _made: list[TierName] = field(default_factory=list)
     # when the tier's engine is ready, if known
     _starting: dict[TierName, float | None] = field(default_factory=dict)
@@ -132,7 +132,8 @@ class Preparations:
     def expect(self, tiers: Iterable[TierName], weights: int | None) -> None:
         """Note the tiers whose checkpoints are made from now on, and the size of the BF16 weights in bytes, if known."""
         self._to_make = sorted(set(tiers), key=MAKING_ORDER.index)
-        self._weights, self._began = weights, self.clock()
+        self._weights = weights
+        self._began = self.clock()
         self._note_lacking()
 
     def sized(self, weights: int) -> None:
@@ -141,20 +142,26 @@ class Preparations:
 
     def step(self, message: str, done: int, total: int) -> None:
         """Note the progress of the present checkpoint; ``total`` is 0 if parts cannot be counted."""
-        self._message, now = message, self.clock()
+        now = self.clock()
+        self._message = message
         if not total:
             return
         if self._step is None or self._step.message != message:
-            self._step = _PreparationStep(message, total, done, now, done, now)
+            self._step = _PreparationStep(
+                message, total, first=done, first_at=now, done=done, done_at=now
+            )
         elif done != self._step.done:
-            self._step.done, self._step.done_at = done, now
+            self._step.done = done
+            self._step.done_at = now
 
     def made(self, tier: TierName) -> None:
         """Note a finished checkpoint; the next one begins."""
         if tier in self._to_make:
             self._to_make.remove(tier)
             self._made.append(tier)
-        self._began, self._message, self._step = self.clock(), "", None
+        self._began = self.clock()
+        self._message = ""
+        self._step = None
 
     def leave_out(self, tiers: Iterable[TierName]) -> None:
         """Forget tiers that are not started."""
@@ -166,7 +173,10 @@ class Preparations:
         """Note that a tier's engine starts, and how long that takes, if known."""
         if tier in self._made:
             self._made.remove(tier)
-        self._starting[tier] = None if takes_s is None else self.clock() + takes_s
+        ready_at = None
+        if takes_s is not None:
+            ready_at = self.clock() + takes_s
+        self._starting[tier] = ready_at
         self._note_lacking()
 
     def settled(self, tier: TierName) -> None:
@@ -201,47 +211,54 @@ class Preparations:
             )
         if tier not in self._starting:
             return None
+        remaining_s = None
         ready_at = self._starting[tier]
-        return Preparing(
-            "its engine starts",
-            remaining_s=None if ready_at is None else _left(ready_at - now),
-        )
+        if ready_at is not None:
+            remaining_s = _left(ready_at - now)
+        return Preparing("its engine starts", remaining_s=remaining_s)
 
     def _of_making(self, tier: TierName, now: float) -> Preparing:
         position = self._to_make.index(tier)
-        remaining = self._ready_in_s(self._to_make[: position + 1], now)
+        remaining_s = self._ready_in_s(self._to_make[: position + 1], now)
         if position:
             return Preparing(
                 f"waits for the checkpoint of {self._to_make[position - 1]}",
-                remaining_s=remaining,
+                remaining_s=remaining_s,
             )
-        step, message = self._step, self._message or "making its checkpoint"
+        step = self._step
+        message = self._message or "making its checkpoint"
         if step is None or step.message != self._message:
-            return Preparing(message, remaining_s=remaining)
-        return Preparing(message, step.done, step.total, remaining)
+            return Preparing(message, remaining_s=remaining_s)
+        return Preparing(message, step.done, step.total, remaining_s=remaining_s)
 
-    def _ready_in_s(self, first: list[TierName], now: float) -> float | None:
+    def _ready_in_s(self, missing_first: list[TierName], now: float) -> float | None:
         """Return the time until an engine is ready that starts after these checkpoints are made; None: unknown."""
-        times = [self._making_s(tier, now) for tier in first]
-        known = [each for each in times if each is not None]
-        return sum(known) + ENGINE_START_S if len(known) == len(times) else None
+        making_times_s = [self._making_s(tier, now) for tier in missing_first]
+        known_times_s = [time_s for time_s in making_times_s if time_s is not None]
+        if len(known_times_s) < len(making_times_s):
+            return None
+        return sum(known_times_s) + ENGINE_START_S
 
     def _making_s(self, tier: TierName, now: float) -> float | None:
         """Return how long a checkpoint still takes, by the pace of its parts or typically; None: unknown."""
-        present = tier is self._to_make[0]
-        if present and self._step is not None:
+        is_being_made = tier is self._to_make[0]
+        if is_being_made and self._step is not None:
             if self._step.message != self._message:  # the parts are done
                 return WRITING_S
-            paced = self._step.left_s(now)
-            if paced is not None:
-                return paced
+            paced_s = self._step.left_s(now)
+            if paced_s is not None:
+                return paced_s
         if self._weights is None:
             return None
         start_s, s_per_gib = TYPICAL[tier]
-        typical = start_s + s_per_gib * self._weights / GIB
-        return _left(typical - (now - self._began)) if present else typical
+        typical_s = start_s + s_per_gib * self._weights / GIB
+        if is_being_made:
+            return _left(typical_s - (now - self._began))
+        return typical_s
 
 
 def _left(seconds: float) -> float | None:
     """Return the rest of a typical time; None once it has passed, because the rest is unknown then."""
-    return seconds if seconds > 0 else None
+    if seconds <= 0:
+        return None
+    return seconds

@@ -40,7 +40,9 @@ def rising(
 
     def order(spec: TierSpec) -> tuple[bool, float, float, bool]:
         is_precise = spec.name is TierName.PRECISE
-        negated_loss = -losses.get(spec.name, 1.0) if has_losses else 0.0
+        negated_loss = 0.0
+        if has_losses:
+            negated_loss = -losses.get(spec.name, 1.0)
         is_custom = spec.name not in PRECISIONS
         return is_precise, negated_loss, _bits_of_tier(spec), is_custom
 

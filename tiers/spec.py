@@ -70,7 +70,7 @@ def _tier_name(text: str) -> TierName:
         raise PydanticCustomError("tier_name", "{why}", {"why": str(error)}) from None
 
 
-SHOWN_DIGITS = 16  # of a digest, shown to people
+SHOWN_DIGITS = 16  # people are shown so many digits of a digest
 RESERVED = {"auto", "qarr"}  # names of models that stand for any tier
 # stands for a tier in counts of what a server outside of the fleet has answered
 OVERFLOW = "overflow"

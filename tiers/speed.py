@@ -69,7 +69,7 @@ IDLE = ReplicaLoad()
 
 
 class PredictedTimes(NamedTuple):
-    """PredictedTimes of one answer, in milliseconds."""
+    """Times of one answer, in milliseconds."""
 
     ttft_ms: float
     tpot_ms: float

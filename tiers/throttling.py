@@ -19,9 +19,10 @@ GPU_REASONS = {
     "clocks_event_reasons.hw_power_brake_slowdown": "its power supply asks it to slow down",
 }
 GPU_TIMEOUT_S = 10.0
-QUOTA_SHARE = 0.25  # of the time, from which a quota of CPU time counts
+QUOTA_SHARE = 0.25  # a quota of CPU time counts once it takes this share of the time
 CPUS = Path("/sys/devices/system/cpu")
-CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CGROUP = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +58,16 @@ def read_cpu() -> CpuReading:
         _number(path)
         for path in CPUS.glob("cpu[0-9]*/thermal_throttle/core_throttle_count")
     )
-    held_back = 0
+    held_back_us = 0
     for line in _text(CGROUP).splitlines():
         if not line.startswith("0::"):  # the first hierarchy's groups count otherwise
             continue
         group = line.removeprefix("0::")
         for stat in _text(CGROUPS / group.lstrip("/") / "cpu.stat").splitlines():
             name, _, value = stat.partition(" ")
-            held_back += (
-                int(value) if name == "throttled_usec" and value.isdigit() else 0
-            )
-    return CpuReading(hot, held_back / 1e6)
+            if name == "throttled_usec" and value.isdigit():
+                held_back_us += int(value)
+    return CpuReading(hot, held_back_us / 1e6)
 
 
 def read_gpus() -> dict[int, str]:
@@ -85,12 +85,14 @@ def read_gpus() -> dict[int, str]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    return dict(gpu_reasons(done.stdout)) if done.returncode == 0 else {}
+    if done.returncode != 0:
+        return {}
+    return dict(gpu_reasons(done.stdout))
 
 
 def gpu_reasons(listed: str) -> Mapping[int, str]:
     """Read nvidia-smi's answer: an index and ``Active`` or ``Not Active`` for each of ``GPU_REASONS``, a line a GPU."""
-    found = {}
+    reasons = {}
     for line in listed.splitlines():
         index, *states = (part.strip() for part in line.split(","))
         active = [
@@ -99,8 +101,8 @@ def gpu_reasons(listed: str) -> Mapping[int, str]:
             if state == "Active"
         ]
         if active and index.isdigit():
-            found[int(index)] = f"GPU {index} is throttled: {active[0]}"
-    return found
+            reasons[int(index)] = f"GPU {index} is throttled: {active[0]}"
+    return reasons
 
 
 def _text(path: Path) -> str:

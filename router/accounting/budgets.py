@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from typing import NamedTuple
 
 from router.auth.api_keys import Account, Limit, Span, shown
@@ -55,9 +56,8 @@ class Hold(NamedTuple):
 
     @property
     def places(self) -> list[tuple[str, str]]:
-        return [
-            (account.id, period) for account in self.accounts for period in self.periods
-        ]
+        account_ids = [account.id for account in self.accounts]
+        return list(product(account_ids, self.periods))
 
     def broken(self, used: Used) -> tuple[Account, Limit] | None:
         """Return the first limit that the hold would break on top of what is used; None: it breaks none."""
@@ -119,7 +119,9 @@ class OverBudgetError(Exception):
     def _obstacle(self, needed: int) -> str:
         if self.retry_after_s is None:
             return f"is smaller than this request alone, which may need {shown(needed)}: ask for fewer max_tokens"
-        state = f"has {shown(self.left)} left" if self.left else "is used up"
+        state = "is used up"
+        if self.left:
+            state = f"has {shown(self.left)} left"
         renewal = f"it renews at {self.renews:%Y-%m-%dT%H:%M:%SZ}"
         return f"{state}, and this request may need {shown(needed)}; {renewal}"
 

@@ -131,28 +131,25 @@ class Charging:
             OverBudgetError: A budget does not allow the request now.
         """
         pricing = self.pricing
+        costs = [pricing.most(decision, tier) for tier in self._tiers(decision.query)]
         try:
-            highest_cost = max(
-                pricing.most(decision, tier) for tier in self._tiers(decision.query)
-            )
-            return await self.reservations.enter(
-                caller.accounts, highest_cost
-            ), decision
+            reservation = await self.reservations.enter(caller.accounts, max(costs))
         except OverBudgetError as over_budget:
             if caller.over_budget != "cheapest":
                 raise
-            cheapest = self._cheapest_tier(decision, pricing)
-            cheaper = self._decide_for(cheapest, decision.query)
-            if cheaper.tier is None and cheaper.refusal is not Refusal.AT_CAPACITY:
+            cheapest_tier = self._cheapest_tier(decision, pricing)
+            cheaper_decision = self._decide_for(cheapest_tier, decision.query)
+            if _is_final(cheaper_decision):
                 raise
-            cheapest_cost = pricing.most(cheaper, cheapest)
+            cheapest_cost = pricing.most(cheaper_decision, cheapest_tier)
             reservation = await self.reservations.enter(
                 caller.accounts, cheapest_cost, HARD_STOP
             )
             headers[OVER_BUDGET_HEADER] = (
-                f"too little left of {over_budget.account.title}'s {over_budget.text}: only {cheapest} may serve"
+                f"too little left of {over_budget.account.title}'s {over_budget.text}: only {cheapest_tier} may serve"
             )
-            return reservation, cheaper
+            return reservation, cheaper_decision
+        return reservation, decision
 
     def _cheapest_tier(self, decision: Decision, pricing: Pricing) -> TierName:
         """Return the tier at which the request may cost least, even if it requires another one."""
@@ -192,6 +189,11 @@ class Charging:
         return tiers or [self.pricing.highest]
 
 
+def _is_final(decision: Decision) -> bool:
+    """Tell whether a decision refuses a request for another reason than that every tier is full."""
+    return decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
+
+
 def usage_of(decision: Decision, answer: EngineAnswer) -> tuple[TierUsage, ...]:
     """Return what each engine read and computed of an answer: the first one, then those that continued it.
 
@@ -199,9 +201,8 @@ def usage_of(decision: Decision, answer: EngineAnswer) -> tuple[TierUsage, ...]:
     """
     prompt_tokens = answer.usage.get("prompt_tokens", decision.query.tokens_to_read)
     parts = answer.parts
-    output_before = max(
-        answer.output_tokens - sum(part.output_tokens for part in parts), 0
-    )
+    continued_tokens = sum(part.output_tokens for part in parts)
+    output_before = max(answer.output_tokens - continued_tokens, 0)
     usage = [
         TierUsage(
             answer.tier,

@@ -120,7 +120,9 @@ class SqliteLedger:
         self._marks.add(hold.id)
 
     async def renew(self, holds: Iterable[Hold], *, restore: bool = False) -> None:  # noqa: ARG002  nothing is lost
-        rows = [(account.id, hold.id) for hold in holds for account in hold.accounts]
+        rows: list[tuple[str, str]] = []
+        for hold in holds:
+            rows += [(account.id, hold.id) for account in hold.accounts]
 
         def renew_in(sql: sqlite3.Connection) -> None:
             now = self._now()
@@ -151,20 +153,23 @@ class SqliteLedger:
 
 
 def _used(
-    sql: sqlite3.Connection, accounts: Iterable[str], periods: Periods, now: float
+    connection: sqlite3.Connection,
+    accounts: Iterable[str],
+    periods: Periods,
+    now: float,
 ) -> Used:
-    query = (
+    used_query = (
         "SELECT coalesce(sum(engine_us), 0), coalesce(sum(money_u), 0) FROM ("
         "SELECT engine_us, money_u FROM spent WHERE account = :account AND period = :period UNION ALL "
         "SELECT engine_us, money_u FROM held WHERE account = :account AND ends >= :now AND :period IN (day, month))"
     )
-    used = Used()
+    used_amounts = Used()
     for account_id, period in product(accounts, periods):
-        values = sql.execute(
-            query, {"account": account_id, "period": period, "now": now}
+        values = connection.execute(
+            used_query, {"account": account_id, "period": period, "now": now}
         ).fetchone()
-        used[account_id, period] = Cost(*values)
-    return used
+        used_amounts[account_id, period] = Cost(*values)
+    return used_amounts
 
 
 BudgetLedger = MemoryLedger | SqliteLedger | RedisLedger
@@ -173,4 +178,6 @@ BudgetLedger = MemoryLedger | SqliteLedger | RedisLedger
 def ledger_of(settings: Settings, database: Database) -> BudgetLedger:
     """Return where budgets are counted: in Redis if routers share one, else in the file."""
     redis_url = settings.state.redis_url.get_secret_value()
-    return RedisLedger(redis_url, database) if redis_url else SqliteLedger(database)
+    if redis_url:
+        return RedisLedger(redis_url, database)
+    return SqliteLedger(database)

@@ -91,10 +91,8 @@ class RedisLedger:
             redis_time, denied, *values = answer
             self.link.learn_time(float(redis_time), names[0])
             if denied != _TOO_LATE:
-                return Reserved(
-                    self._read_used(hold, values),
-                    _broken_limit(hold, denied) if denied else None,
-                )
+                used = self._read_used(hold, values)
+                return Reserved(used, _broken_limit(hold, denied))
         raise TimeoutError
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
@@ -116,10 +114,12 @@ class RedisLedger:
             amounts_and_periods = " ".join(map(str, (*hold.reserved, *hold.periods)))
             for account in hold.accounts:
                 holds_by_account[account.id] += [hold.id, amounts_and_periods]
-        mode = "restore" if restore else ""
+        lease_mode = "restore" if restore else ""
         for account_id, account_holds in holds_by_account.items():
             names = [_key("held", account_id), _key("ends", account_id)]
-            await self.link.run(self._renew, names, [LEASE_S, mode, *account_holds])
+            await self.link.run(
+                self._renew, names, [LEASE_S, lease_mode, *account_holds]
+            )
 
     async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
         used = Used()
@@ -228,15 +228,15 @@ class LedgerCopy:
 
     def note(self, place: Place, seen: SeenSpending) -> bool:
         """Remember what Redis has now; return whether it had lost what was seen before."""
-        before = self._seen.get(place, NOTHING_SEEN)
-        is_older_answer = before.ledger == seen.ledger and sum(before.spent) > sum(
-            seen.spent
-        )
-        if before == seen or is_older_answer:
+        seen_before = self._seen.get(place, NOTHING_SEEN)
+        is_older_answer = seen_before.ledger == seen.ledger and sum(
+            seen_before.spent
+        ) > sum(seen.spent)
+        if seen_before == seen or is_older_answer:
             return False
         self._seen[place] = seen
         self._unwritten.add(place)
-        return bool(before.ledger) and before.ledger != seen.ledger
+        return bool(seen_before.ledger) and seen_before.ledger != seen.ledger
 
     async def write(self) -> None:
         """Write what is new to the file; if that fails, it is tried again."""
@@ -280,17 +280,17 @@ class LedgerCopy:
             self._is_read = True
 
 
-def _read_copy(sql: sqlite3.Connection) -> list[CopyRow]:
-    oldest = time.strftime("%Y-%m", time.gmtime(time.time() - MONTH_KEPT_S))
-    sql.execute("DELETE FROM ledger_copy WHERE period < ?", (oldest,))
-    return sql.execute(
+def _read_copy(connection: sqlite3.Connection) -> list[CopyRow]:
+    oldest_month = time.strftime("%Y-%m", time.gmtime(time.time() - MONTH_KEPT_S))
+    connection.execute("DELETE FROM ledger_copy WHERE period < ?", (oldest_month,))
+    return connection.execute(
         "SELECT account, period, ledger, engine_us, money_u FROM ledger_copy"
     ).fetchall()
 
 
-def _write_copy(sql: sqlite3.Connection, rows: list[CopyRow]) -> None:
+def _write_copy(connection: sqlite3.Connection, rows: list[CopyRow]) -> None:
     """Write rows. If routers share the file, the largest amounts stay: what is spent only grows."""
-    sql.executemany(
+    connection.executemany(
         "INSERT INTO ledger_copy VALUES (?, ?, ?, ?, ?) ON CONFLICT (account, period) DO UPDATE SET "
         "ledger = excluded.ledger, engine_us = excluded.engine_us, money_u = excluded.money_u "
         "WHERE excluded.engine_us + excluded.money_u >= engine_us + money_u",
@@ -298,8 +298,10 @@ def _write_copy(sql: sqlite3.Connection, rows: list[CopyRow]) -> None:
     )
 
 
-def _broken_limit(hold: Hold, number: int) -> tuple[Account, Limit]:
-    """Return the limit that ``budget_reserve.lua`` names by its number, counted from 1 over all accounts."""
+def _broken_limit(hold: Hold, number: int) -> tuple[Account, Limit] | None:
+    """Return the limit that ``budget_reserve.lua`` names by its number, counted from 1 over all accounts; None for 0."""
+    if not number:
+        return None
     account_position, limit_position = divmod(number - 1, len(_LIMITS))
     account = hold.accounts[account_position]
     span_and_unit = _LIMITS[limit_position]

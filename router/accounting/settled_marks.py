@@ -22,9 +22,13 @@ class SettledMarks:
     def pop_due(self) -> list[str]:
         """Return some settlements that nobody repeats any more: their marks can go."""
         due: list[str] = []
-        oldest = time.monotonic() - MARK_S
-        while self._answered and len(due) < AT_ONCE and self._answered[0][0] <= oldest:
-            due.append(self._answered.popleft()[1])
+        due_if_before = time.monotonic() - MARK_S
+        while self._answered and len(due) < AT_ONCE:
+            answered_at, settlement = self._answered[0]
+            if answered_at > due_if_before:
+                break
+            self._answered.popleft()
+            due.append(settlement)
         return due
 
     def pop_all(self) -> list[str]:

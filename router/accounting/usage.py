@@ -184,7 +184,8 @@ def _add(
 ) -> None:
     """Add what was used to the file; remove the days before the oldest one that is kept, unless it is empty."""
     changes = ", ".join(f"{name} = {name} + excluded.{name}" for name in Use._fields)
-    placeholders = ", ".join("?" * (len(Row._fields) + len(Use._fields)))
+    column_count = len(Row._fields) + len(Use._fields)
+    placeholders = ", ".join("?" * column_count)
     insert = f"INSERT INTO usage VALUES ({placeholders})"  # noqa: S608
     insert += f" ON CONFLICT (day, key, team, tier) DO UPDATE SET {changes}"
     sql.executemany(insert, [(*row, *use) for row, use in rows.items()])
@@ -204,6 +205,11 @@ def render_row(
     row: Row, use: Use, names: Mapping[str, str], *, priced: bool
 ) -> dict[str, Any]:
     """Return a row as JSON values, in units of the currency and of seconds; money only where there is a price."""
+    money = None
+    highest_money = None
+    if priced:
+        money = use.money_u / MICRO
+        highest_money = use.highest_money_u / MICRO
     return {
         "day": row.day,
         "key": row.key,
@@ -216,8 +222,8 @@ def render_row(
         "output_tokens": use.output_tokens,
         "engine_seconds": use.engine_us / MICRO,
         "highest_engine_seconds": use.highest_engine_us / MICRO,
-        "money": use.money_u / MICRO if priced else None,
-        "highest_money": use.highest_money_u / MICRO if priced else None,
+        "money": money,
+        "highest_money": highest_money,
     }
 
 
@@ -225,19 +231,19 @@ async def used_budgets(
     ledger: BudgetLedger, callers: Sequence[Caller], at: float
 ) -> list[dict[str, Any]]:
     """Return how far callers' budgets are used at a time (seconds since 1970), as JSON values; of each team once."""
-    account_owners = {
-        account.id: (account, caller)
-        for caller in callers
-        for account in caller.accounts
-    }
-    current = periods(at)
+    account_owners: dict[str, tuple[Account, Caller]] = {}
+    for caller in callers:
+        for account in caller.accounts:
+            account_owners[account.id] = (account, caller)
+    current_periods = periods(at)
     used = Used()
     if account_owners:
-        used = await ledger.used(list(account_owners), current)
+        used = await ledger.used(list(account_owners), current_periods)
     budgets = []
     for account, caller in account_owners.values():
         for limit in account.limits:
-            used_cost = used[account.id, getattr(current, limit.span)]
+            period = getattr(current_periods, limit.span)
+            used_cost = used[account.id, period]
             used_amount: int = getattr(used_cost, limit.unit)
             budgets.append(
                 _render_budget(
@@ -250,10 +256,14 @@ async def used_budgets(
 def _render_budget(
     account: Account, caller: Caller, limit: Limit, used_amount: int, at: float
 ) -> dict[str, Any]:
-    is_of_key = account.id.startswith("key:")
+    key_id = None
+    key_name = None
+    if account.id.startswith("key:"):
+        key_id = caller.key_id
+        key_name = caller.name
     return {
-        "key": caller.key_id if is_of_key else None,
-        "name": caller.name if is_of_key else None,
+        "key": key_id,
+        "name": key_name,
         "team": caller.team or None,
         "budget": limit.name,
         "limit": limit.amount / MICRO,
@@ -265,7 +275,8 @@ def _render_budget(
 def summed(rows: Iterable[tuple[Row, Use]]) -> dict[tuple[str, str], Use]:
     sums: dict[tuple[str, str], Use] = defaultdict(Use)
     for row, use in rows:
-        sums[row.key, row.team] = sums[row.key, row.team].plus(use)
+        owner = (row.key, row.team)
+        sums[owner] = sums[owner].plus(use)
     return sums
 
 

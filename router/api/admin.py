@@ -113,9 +113,9 @@ class Admin:
 
     async def _unload(self, request: Request) -> Response:
         check_admin(request, self._keys)
-        name = request.path_params["name"]
-        results = await self._operations.adapters.unload(name)
-        return json_response(_render_adapter(name, results))
+        adapter_name = request.path_params["name"]
+        results = await self._operations.adapters.unload(adapter_name)
+        return json_response(_render_adapter(adapter_name, results))
 
 
 def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
@@ -124,11 +124,11 @@ def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
     async def reload(request: Request) -> Response:
         check_admin(request, keys)
         changes = await reloads.reload()
-        changed = [
+        changed_settings = [
             {"setting": change.key, "before": change.before, "after": change.after}
             for change in changes
         ]
-        return json_response({"changed": changed})
+        return json_response({"changed": changed_settings})
 
     return Route(RELOAD, reload, methods=["POST"])
 
@@ -145,7 +145,12 @@ def check_admin(request: Request, keys: KeyStore) -> None:
             )
         return
     foreign_header = next(
-        (name for name in FOREIGN_HEADERS if name in request.headers), None
+        (
+            header_name
+            for header_name in FOREIGN_HEADERS
+            if header_name in request.headers
+        ),
+        None,
     )
     if foreign_header is not None:
         origin = f"this request came with the header {foreign_header}"
@@ -163,8 +168,8 @@ async def _read(request: Request) -> bytes:
     return await read_body(request.scope, request.receive, MAX_BODY_BYTES)
 
 
-def _render_adapter(name: str, results: list[AdapterResult]) -> dict[str, Any]:
-    return {"adapter": name, "replicas": [asdict(result) for result in results]}
+def _render_adapter(adapter_name: str, results: list[AdapterResult]) -> dict[str, Any]:
+    return {"adapter": adapter_name, "replicas": [asdict(result) for result in results]}
 
 
 def _render_operation(operation: Operation) -> dict[str, Any]:

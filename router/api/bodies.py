@@ -248,10 +248,10 @@ Body = TypeVar("Body", bound=BaseModel)
 def parsed(
     model: type[Body],
     body: bytes,
-    allowed: Callable[[Rules], Mapping[str, str]],
+    allowed_values: Callable[[Rules], Mapping[str, str]],
     rules: Rules = STANDARD_RULES,
 ) -> Body:
-    """Parse a body; ``allowed`` returns the allowed values of each field.
+    """Parse a body; ``allowed_values`` returns the allowed values of each field.
 
     ``InvalidBodyError``: the body is not UTF-8, not JSON, or has wrong fields; the error lists them.
     """
@@ -259,13 +259,13 @@ def parsed(
         return model.model_validate_json(body, context=rules)
     except ValidationError as error:
         # pydantic's own text quotes the input
-        raise InvalidBodyError(problems_of(error, allowed(rules))) from None
+        raise InvalidBodyError(problems_of(error, allowed_values(rules))) from None
 
 
 def routing_allowed(rules: Rules) -> dict[str, str]:
-    *first_names, last_name = ("auto", *rules.tiers)
+    tier_names = ("auto", *rules.tiers)
     return {
-        "tier": f"{', '.join(first_names)} or {last_name}",
+        "tier": f"{', '.join(tier_names[:-1])} or {tier_names[-1]}",
         "tier_policy": "prefer or require",
         "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss, confidence",
         "sla.ttft_ms": "a number of milliseconds above 0",
@@ -279,17 +279,21 @@ def routing_allowed(rules: Rules) -> dict[str, str]:
 
 
 def problems_of(
-    error: ValidationError, allowed: Mapping[str, str], *within: str
+    error: ValidationError, allowed_values: Mapping[str, str], *within: str
 ) -> tuple[FieldProblem, ...]:
     """Return the errors that pydantic found in a body, or in the object ``within`` it, with what is allowed."""
     problems = [
-        _problem_of((*within, *details["loc"]), details, allowed=allowed)
-        for details in first_errors(error)
+        _problem_of(
+            (*within, *error_details["loc"]),
+            error_details,
+            allowed_values=allowed_values,
+        )
+        for error_details in first_errors(error)
     ]
-    further = error.error_count() - len(problems)
-    if further:
+    further_errors = error.error_count() - len(problems)
+    if further_errors:
         problems.append(
-            FieldProblem("body", f"{further} more errors of this kind", "none")
+            FieldProblem("body", f"{further_errors} more errors of this kind", "none")
         )
     return tuple(problems)
 
@@ -303,22 +307,31 @@ def first_errors(error: ValidationError) -> list[ErrorDetails]:
         rendered[:MAX_RENDERED_CHARS], allow_partial=True
     )
     # the last one may be cut
-    return [details for details in errors[:MAX_ERRORS] if "msg" in details]
+    return [
+        error_details for error_details in errors[:MAX_ERRORS] if "msg" in error_details
+    ]
 
 
 def _problem_of(
-    location: tuple[int | str, ...], error: ErrorDetails, *, allowed: Mapping[str, str]
+    location: tuple[int | str, ...],
+    error_details: ErrorDetails,
+    *,
+    allowed_values: Mapping[str, str],
 ) -> FieldProblem:
     """Return one of pydantic's errors, with the place of its field in the whole body."""
-    field = ".".join(str(part)[:MAX_NAME_CHARS] for part in location)
-    if not field:
-        return FieldProblem("body", message_of(error), "a JSON object in UTF-8")
+    field_name = ".".join(str(part)[:MAX_NAME_CHARS] for part in location)
+    if not field_name:
+        return FieldProblem("body", message_of(error_details), "a JSON object in UTF-8")
     # without the places in lists
-    name = ".".join(part for part in location if isinstance(part, str))
-    if error["type"] == "extra_forbidden":
-        members = _members(name.rpartition(".")[0], allowed)
-        return FieldProblem(field, _unknown_field_text(location), ", ".join(members))
-    return FieldProblem(field, message_of(error), allowed.get(name, ""))
+    allowed_name = ".".join(part for part in location if isinstance(part, str))
+    if error_details["type"] == "extra_forbidden":
+        member_names = _members(allowed_name.rpartition(".")[0], allowed_values)
+        return FieldProblem(
+            field_name, _unknown_field_text(location), ", ".join(member_names)
+        )
+    return FieldProblem(
+        field_name, message_of(error_details), allowed_values.get(allowed_name, "")
+    )
 
 
 def _unknown_field_text(location: tuple[int | str, ...]) -> str:
@@ -327,26 +340,26 @@ def _unknown_field_text(location: tuple[int | str, ...]) -> str:
     return "there is no such field"
 
 
-def _members(object_name: str, allowed: Mapping[str, str]) -> list[str]:
+def _members(object_name: str, allowed_values: Mapping[str, str]) -> list[str]:
     """Return the names of the members that an object may have; the body itself has an empty name."""
-    members = []
-    for name in allowed:
-        parent, _, member = name.rpartition(".")
+    member_names = []
+    for field_name in allowed_values:
+        parent, _, member = field_name.rpartition(".")
         if parent == object_name:
-            members.append(member)
-    return members
+            member_names.append(member)
+    return member_names
 
 
-def message_of(error: ErrorDetails) -> str:
+def message_of(error_details: ErrorDetails) -> str:
     """Return what is wrong with a field, as the rest of a sentence that begins with its name."""
-    if error["type"] == "too_short" and error["msg"].endswith("not 0"):
+    if error_details["type"] == "too_short" and error_details["msg"].endswith("not 0"):
         return "is empty"
-    if error["type"] == "json_invalid":
-        return "is not JSON" + error["msg"].removeprefix("Invalid JSON")
-    message = error["msg"].removeprefix("Value error, ")
+    if error_details["type"] == "json_invalid":
+        return "is not JSON" + error_details["msg"].removeprefix("Invalid JSON")
+    message = error_details["msg"].removeprefix("Value error, ")
     # as in "Input should be" and "String should have"
-    subject, should, expected = message.partition(" should ")
-    if should and subject.isalpha():
+    first_word, should, expected = message.partition(" should ")
+    if should and first_word.isalpha():
         return f"should {expected}"
     return message[:1].lower() + message[1:]
 
@@ -363,7 +376,9 @@ def render_fleet(
 
     ``sources``: who names each replica, by id. ``inside``: with addresses and paths, and details that quote them.
     """
-    now = fleet.load.now if fleet.load is not None else 0.0
+    now = 0.0
+    if fleet.load is not None:
+        now = fleet.load.now
     return {
         "model": model,
         "machine": machine,
@@ -378,23 +393,23 @@ def _render_tier(
     tier: TierSnapshot, sources: Mapping[str, str | None], now: float, *, inside: bool
 ) -> dict[str, Any]:
     spec = tier.spec
-    preparing = None
-    detail = ""
+    rendered_preparing = None
+    detail_text = ""
     if tier.preparing is not None:
-        preparing = render_preparing(tier.preparing)
+        rendered_preparing = render_preparing(tier.preparing)
         if inside:
-            detail = tier.preparing.failed or ""
+            detail_text = tier.preparing.failed or ""
     replicas = []
     for replica, output_tokens in zip(tier.replicas, tier.output_tokens, strict=True):
-        rendered = _render_replica(replica, output_tokens, now, inside=inside)
-        rendered["source"] = sources.get(replica.id)
-        replicas.append(rendered)
+        rendered_replica = _render_replica(replica, output_tokens, now, inside=inside)
+        rendered_replica["source"] = sources.get(replica.id)
+        replicas.append(rendered_replica)
     return {
         "tier": spec.name,
         "precision": spec.precision,
         "state": tier.status.value,
-        "preparing": preparing,
-        "detail": detail,
+        "preparing": rendered_preparing,
+        "detail": detail_text,
         "checkpoint": str(spec.checkpoint) if spec.checkpoint and inside else None,
         "checkpoint_digest": spec.digest,
         "identity": spec.identity if inside else spec.digest,
@@ -530,6 +545,6 @@ def _complaints_of(replicas: Sequence[ReplicaState], *, inside: bool) -> list[st
         if replica.status in BROKEN_STATES:
             complaints.append(f"{replica.id} is {replica.status.value}")
         elif replica.status is ReplicaStatus.READY and replica.detail:
-            detail = replica.detail if inside else "GET /tiers says more"
-            complaints.append(f"{replica.id}: {detail}")
+            detail_text = replica.detail if inside else "GET /tiers says more"
+            complaints.append(f"{replica.id}: {detail_text}")
     return complaints

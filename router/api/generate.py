@@ -177,14 +177,14 @@ class GenerateBody(RoutingFields):
 
 def allowed_values(rules: Rules) -> dict[str, str]:
     limits = rules.limits
-    text = f"{limits.max_prompt_chars} characters and at most {limits.max_prompt_words} words"
+    text_limits = f"{limits.max_prompt_chars} characters and at most {limits.max_prompt_words} words"
     return {
-        "prompt": f"a string of 1 to {text}; exactly one of prompt and messages",
+        "prompt": f"a string of 1 to {text_limits}; exactly one of prompt and messages",
         "messages": f"null or a list of 1 to {MAX_MESSAGES} objects with role and content, the user's last; exactly one "
         "of prompt and messages",
         "messages.role": "system (the first only), user or assistant",
-        "messages.content": f"a string of at most {text}",
-        "system_prompt": f"null or a string of at most {text}",
+        "messages.content": f"a string of at most {text_limits}",
+        "system_prompt": f"null or a string of at most {text_limits}",
         "max_tokens": f"an integer from 1 to {limits.max_tokens}",
         "temperature": "a number from 0 to 2",
         "top_p": "null or a number above 0, at most 1",
@@ -215,9 +215,9 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
     priority = _priority_of(body, context)
     max_tokens = body.max_tokens or rules.limits.default_max_tokens
     sampling = _sampling_of(body, default_temperature=rules.limits.default_temperature)
-    cut = None
+    cut_prompt = None
     if body.truncate is not None:
-        cut = partial(_cut, is_chat=body.messages is not None)
+        cut_prompt = partial(_cut, is_chat=body.messages is not None)
     return Call(
         context=context,
         prompt=read_messages(messages, service.pipeline.counter),
@@ -238,7 +238,7 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
         session=session_of(context),
         is_streamed=body.stream,
         is_resumable=body.resumable,
-        cut_prompt=cut,
+        cut_prompt=cut_prompt,
     )
 
 
@@ -246,14 +246,18 @@ def _check_adapter(adapter: str | None, fleet: Fleet) -> None:
     """Raise ``InvalidBodyError`` if a request names an adapter that no tier offers."""
     if adapter is None:
         return
-    offered = adapter_names(fleet)
-    if adapter in offered:
+    offered_names = adapter_names(fleet)
+    if adapter in offered_names:
         return
-    allowed = "none: no tier offers an adapter"
-    if offered:
-        allowed = f"one of {', '.join(offered)}"
+    allowed_text = "none: no tier offers an adapter"
+    if offered_names:
+        allowed_text = f"one of {', '.join(offered_names)}"
     raise InvalidBodyError(
-        (FieldProblem("adapter", f"{adapter[:100]!r} is offered by no tier", allowed),)
+        (
+            FieldProblem(
+                "adapter", f"{adapter[:100]!r} is offered by no tier", allowed_text
+            ),
+        )
     )
 
 
@@ -280,10 +284,16 @@ def _priority_of(body: GenerateBody, context: RequestContext) -> int:
 def _sampling_of(body: GenerateBody, *, default_temperature: float) -> dict[str, Any]:
     """Return the sampling parameters that an engine is sent: a temperature always, others if the body has them."""
     sampling: dict[str, Any] = {"temperature": default_temperature}
-    for name in ("temperature", "top_p", "repetition_penalty", "seed", "stop"):
-        value = getattr(body, name)
+    for parameter_name in (
+        "temperature",
+        "top_p",
+        "repetition_penalty",
+        "seed",
+        "stop",
+    ):
+        value = getattr(body, parameter_name)
         if value is not None:
-            sampling[name] = value
+            sampling[parameter_name] = value
     return sampling
 
 
@@ -307,14 +317,14 @@ def _cut(call: Call, cutter: Cutter, *, is_chat: bool) -> Call:
     engine_request = replace(
         call.engine_request, chat=shorter_messages, document=document
     )
-    shorter = replace(
+    shorter_call = replace(
         call,
         engine_request=engine_request,
         prompt=read_messages(shorter_messages, cutter.counter),
     )
     return replace(
-        shorter,
-        truncated=cutter.disclosed(shorter, len(messages) - len(shorter_messages)),
+        shorter_call,
+        truncated=cutter.disclosed(shorter_call, len(messages) - len(shorter_messages)),
     )
 
 

@@ -59,30 +59,30 @@ class Models:
 
     async def answer(self, request: Request) -> Response:
         """Answer with one model, or with all that the caller may use."""
-        name = request.path_params.get("id")
+        model_name = request.path_params.get("id")
         context = context_of(request.scope)
         allowed_tiers = context.caller.tiers
-        if name is None:
+        if model_name is None:
             return json_response(
                 {"object": "list", "data": self._cards(allowed_tiers)},
                 headers=context.response_headers,
             )
         return json_response(
-            self.card(name, allowed_tiers), headers=context.response_headers
+            self.card(model_name, allowed_tiers), headers=context.response_headers
         )
 
     async def endpoints(self, request: Request) -> Response:
         """Answer with the tiers behind one model, in OpenRouter's form. It does not say where engines run."""
-        name = request.path_params["id"]
+        model_name = request.path_params["id"]
         context = context_of(request.scope)
-        card = self.card(name, context.caller.tiers)
+        card = self.card(model_name, context.caller.tiers)
         tier_names = card["tiers"]
         description = self.model
         if len(tier_names) > 1:
             description = f"{self.model} at {len(tier_names)} precisions"
         data = {
-            "id": name,
-            "name": name,
+            "id": model_name,
+            "name": model_name,
             "created": card["created"],
             "description": description,
             "architecture": {
@@ -101,40 +101,48 @@ class Models:
         return json_response({"data": data}, headers=context.response_headers)
 
     def card(
-        self, name: str, allowed_tiers: frozenset[TierName] | None
+        self, model_name: str, allowed_tiers: frozenset[TierName] | None
     ) -> dict[str, Any]:
         """Return what a caller who may use some tiers (None: all) is told about one model.
 
         ``UnknownModelError``: there is no model of this name, or the caller may use no tier behind it.
         """
-        choice = choice_of(name, self.settings, self.fleet)
-        if choice is not None:
-            card = self._card(name, choice, allowed_tiers)
+        model_choice = choice_of(model_name, self.settings, self.fleet)
+        if model_choice is not None:
+            card = self._card(model_name, model_choice, allowed_tiers)
             if card["tiers"]:
                 return card
         raise UnknownModelError(
-            name, tuple(card["id"] for card in self._cards(allowed_tiers))
+            model_name, tuple(card["id"] for card in self._cards(allowed_tiers))
         )
 
     def _cards(self, allowed_tiers: frozenset[TierName] | None) -> list[dict[str, Any]]:
         """Return all models that have one name each: those of tiers, aliases and adapters, without patterns."""
-        names = model_names(self.settings, self.fleet)
-        choices = {
-            name: ModelChoice(tier) for name, tier in names.items() if "*" not in name
+        model_tiers = model_names(self.settings, self.fleet)
+        choices_by_name = {
+            model_name: ModelChoice(tier)
+            for model_name, tier in model_tiers.items()
+            if "*" not in model_name
         }
-        for adapter in adapter_names(self.fleet):
-            choices.setdefault(adapter, ModelChoice(adapter=adapter))
+        for adapter_name in adapter_names(self.fleet):
+            choices_by_name.setdefault(adapter_name, ModelChoice(adapter=adapter_name))
         cards = [
-            self._card(name, choice, allowed_tiers) for name, choice in choices.items()
+            self._card(model_name, model_choice, allowed_tiers)
+            for model_name, model_choice in choices_by_name.items()
         ]
         if allowed_tiers is None:
             return cards
         return [card for card in cards if card["tiers"]]
 
     def _card(
-        self, name: str, choice: ModelChoice, allowed_tiers: frozenset[TierName] | None
+        self,
+        model_name: str,
+        model_choice: ModelChoice,
+        allowed_tiers: frozenset[TierName] | None,
     ) -> dict[str, Any]:
-        tier_names = [spec.name for spec in self._specs_behind(choice, allowed_tiers)]
+        tier_names = [
+            spec.name for spec in self._specs_behind(model_choice, allowed_tiers)
+        ]
         served_by = [
             behind(tier)
             for tier in self.fleet.snapshot().tiers
@@ -142,12 +150,12 @@ class Models:
         ]
         max_model_len = max((tier["context_length"] for tier in served_by), default=0)
         return {
-            "id": name,
+            "id": model_name,
             "object": "model",
             "created": self.created,
             "owned_by": "qarr",
             "root": self.model,
-            "parent": None if name == choice.tier else choice.tier,
+            "parent": None if model_name == model_choice.tier else model_choice.tier,
             "max_model_len": max_model_len,
             "context_length": max_model_len,
             "tiers": tier_names,
@@ -155,14 +163,14 @@ class Models:
         }
 
     def _specs_behind(
-        self, choice: ModelChoice, allowed_tiers: frozenset[TierName] | None
+        self, model_choice: ModelChoice, allowed_tiers: frozenset[TierName] | None
     ) -> Sequence[TierSpec]:
         """Return the tiers that may serve a model's requests, of those that a caller may use (None: all)."""
         specs: Sequence[TierSpec] = self.fleet.specs
-        if choice.tier != "auto":
-            specs = [spec for spec in specs if spec.name == choice.tier]
-        if choice.adapter is not None:
-            specs = [spec for spec in specs if choice.adapter in spec.adapters]
+        if model_choice.tier != "auto":
+            specs = [spec for spec in specs if spec.name == model_choice.tier]
+        if model_choice.adapter is not None:
+            specs = [spec for spec in specs if model_choice.adapter in spec.adapters]
         if allowed_tiers is not None:
             specs = [spec for spec in specs if spec.name in allowed_tiers]
         return specs
@@ -170,9 +178,11 @@ class Models:
     def _endpoint(self, tier: TierSnapshot) -> dict[str, Any]:
         """Return what OpenRouter's form says of a tier."""
         spec = tier.spec
-        parameters = list(PARAMETERS)
+        supported_parameters = list(PARAMETERS)
         if spec.draft is not None:
-            parameters = [name for name in PARAMETERS if name not in UNDRAFTABLE]
+            supported_parameters = [
+                name for name in PARAMETERS if name not in UNDRAFTABLE
+            ]
         return {
             **behind(tier),
             "name": f"QARR | {spec.name}",
@@ -182,7 +192,7 @@ class Models:
             "max_completion_tokens": None,
             "max_prompt_tokens": None,
             "pricing": None,
-            "supported_parameters": parameters,
+            "supported_parameters": supported_parameters,
             "status": SERVING if tier.status is ReplicaStatus.READY else NOT_SERVING,
             "uptime_last_30m": None,
             "replicas": len(tier.replicas),
@@ -226,25 +236,27 @@ def model_names(settings: OpenAISettings, fleet: Fleet) -> dict[str, str]:
 
 def adapter_names(fleet: Fleet) -> list[str]:
     """Return the LoRA adapters that some tier offers, sorted; one that has a model's name is reached by no request."""
-    offered: set[str] = set()
+    offered_names: set[str] = set()
     for spec in fleet.specs:
-        offered.update(spec.adapters)
-    return sorted(offered - {*ANY_TIER, *(spec.name for spec in fleet.specs)})
+        offered_names.update(spec.adapters)
+    return sorted(offered_names - {*ANY_TIER, *(spec.name for spec in fleet.specs)})
 
 
-def choice_of(name: str, settings: OpenAISettings, fleet: Fleet) -> ModelChoice | None:
+def choice_of(
+    model_name: str, settings: OpenAISettings, fleet: Fleet
+) -> ModelChoice | None:
     """Return what a model name asks for; the engines' own name, which stands in answers, any tier. None: it is not known."""
-    if name in _CHOICES and name not in settings.aliases:
-        return _CHOICES[name]
-    tier = model_names(settings, fleet).get(name)
-    if tier is not None:
-        return ModelChoice(tier)
-    if name in adapter_names(fleet):
-        return ModelChoice(adapter=name)
+    if model_name in _CHOICES and model_name not in settings.aliases:
+        return _CHOICES[model_name]
+    tier_name = model_names(settings, fleet).get(model_name)
+    if tier_name is not None:
+        return ModelChoice(tier_name)
+    if model_name in adapter_names(fleet):
+        return ModelChoice(adapter=model_name)
     for alias, tier_of_alias in settings.aliases.items():
-        if "*" in alias and fnmatchcase(name, alias):
+        if "*" in alias and fnmatchcase(model_name, alias):
             return ModelChoice(tier_of_alias)
-    if any(replica.model == name for replica in fleet.replicas):
+    if any(replica.model == model_name for replica in fleet.replicas):
         return _CHOICES["auto"]
     return None
 
@@ -253,14 +265,14 @@ def resolve(
     document: JsonObject, settings: OpenAISettings, fleet: Fleet
 ) -> ModelChoice:
     """Return what a body's model name asks for; ``auto`` if it names none, as vLLM allows, or ``UnknownModelError``."""
-    name = document.get("model")
-    if name is None or name == "":
+    model_name = document.get("model")
+    if model_name is None or model_name == "":
         return _CHOICES["auto"]
-    choice = None
-    if isinstance(name, str):
-        choice = choice_of(name, settings, fleet)
-    if choice is None:
+    model_choice = None
+    if isinstance(model_name, str):
+        model_choice = choice_of(model_name, settings, fleet)
+    if model_choice is None:
         raise UnknownModelError(
-            str(name), (*model_names(settings, fleet), *adapter_names(fleet))
+            str(model_name), (*model_names(settings, fleet), *adapter_names(fleet))
         )
-    return choice
+    return model_choice

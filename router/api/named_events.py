@@ -116,7 +116,9 @@ def _read_message(message: dict[str, Any], conversation: Conversation) -> None:
     text = text_of(content)
     blocks = _objects(content)
     results = [block for block in blocks if block.get("type") == "tool_result"]
-    role = "tool" if results and not text else message.get("role")
+    role = message.get("role")
+    if results and not text:
+        role = "tool"
     conversation.add(role, text)
     conversation.extras += [text_of(result.get("content")) for result in results]
     calls = [block for block in blocks if block.get("type") == "tool_use"]
@@ -200,7 +202,9 @@ def read_response_body(document: JsonObject) -> Conversation:
 def _session_names(document: JsonObject) -> tuple[Any, Any, Any]:
     """Return the members of a body that may name its conversation, in order of preference."""
     metadata = document.get("metadata")
-    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    user_id = None
+    if isinstance(metadata, dict):
+        user_id = metadata.get("user_id")
     return document.get("prompt_cache_key"), document.get("user"), user_id
 
 
@@ -217,19 +221,17 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
     fleet = service.pipeline.fleet
     document = read_document(body)
     conversation = api.read(document)
-    choice = resolve(document, service.settings.openai, fleet)
+    model_choice = resolve(document, service.settings.openai, fleet)
     fields, hint_field = routing_fields(
-        document, context, choice.tier, rules=service.rules
+        document, context, model_choice.tier, rules=service.rules
     )
     if fields.truncate is not None:
         raise InvalidBodyError((_cannot_truncate(api),))
     provider = provider_of(document, service.rules)
     named_limit = as_integer(document.get(api.limit_member))
-    max_tokens = (
-        service.settings.limits.default_max_tokens
-        if named_limit is None
-        else named_limit
-    )
+    max_tokens = named_limit
+    if max_tokens is None:
+        max_tokens = service.settings.limits.default_max_tokens
     priority = priority_to_send(document, fields, context)
     is_streamed = as_boolean(document.get("stream"))
     return Call(
@@ -248,7 +250,7 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
             counts=False,
             may_be_silent=may_be_silent(document),
             chat=conversation.chat,
-            adapter=choice.adapter,
+            adapter=model_choice.adapter,
         ),
         max_tokens=min(max(max_tokens, 1), MAX_COUNT),
         is_limited=named_limit is not None,

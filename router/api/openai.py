@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from router.api.bodies import (
     MAX_NAME_CHARS,
     FieldProblem,
     InvalidBodyError,
+    ProviderBody,
     RoutingFields,
     Rules,
     first_errors,
@@ -91,53 +92,77 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
         UnknownModelError: The body names a model that is not served here.
         BeyondKeyError: The priority is beyond the caller's key.
     """
-    settings = service.settings
-    pipeline = service.pipeline
     is_chat = path == CHAT
+    limits = service.settings.limits
     document = read_document(body)
-    prompt = (
-        read_chat(document, pipeline.counter)
-        if is_chat
-        else read_completion(document, pipeline.counter)
-    )
-    choice = resolve(document, settings.openai, pipeline.fleet)
-    fields, hint_field = routing_fields(
-        document, context, choice.tier, rules=service.rules
-    )
-    provider = provider_of(document, service.rules)
-    sequences = _sequences(
-        document, prompt, settings.limits.max_sequences, is_chat=is_chat
-    )
-    priority = priority_to_send(document, fields, context)
+    prompt = _read_prompt(document, service.pipeline.counter, is_chat=is_chat)
+    routing = _routing_of(document, context, service)
+    sequences = _sequences(document, prompt, limits.max_sequences, is_chat=is_chat)
+    priority = priority_to_send(document, routing.fields, context)
     engine_request = _engine_request(
         document,
         path,
         context.request_id,
         priority=priority,
         choices=sequences,
-        adapter=choice.adapter,
+        adapter=routing.adapter,
     )
     named_limit = token_limit(document, chat=is_chat)
-    cut = None
-    if fields.truncate is not None:
-        cut = _cut
+    cut_prompt = None
+    if routing.fields.truncate is not None:
+        cut_prompt = _cut
     return Call(
         context=context,
         prompt=prompt,
         options=with_provider(
-            fields.options(priority or 0, hint_field), provider, pipeline.fleet
+            routing.fields.options(priority or 0, routing.hint_field),
+            routing.provider,
+            service.pipeline.fleet,
         ),
         engine_request=engine_request,
-        max_tokens=_max_tokens(named_limit, settings.limits, is_chat=is_chat),
+        max_tokens=_max_tokens(named_limit, limits, is_chat=is_chat),
         is_limited=named_limit is not None,
         sequences=sequences,
         is_streamed=engine_request.is_streamed,
-        wants_report=fields.report,
+        wants_report=routing.fields.report,
         undraftable=undraftable_of(document),
         session=session_of(
             context, document.get("prompt_cache_key"), document.get("user")
         ),
-        cut_prompt=cut,
+        cut_prompt=cut_prompt,
+    )
+
+
+def _read_prompt(
+    document: JsonObject, counter: TokenCounter, *, is_chat: bool
+) -> PromptText:
+    if is_chat:
+        return read_chat(document, counter)
+    return read_completion(document, counter)
+
+
+class _Routing(NamedTuple):
+    """What a request says of who is to serve it."""
+
+    fields: OpenAIFields
+    hint_field: str  # the field that names its tier, for errors
+    adapter: str | None
+    provider: ProviderBody | None
+
+
+def _routing_of(
+    document: JsonObject, context: RequestContext, service: Service
+) -> _Routing:
+    """Read the model, the routing options and OpenRouter's preferences; each may be an error."""
+    model_choice = resolve(document, service.settings.openai, service.pipeline.fleet)
+    fields, hint_field = routing_fields(
+        document, context, model_choice.tier, rules=service.rules
+    )
+    return _Routing(
+        fields,
+        hint_field,
+        adapter=model_choice.adapter,
+        provider=provider_of(document, service.rules),
     )
 
 
@@ -172,7 +197,6 @@ def _engine_request(
         asks_token_ids = continuable is not None or (
             is_chat and may_ask_token_ids(document)
         )
-    stream_options = document.get("stream_options")
     return EngineRequest(
         document=document,
         path=path,
@@ -180,14 +204,21 @@ def _engine_request(
         request_id=request_id,
         is_streamed=is_streamed,
         priority=priority,
-        wants_usage=isinstance(stream_options, dict)
-        and as_boolean(stream_options.get("include_usage")),
+        wants_usage=_wants_usage(document),
         chat=messages_in(document),
         asks_token_ids=asks_token_ids,
         may_be_silent=may_be_silent(document),
         continuable=continuable,
         adapter=adapter,
     )
+
+
+def _wants_usage(document: JsonObject) -> bool:
+    """Tell whether a body asks for token counts at the end of a stream."""
+    stream_options = document.get("stream_options")
+    if not isinstance(stream_options, dict):
+        return False
+    return as_boolean(stream_options.get("include_usage"))
 
 
 def _cut(call: Call, cutter: Cutter) -> Call:
@@ -208,20 +239,23 @@ def _cut_chat(call: Call, cutter: Cutter) -> Call:
     kept_messages = cutter.chat(messages, tool_tokens)
     if kept_messages is None:
         return call
-    shorter = _with_prompt(
+    shorter_call = _with_prompt(
         call, cutter, "messages", prompt=kept_messages, read=read_chat
     )
     return replace(
-        shorter, truncated=cutter.disclosed(shorter, len(messages) - len(kept_messages))
+        shorter_call,
+        truncated=cutter.disclosed(shorter_call, len(messages) - len(kept_messages)),
     )
 
 
 def _cut_prompt(call: Call, cutter: Cutter) -> Call:
-    prompt = cut_prompts(call.engine_request.document.get("prompt"), cutter)
-    if prompt is None:
+    shorter_prompt = cut_prompts(call.engine_request.document.get("prompt"), cutter)
+    if shorter_prompt is None:
         return call
-    shorter = _with_prompt(call, cutter, "prompt", prompt=prompt, read=read_completion)
-    return replace(shorter, truncated=cutter.disclosed(shorter, 0))
+    shorter_call = _with_prompt(
+        call, cutter, "prompt", prompt=shorter_prompt, read=read_completion
+    )
+    return replace(shorter_call, truncated=cutter.disclosed(shorter_call, 0))
 
 
 def _with_prompt(
@@ -294,50 +328,51 @@ def _sequences(
 
     ``InvalidBodyError``: they are more than ``max_sequences``.
     """
-    field = "n"
+    field_name = "n"
     choices = as_integer(document.get("n")) or 1
     if not is_chat:
         # older engines compute so many
         best_of = as_integer(document.get("best_of")) or 1
         if best_of > choices:
-            field = "best_of"
+            field_name = "best_of"
             choices = best_of
     sequences = max(choices, 1) * prompt.prompts
     if sequences <= max_sequences:
         return sequences
     if prompt.prompts > max_sequences:
-        allowed = f"at most {max_sequences} prompts in one request"
+        allowed_text = f"at most {max_sequences} prompts in one request"
         raise InvalidBodyError(
-            (FieldProblem("prompt", f"has {prompt.prompts} prompts", allowed),)
+            (FieldProblem("prompt", f"has {prompt.prompts} prompts", allowed_text),)
         )
-    problem = f"asks for {str(choices)[:20]} answers"
+    problem_text = f"asks for {str(choices)[:20]} answers"
     if prompt.prompts > 1:
-        problem += f" for each of {prompt.prompts} prompts"
-    allowed = f"an integer from 1 to {max_sequences // prompt.prompts}"
-    raise InvalidBodyError((FieldProblem(field, problem, allowed),))
+        problem_text += f" for each of {prompt.prompts} prompts"
+    allowed_text = f"an integer from 1 to {max_sequences // prompt.prompts}"
+    raise InvalidBodyError((FieldProblem(field_name, problem_text, allowed_text),))
 
 
 def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
     """Return the options in a request's headers, each checked by itself, so that errors name the header."""
     options: dict[str, Any] = {}
     problems: list[FieldProblem] = []
-    for name, path in HEADERS.items():
-        if name not in context.request_headers:
+    for header_name, option_path in HEADERS.items():
+        if header_name not in context.request_headers:
             continue
-        text = context.request_headers[name].decode("latin-1")
+        header_text = context.request_headers[header_name].decode("latin-1")
         try:
-            option = _header_option(path, text, rules)
+            header_option = _header_option(option_path, header_text, rules)
         except ValueError:  # pydantic's errors are ValueErrors too
+            allowed_text = _allowed(rules)[".".join(option_path)]
             problems.append(
                 FieldProblem(
-                    name.decode(), f"is {text[:40]!r}", _allowed(rules)[".".join(path)]
+                    header_name.decode(), f"is {header_text[:40]!r}", allowed_text
                 )
             )
             continue
-        if "sla" in option:
-            options.setdefault("sla", {}).update(option["sla"])
+        if "sla" in header_option:
+            options.setdefault("sla", {}).update(header_option["sla"])
         else:
-            options.update(option)
+            options.update(header_option)
     if problems:
         raise InvalidBodyError(tuple(problems))
     return options
@@ -361,23 +396,26 @@ def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
     try:
         fields = OpenAIFields.model_validate(options, context=rules)
     except ValidationError as error:
-        allowed = _allowed(rules)
+        allowed_values = _allowed(rules)
         problems = tuple(
-            _problem_of(details, allowed) for details in first_errors(error)
+            _problem_of(error_details, allowed_values)
+            for error_details in first_errors(error)
         )
         raise InvalidBodyError(problems) from None
     return fields.model_dump(exclude_unset=True)
 
 
-def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
-    field = ".".join(map(str, error["loc"]))[:MAX_NAME_CHARS]
-    problem = (
-        "there is no such field"
-        if error["type"] == "extra_forbidden"
-        else message_of(error)
-    )
+def _problem_of(
+    error_details: ErrorDetails, allowed_values: Mapping[str, str]
+) -> FieldProblem:
+    field_name = ".".join(map(str, error_details["loc"]))[:MAX_NAME_CHARS]
+    problem_text = message_of(error_details)
+    if error_details["type"] == "extra_forbidden":
+        problem_text = "there is no such field"
     return FieldProblem(
-        f"qarr.{field}".rstrip("."), problem, allowed.get(field, allowed[""])
+        f"qarr.{field_name}".rstrip("."),
+        problem_text,
+        allowed_values.get(field_name, allowed_values[""]),
     )
 
 

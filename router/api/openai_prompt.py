@@ -35,17 +35,13 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
     # Templates write what stands beside the messages before them, or after the system prompt.
     parts = [Part(text, counter.count(text)) for text in beside(document)]
     for message, text in zip(messages, texts, strict=True):
-        tokens = counter.count(text)
+        text_tokens = counter.count(text)
         if text is turn:
-            turn_tokens = tokens
-        calls = calls_in(message)
-        if calls:
-            tokens += counter.count(calls)
-        parts.append(chat_part(message.get("role"), text + calls, tokens))
+            turn_tokens = text_tokens
+        parts.append(_chat_part_of(message, text, text_tokens, counter))
     other_kinds = _other_kinds(messages)
-    prompt_tokens = sum([part.tokens for part in parts]) + PART_TOKENS * len(
-        other_kinds
-    )
+    counted_tokens = sum([part.tokens for part in parts])
+    prompt_tokens = counted_tokens + PART_TOKENS * len(other_kinds)
     return PromptText(
         text=turn,
         text_tokens=turn_tokens,
@@ -57,6 +53,17 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
         parts=() if other_kinds else tuple(parts),
         salt=str(document.get("cache_salt", "")),
     )
+
+
+def _chat_part_of(
+    message: Mapping[str, Any], text: str, text_tokens: int, counter: TokenCounter
+) -> Part:
+    """Return a message as a part of the prompt, together with its calls of tools."""
+    tool_calls = calls_in(message)
+    tokens = text_tokens
+    if tool_calls:
+        tokens += counter.count(tool_calls)
+    return chat_part(message.get("role"), text + tool_calls, tokens)
 
 
 def _messages_in(document: JsonObject) -> list[dict[str, Any]]:
@@ -99,12 +106,13 @@ def beside(document: JsonObject) -> list[str]:
 def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
     """Read the body of a completion: text, texts, token ids, or several lists of them."""
     prompt = document.get("prompt")
-    prompts = prompt if isinstance(prompt, list) and not is_ids(prompt) else [prompt]
+    prompts = [prompt]
+    if isinstance(prompt, list) and not is_ids(prompt):
+        prompts = prompt
     texts = [item for item in prompts if isinstance(item, str)]
     id_lists = [item for item in prompts if is_ids(item)]
-    token_counts = [counter.count(text) for text in texts] + [
-        len(ids) for ids in id_lists
-    ]
+    token_counts = [counter.count(text) for text in texts]
+    token_counts += map(len, id_lists)
     other_kinds: tuple[str, ...] = ()
     if id_lists and not texts:
         other_kinds = ("token ids",)
@@ -154,9 +162,11 @@ def text_of(content: Any) -> str:
         return ""
     texts = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) else part
-        if isinstance(text, str):
-            texts.append(text)
+        part_text = part
+        if isinstance(part, dict):
+            part_text = part.get("text")
+        if isinstance(part_text, str):
+            texts.append(part_text)
     return "\n".join(texts)
 
 

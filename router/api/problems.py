@@ -199,11 +199,9 @@ class Problem:
                 headers=headers,
                 media_type=MEDIA_TYPE,
             )
-        body = (
-            self.anthropic_body(context.ids)
-            if form is ErrorForm.ANTHROPIC
-            else self.openai_body()
-        )
+        body = self.openai_body()
+        if form is ErrorForm.ANTHROPIC:
+            body = self.anthropic_body(context.ids)
         return json_response(body, self._openai_status.status, headers)
 
 
@@ -220,18 +218,16 @@ _CALLERS_MISTAKE = "invalid_request_error"
 
 
 def _openai_type(status: int) -> str:
-    usual_type = (
-        _CALLERS_MISTAKE
-        if status < HTTPStatus.INTERNAL_SERVER_ERROR
-        else "server_error"
-    )
+    usual_type = _CALLERS_MISTAKE
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        usual_type = "server_error"
     return _OPENAI_TYPES.get(status, usual_type)
 
 
 def _anthropic_type(status: int) -> str:
-    usual_type = (
-        _CALLERS_MISTAKE if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
-    )
+    usual_type = _CALLERS_MISTAKE
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        usual_type = "api_error"
     return _ANTHROPIC_TYPES.get(status, usual_type)
 
 
@@ -506,13 +502,14 @@ def _lasting(
 
 def _too_long(decision: Decision) -> FieldProblem:
     query = decision.query
-    room = decision.longest - query.prompt_tokens
+    longest_context = decision.longest_context or 0
+    room = longest_context - query.prompt_tokens
     if room > 0:
         problem = f"{query.max_tokens} tokens after a prompt of {query.prompt_tokens}: {decision.reason}"
         return FieldProblem(
             "max_tokens", problem, f"at most {room}, or a shorter prompt"
         )
-    allowed = f"less than {decision.longest} tokens; 'truncate' removes the oldest or the middle"
+    allowed = f"less than {longest_context} tokens; 'truncate' removes the oldest or the middle"
     return FieldProblem(
         "prompt", f"{query.prompt_tokens} tokens: {decision.reason}", allowed
     )

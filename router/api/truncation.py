@@ -27,7 +27,7 @@ from router.policy.decide import longest_context
 from tiers.spec import TemplateTokens
 
 # tokens that a cut text may be shorter than it could be: to come nearer takes many more counts
-CLOSE = 4
+CLOSE_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,27 @@ class Cutter:
     counter: TokenCounter
     template: TemplateTokens
 
-    def text(self, text: str, max_tokens: int) -> str:
+    def text(self, whole_text: str, max_tokens: int) -> str:
         """Return the end of a text, or its beginning and end, with at most so many tokens."""
 
-        def part(chars: int) -> str:
+        def part_of_text(chars: int) -> str:
             if self.how == "oldest":
-                return text[len(text) - chars :]
+                return whole_text[len(whole_text) - chars :]
             end_chars = chars // 2
-            return text[: chars - end_chars] + text[len(text) - end_chars :]
+            return (
+                whole_text[: chars - end_chars]
+                + whole_text[len(whole_text) - end_chars :]
+            )
 
         def count(chars: int) -> int:
-            return self.counter.count(part(chars))
+            return self.counter.count(part_of_text(chars))
 
-        return part(
+        return part_of_text(
             _most_chars(
-                count, len(text), max_tokens, all_tokens=self.counter.count(text)
+                count,
+                len(whole_text),
+                max_tokens,
+                all_tokens=self.counter.count(whole_text),
             )
         )
 
@@ -95,27 +101,24 @@ class Cutter:
         self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], tool_tokens: int
     ) -> list[dict[str, Any]] | None:
         """Drop the oldest messages, a unit at a time, until the others fit."""
-        dropped: set[int] = set()
+        dropped_numbers: set[int] = set()
         tokens = sum(sizes) + tool_tokens
         first_kept = 0
         for unit in (range(0), *_droppable(messages)):  # nothing is dropped at first
-            for number in unit:
-                if messages[number].get("role") not in SYSTEM_ROLES:
-                    dropped.add(number)
-                    tokens -= sizes[number]
-            while first_kept in dropped:
+            for message_number in unit:
+                if messages[message_number].get("role") not in SYSTEM_ROLES:
+                    dropped_numbers.add(message_number)
+                    tokens -= sizes[message_number]
+            while first_kept in dropped_numbers:
                 first_kept += 1
-            if (
-                tokens
-                + self._template_tokens(
-                    messages[first_kept], len(messages) - len(dropped)
-                )
-                <= self.room
-            ):
+            template_tokens = self._template_tokens(
+                messages[first_kept], len(messages) - len(dropped_numbers)
+            )
+            if tokens + template_tokens <= self.room:
                 return [
                     message
-                    for number, message in enumerate(messages)
-                    if number not in dropped
+                    for message_number, message in enumerate(messages)
+                    if message_number not in dropped_numbers
                 ]
         return None
 
@@ -123,29 +126,32 @@ class Cutter:
         self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], tool_tokens: int
     ) -> list[dict[str, Any]] | None:
         """Cut the middle out of the message with the longest text; the last of them if several are as long."""
-        longest: int | None = None
+        longest_number: int | None = None
         longest_tokens = 0
-        for number, message in enumerate(messages):
-            if (
-                not isinstance(message.get("content"), str)
-                or message.get("role") in SYSTEM_ROLES
-            ):
+        for message_number, message in enumerate(messages):
+            is_system_message = message.get("role") in SYSTEM_ROLES
+            if is_system_message or not isinstance(message.get("content"), str):
                 continue
-            tokens = self.counter.count(message["content"])
-            if longest is None or tokens >= longest_tokens:
-                longest = number
-                longest_tokens = tokens
-        if longest is None:
+            text_tokens = self.counter.count(message["content"])
+            if longest_number is None or text_tokens >= longest_tokens:
+                longest_number = message_number
+                longest_tokens = text_tokens
+        if longest_number is None:
             return None
         all_tokens = (
             sum(sizes) + tool_tokens + self._template_tokens(messages[0], len(messages))
         )
-        excess = all_tokens - self.room
-        if excess >= longest_tokens:
+        excess_tokens = all_tokens - self.room
+        if excess_tokens >= longest_tokens:
             return None
-        text = self.text(messages[longest]["content"], longest_tokens - max(excess, 0))
+        shorter_text = self.text(
+            messages[longest_number]["content"], longest_tokens - max(excess_tokens, 0)
+        )
         kept_messages = list(messages)
-        kept_messages[longest] = {**messages[longest], "content": text}
+        kept_messages[longest_number] = {
+            **messages[longest_number],
+            "content": shorter_text,
+        }
         return kept_messages
 
     def _template_tokens(self, first: Mapping[str, Any], message_count: int) -> int:
@@ -161,12 +167,12 @@ class Cutter:
         call_tokens = self.counter.count(calls_in(message))
         return text_tokens + call_tokens + PART_TOKENS * len(other_parts(content))
 
-    def disclosed(self, shorter: Call, dropped_messages: int) -> str:
-        """Return what was cut, for people: ``shorter`` is the call after the cut."""
-        tokens = shorter.query(
-            shorter.prompt.classify(self.counter), self.template
+    def disclosed(self, shorter_call: Call, dropped_messages: int) -> str:
+        """Return what was cut, for people: ``shorter_call`` is the call after the cut."""
+        kept_tokens = shorter_call.query(
+            shorter_call.prompt.classify(self.counter), self.template
         ).prompt_tokens
-        dropped_tokens = self.original_tokens - tokens
+        dropped_tokens = self.original_tokens - kept_tokens
         return f"{self.how}; dropped_tokens={dropped_tokens}; dropped_messages={dropped_messages}"
 
 
@@ -198,29 +204,29 @@ def cut_prompts(prompt: Any, cutter: Cutter) -> Any:
 
 
 def _most_chars(
-    count: Callable[[int], int], chars: int, max_tokens: int, *, all_tokens: int
+    count_tokens: Callable[[int], int], chars: int, max_tokens: int, *, all_tokens: int
 ) -> int:
-    """Return how many of a text's characters have at most ``max_tokens``, and at most ``CLOSE`` fewer if possible.
+    """Return how many of a text's characters have at most ``max_tokens``, and at most ``CLOSE_TOKENS`` fewer if possible.
 
-    ``count`` returns the tokens of so many characters. The search halves what is left, and begins where the tokens would
-    end if they were all as long as the text's on average.
+    ``count_tokens`` returns the tokens of so many characters. The search halves what is left, and begins where the tokens
+    would end if they were all as long as the text's on average.
     """
     if max_tokens <= 0:
         return 0
-    low = 0  # so many characters fit
-    high = chars  # no more than these fit
-    probe = chars * max_tokens // max(all_tokens, 1)
-    while high > low:
-        probe = min(max(probe, low + 1), high)
-        tokens = count(probe)
+    fitting_chars = 0  # so many characters fit
+    most_chars = chars  # no more than these fit
+    probed_chars = chars * max_tokens // max(all_tokens, 1)
+    while most_chars > fitting_chars:
+        probed_chars = min(max(probed_chars, fitting_chars + 1), most_chars)
+        tokens = count_tokens(probed_chars)
         if tokens <= max_tokens:
-            low = probe
-            if max_tokens - tokens <= CLOSE:
+            fitting_chars = probed_chars
+            if max_tokens - tokens <= CLOSE_TOKENS:
                 break
         else:
-            high = probe - 1
-        probe = (low + high + 1) // 2
-    return low
+            most_chars = probed_chars - 1
+        probed_chars = (fitting_chars + most_chars + 1) // 2
+    return fitting_chars
 
 
 def _droppable(messages: Sequence[dict[str, Any]]) -> list[range]:
@@ -231,21 +237,22 @@ def _droppable(messages: Sequence[dict[str, Any]]) -> list[range]:
     the system and of developers among them stay too.
     """
     roles = [message.get("role") for message in messages]
-    first = _first_of_chat(roles)
+    first_of_chat = _first_of_chat(roles)
     last_of_user = max(
-        (number for number, role in enumerate(roles) if role == "user"),
-        default=first - 1,
+        (message_number for message_number, role in enumerate(roles) if role == "user"),
+        default=first_of_chat - 1,
     )
     turn_starts = [
-        number
-        for number in range(first, last_of_user)
-        if number == first or roles[number] == "user"
+        message_number
+        for message_number in range(first_of_chat, last_of_user)
+        if message_number == first_of_chat or roles[message_number] == "user"
     ]
     first_call = last_of_user + 1
     call_starts = [
-        number
-        for number in range(first_call, len(roles))
-        if number == first_call or roles[number] not in {"tool", "function"}
+        message_number
+        for message_number in range(first_call, len(roles))
+        if message_number == first_call
+        or roles[message_number] not in {"tool", "function"}
     ]
     return [*_ranges([*turn_starts, last_of_user]), *_ranges(call_starts)]
 

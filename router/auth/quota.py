@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from router.aio import Finishing, end_tasks
 from router.auth.api_keys import Caller, Quota
@@ -180,27 +180,29 @@ class Quotas:
         demand = Refund(
             caller.key_id, second=None, requests=1, tokens=tokens, slot=slot
         )
-        state: QuotaState | None = None
+        quota_state: QuotaState | None = None
         if self._shared is not None and not self._lost:
-            taking = self._take(self._shared, quota, demand)
-            state = await self._work.acquire(
-                taking, partial(self._undo, self._shared, demand)
+            taking_in_redis = self._take(self._shared, quota, demand)
+            quota_state = await self._work.acquire(
+                taking_in_redis, partial(self._undo, self._shared, demand)
             )
-        in_redis = state is not None
-        if state is None:
-            state = self._local.acquire(caller.key_id, quota, tokens=tokens, slot=slot)
-        headers.update(limit_headers(quota, state))
-        if state.denied is not None:
-            denied_limit = getattr(quota, _LIMITS[state.denied].field)
+        in_redis = quota_state is not None
+        if quota_state is None:
+            quota_state = self._local.acquire(
+                caller.key_id, quota, tokens=tokens, slot=slot
+            )
+        headers.update(limit_headers(quota, quota_state))
+        if quota_state.denied is not None:
+            denied_limit = getattr(quota, _LIMITS[quota_state.denied].field)
             raise OverQuotaError(
-                state.denied,
+                quota_state.denied,
                 denied_limit,
                 requested_tokens=tokens,
-                retry_after_s=state.wait_s,
+                retry_after_s=quota_state.wait_s,
             )
         if in_redis:
             self._open[slot] = caller.key_id
-        return QuotaGrant(self, demand._replace(second=state.second), in_redis)
+        return QuotaGrant(self, demand._replace(second=quota_state.second), in_redis)
 
     async def settle(self, unused: Refund, *, in_redis: bool) -> None:
         if not in_redis or self._shared is None:
@@ -278,7 +280,7 @@ class Quotas:
                 timeout.reschedule(asyncio.get_running_loop().time())
 
     async def _keep(self, shared: RedisQuotaLedger) -> None:
-        faults = Faults(repeats=False)
+        logged_faults = Faults(repeats=False)
         while True:
             await asyncio.sleep(min(REDIS_RETRY_S, RENEW_S))
             try:
@@ -286,7 +288,9 @@ class Quotas:
             except UNAVAILABLE as error:
                 self._lose(shared, error)
             except Exception as error:  # noqa: BLE001  whatever it is, slots must still be renewed
-                faults.log(error, "slots could not be renewed in Redis; trying again")
+                logged_faults.log(
+                    error, "slots could not be renewed in Redis; trying again"
+                )
 
     async def _maintain(self, shared: RedisQuotaLedger) -> None:
         """Pay refunds and renew slots; if Redis serves again, or has lost its ledger, restore what is open first."""
@@ -410,8 +414,8 @@ def _seconds_until_free(
     seconds: Mapping[int, Sequence[int]], kind: int, excess: int, now: float
 ) -> float:
     """Return the seconds until ``excess`` requests (``kind`` is 0) or tokens (1) have left the window."""
-    for second, used in sorted(seconds.items()):
-        excess -= used[kind]
+    for second, used_amounts in sorted(seconds.items()):
+        excess -= used_amounts[kind]
         if excess <= 0:
             return second + WINDOW_S + 1 - now
     return float(WINDOW_S)
@@ -432,33 +436,22 @@ class RedisQuotaLedger:
         """Take one request, its tokens and a slot, all or nothing; ``TimeoutError`` if Redis came to it too late."""
         gives_up_at = time.monotonic() + REDIS_TIMEOUT_S
         names = _names(key_id)
-        limits = [-1 if limit is None else limit for limit in quota]
+        limits = [_argument_of(limit) for limit in quota]
         # If Redis' clock was set ahead, the second attempt knows its time.
         for _ in range(2):
             deadline = await self.link.time_at(gives_up_at, names[0])
-            args = [*limits, tokens, slot, WINDOW_S, LEASE_S, deadline]
-            (
-                denied,
-                requests,
-                tokens_used,
-                wait_s,
-                second,
-                redis_time,
-            ) = await self.link.run(self._take, names, args)
+            script_args = [*limits, tokens, slot, WINDOW_S, LEASE_S, deadline]
+            *values, redis_time = await self.link.run(self._take, names, script_args)
             self.link.learn_time(float(redis_time), names[0])
-            if denied != LATE:
-                return QuotaState(
-                    denied or None,
-                    requests=requests,
-                    tokens=tokens_used,
-                    wait_s=float(wait_s),
-                    second=second,
-                )
+            if values[0] != LATE:
+                return _state_in(values)
         raise TimeoutError
 
     async def give_back(self, unused: Refund) -> None:
-        second = "" if unused.second is None else unused.second
-        args = [
+        second: int | str = ""
+        if unused.second is not None:
+            second = unused.second
+        script_args = [
             second,
             unused.requests,
             unused.tokens,
@@ -466,7 +459,7 @@ class RedisQuotaLedger:
             WINDOW_S + 2,
             LEASE_S,
         ]
-        await self.link.run(self._give_back, _names(unused.key_id), args)
+        await self.link.run(self._give_back, _names(unused.key_id), script_args)
 
     async def renew(self, slots: Mapping[str, str], *, restore: bool = False) -> None:
         """Let slots (with the ids of their keys) be held for another lease; ``restore``: also those that Redis has lost."""
@@ -480,6 +473,25 @@ class RedisQuotaLedger:
 
     async def aclose(self) -> None:
         await self.link.aclose()
+
+
+def _argument_of(limit: int | None) -> int:
+    """Return a limit as the script takes it, which has -1 for none."""
+    if limit is None:
+        return -1
+    return limit
+
+
+def _state_in(values: Sequence[Any]) -> QuotaState:
+    """Read what the script answers, without the time."""
+    denied, used_requests, used_tokens, wait_s, second = values
+    return QuotaState(
+        denied or None,
+        requests=used_requests,
+        tokens=used_tokens,
+        wait_s=float(wait_s),
+        second=second,
+    )
 
 
 def _names(key_id: str) -> list[str]:

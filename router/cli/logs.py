@@ -30,6 +30,8 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 LINES = 100
 FOLLOW_S = 0.25
 DAY_S = 86_400
+TRACE_ID_DIGITS = 32
+HEX_DIGITS = frozenset("0123456789abcdef")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
 SHADES = {"fast": "cyan", "balanced": "blue", "precise": "magenta", "router": "green"}
 LEVEL_SHADES = {"warning": "yellow", "error": "red", "critical": "red"}
@@ -107,6 +109,7 @@ def logs(
             raise OperationError(
                 f"{name} {value!r}: give at least the first {SHORTEST_ID} characters of the id"
             )
+    _check_trace_id(trace)
     after, wanted = _moment(since) if since else 0.0, request or trace.lower()
     requests = {wanted} if wanted else set()
 
@@ -215,6 +218,14 @@ def _followed(folder: Path, target: str) -> Iterator[Entry]:
                     yield entry._replace(at=entry.at or time.time())
         end = os.SEEK_SET
         time.sleep(FOLLOW_S)
+
+
+def _check_trace_id(id_start: str) -> None:
+    """Raise ``OperationError`` if no trace id begins so."""
+    if len(id_start) > TRACE_ID_DIGITS or not set(id_start.lower()) <= HEX_DIGITS:
+        raise OperationError(
+            f"--trace {id_start!r}: a trace id has {TRACE_ID_DIGITS} hexadecimal digits"
+        )
 
 
 def _moment(text: str) -> float:

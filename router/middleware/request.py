@@ -102,7 +102,7 @@ class RequestMiddleware:
             try:
                 await app(scope, receive, out.respond)
             except Exception as error:  # as Starlette's middleware does it
-                await _send_error(error, scope, receive, out)
+                await _send_error(error, scope, receive, out=out)
                 if not is_known(error):
                     raise
         except asyncio.CancelledError:
@@ -205,9 +205,9 @@ class RequestMiddleware:
         The owner of a name in the DNS can point it at this machine, and so let a web page read a local router's answers.
         Names without a dot are no exception: they come from a network's search domain, or from its owner.
         """
-        names = self._local_names
-        if names is not None and not is_address_or_local(
-            context.request_headers.get(b"host", b""), names
+        local_names = self._local_names
+        if local_names is not None and not is_address_or_local(
+            context.request_headers.get(b"host", b""), local_names
         ):
             raise ForeignHostError(
                 "without keys a router on this machine serves requests to an address or to localhost only, since any "
@@ -221,11 +221,11 @@ def _sent_key(context: RequestContext) -> str:
     scheme, _, bearer_token = (context.header(b"authorization") or "").partition(" ")
     if scheme.lower() != "bearer":
         bearer_token = ""
-    sent = (bearer_token, context.header(b"x-api-key"), context.header(b"api-key"))
-    keys = {key.strip() for key in sent if key and key.strip()}
-    if len(keys) == 1:
-        return keys.pop()
-    if keys:
+    sent_keys = (bearer_token, context.header(b"x-api-key"), context.header(b"api-key"))
+    different_keys = {key.strip() for key in sent_keys if key and key.strip()}
+    if len(different_keys) == 1:
+        return different_keys.pop()
+    if different_keys:
         raise UnauthorizedError("the request carries several keys: send one")
     raise UnauthorizedError("send a key as 'Authorization: Bearer KEY' or x-api-key")
 
@@ -233,14 +233,14 @@ def _sent_key(context: RequestContext) -> str:
 @lru_cache(1024)
 def is_address_or_local(header: bytes, names: frozenset[str]) -> bool:
     """Tell whether a Host header names an address, localhost, one of some names, or nothing."""
-    name = header.decode("latin-1").lower()
-    before_colon, _, port = name.rpartition(":")
+    host_name = header.decode("latin-1").lower()
+    before_colon, _, port = host_name.rpartition(":")
     if port.isdecimal():
-        name = before_colon
-    if not name or name in names or name.endswith(".localhost"):
+        host_name = before_colon
+    if not host_name or host_name in names or host_name.endswith(".localhost"):
         return True
     try:
-        ip_address(name.strip("[]"))
+        ip_address(host_name.strip("[]"))
     except ValueError:
         return False
     return True
@@ -264,17 +264,17 @@ async def _send_error(
 
 async def _end_with_error(scope: Scope, receive: Receive, out: Responder) -> None:
     """End an answer that is not complete when the router has to end."""
-    form = error_form(scope["path"])
+    answer_form = error_form(scope["path"])
     context = context_of(scope)
     out.stop_waiting()
     problem = describe(
         DrainingError("this router has ended before the answer was complete: ask again")
     )
     if not out.begun:
-        await problem.response(context, form)(scope, receive, out.respond)
+        await problem.response(context, answer_form)(scope, receive, out.respond)
     elif out.streams and not out.complete:
         await out.respond(
-            body_message(problem.event(form, context.ids) + b"\n\n", more=False)
+            body_message(problem.event(answer_form, context.ids) + b"\n\n", more=False)
         )
 
 
@@ -285,14 +285,14 @@ def _check_origin(context: RequestContext, allowed: Collection[str]) -> None:
     does towards a plain http address of another machine; but all of them send ``Origin`` with every POST. Other programs
     send neither.
     """
-    site = context.header(b"sec-fetch-site")
-    origin = context.header(b"origin")
-    if site in {"same-origin", "none"} or origin in allowed:
+    fetch_site = context.header(b"sec-fetch-site")
+    page_origin = context.header(b"origin")
+    if fetch_site in {"same-origin", "none"} or page_origin in allowed:
         return
     if (
-        site is None
-        and origin is not None
-        and _is_origin_of(origin, context.header(b"host") or "")
+        fetch_site is None
+        and page_origin is not None
+        and _is_origin_of(page_origin, context.header(b"host") or "")
     ):
         return
     raise ForeignPageError(
@@ -305,10 +305,10 @@ def _check_origin(context: RequestContext, allowed: Collection[str]) -> None:
 def _is_origin_of(origin: str, host: str) -> bool:
     """Tell whether an ``Origin`` and a ``Host`` header name the same server; both may leave the scheme's own port out."""
     scheme, _, authority = origin.lower().partition("://")
-    port = DEFAULT_PORTS.get(scheme, "")
+    default_port = DEFAULT_PORTS.get(scheme, "")
     return bool(authority) and authority.removesuffix(
-        port
-    ) == host.lower().removesuffix(port)
+        default_port
+    ) == host.lower().removesuffix(default_port)
 
 
 def _route(scope: Scope) -> str:

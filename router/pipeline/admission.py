@@ -309,7 +309,10 @@ class Admission:
         if queued.has_waited:
             waited_ms = (time.monotonic() - queued.since) * 1000
         grant = self._take_slots(
-            decision, queued.key_id, waited_ms, reserved_replica_ids
+            decision,
+            queued.key_id,
+            waited_ms,
+            reserved_replica_ids=reserved_replica_ids,
         )
         if grant is None:
             return False
@@ -341,7 +344,7 @@ class Admission:
             self._fleet,
             decision.tier,
             decision.query,
-            reserved_replica_ids,
+            exclude=reserved_replica_ids,
             candidate=candidate,
         )
         if lease is None:

@@ -26,6 +26,7 @@ from router.upstream.engine_stream import Drain, EngineStream, Feed
 from router.upstream.errors import (
     EngineBrokeError,
     EngineStalledError,
+    NoSlotError,
     UpstreamError,
     without_trace,
 )
@@ -247,7 +248,9 @@ class Continuation:
             exclusions = self._exclusions(
                 failed_replica_ids, failing.replica_id, broken
             )
-            part = await self._next_part(answer.tier, exclusions, number, broken)
+            part = await self._next_part(
+                answer.tier, exclusions, number=number, broken=broken
+            )
             if part is None:  # every token had come
                 progress.finish_reason = "length"
                 feed(
@@ -338,7 +341,9 @@ class Continuation:
             try:
                 return await self._open_part(remainder, tier, excluded_ids)
             except UpstreamError as error:
-                cause = without_trace(error)
+                # That nobody has a slot left says less than why an attempt failed before.
+                if cause is None or not isinstance(error, NoSlotError):
+                    cause = without_trace(error)
         raise broken from cause
 
     def _remainder(self, number: int) -> _Remainder:
@@ -379,14 +384,18 @@ class Continuation:
             max_tokens, remainder.tokens_left or failover.default_max_tokens
         )
         request = _request_to_continue(
-            self.request, self.continuable, remainder, max_tokens
+            self.request, self.continuable, remainder, max_tokens=max_tokens
         )
         query = replace(
             self.decision.query, prompt_tokens=length, max_tokens=expected_tokens
         )
         decision = replace(self.decision, tier=tier, query=query)
         part = await failover.upstream.open(
-            decision, request, exclude=excluded_ids, over_limit=True, elsewhere=False
+            decision,
+            request,
+            exclude=excluded_ids,
+            is_continuation=True,
+            elsewhere=False,
         )
         assert isinstance(part, EngineStream)
         return part
@@ -459,21 +468,15 @@ class Continuation:
         context_text = await self._context_text(context_ids, replica)
         ids = [*context_ids, *progress.output_ids[begun.tokens : end.tokens]]
         engine_text = await self._detokenized(ids, replica)
-        sent_text = progress.text[begun.characters :]
-        matching = [
-            reading
-            for reading in _readings(engine_text, context_text)
-            if reading.startswith(sent_text)
-        ]
-        if not matching or matching[0].endswith(BROKEN_CHARACTER):
+        held_text = _text_beyond(
+            progress.text[begun.characters :], engine_text, context_text
+        )
+        if held_text is None:
             return None
-        held_text = matching[0][len(sent_text) :]
         if held_text:
-            last_token_length = len(engine_text) - len(
-                await self._detokenized(ids[:-1], replica)
-            )
-            if len(held_text) > last_token_length:
-                # it is more than a part of a token, such as a special token
+            text_before = await self._detokenized(ids[:-1], replica)
+            if len(held_text) > len(engine_text) - len(text_before):
+                # it is more than a part of the last token, such as a special token
                 return None
         return _KnownText(end.tokens, progress.text + held_text)
 
@@ -514,12 +517,9 @@ class Continuation:
         progress = self.progress
         output_ids = progress.output_ids
         start = progress.point
-        known_text = progress.text[: start.characters]
         later_text = progress.text[start.characters :]
-        expected_length = len(later_text) + progress.held_back
-        for end in range(
-            len(output_ids), max(len(output_ids) - MAX_DROPPED_TOKENS, start.tokens), -1
-        ):
+        first_end = max(len(output_ids) - MAX_DROPPED_TOKENS, start.tokens)
+        for end in range(len(output_ids), first_end, -1):
             ids = [
                 output_ids[number]
                 for number in range(start.tokens, end)
@@ -529,8 +529,9 @@ class Continuation:
             if engine_text.endswith(BROKEN_CHARACTER):
                 continue  # within a character, which the next engine computes again
             for reading in _readings(engine_text, context_text):
-                if reading.startswith(later_text) and len(reading) == expected_length:
-                    return _KnownText(end, known_text + reading)
+                held_back = len(reading) - len(later_text)
+                if reading.startswith(later_text) and held_back == progress.held_back:
+                    return _KnownText(end, progress.text[: start.characters] + reading)
             return None
         return None
 
@@ -560,6 +561,19 @@ async def _flow(part: EngineStream, seam: _Seam, drain: Drain) -> None:
     while not await part.flow(seam.feed) and seam.joiner.stopped is None:
         await drain()
     await part.aclose()
+
+
+def _text_beyond(
+    sent_text: str, engine_text: str, context_text: str | None
+) -> str | None:
+    """Return what an engine's text has beyond what was sent; None: it does not begin with that, or cuts a character."""
+    for reading in _readings(engine_text, context_text):
+        if not reading.startswith(sent_text):
+            continue
+        if reading.endswith(BROKEN_CHARACTER):
+            return None
+        return reading[len(sent_text) :]
+    return None
 
 
 def _readings(text: str, context_text: str | None) -> tuple[str, ...]:

@@ -189,7 +189,7 @@ class Pipeline:
             if not self.overflow.takes(refused.decision, call):
                 raise
             active.answer = await self.overflow.open(
-                active, refused.decision, engine_request, sent_at
+                active, refused.decision, engine_request, sent_at=sent_at
             )
             if active.answer is None:
                 raise

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
 # share of the highest precision's slots up to which engine time is worth nothing
-PLENTY = 0.5
+PLENTIFUL_SHARE = 0.5
 # Later first token that small talk may have to keep higher precisions free: up to a second nobody's thought is interrupted
 # (Nielsen 1993).
 SMALL_TALK_WAIT_MS = 1000.0
@@ -144,7 +144,7 @@ class _Market(Struct, frozen=True):
 def _compare_tiers(
     query: RoutingQuery, fleet: FleetSnapshot, table: PolicyParameters, demand: Demand
 ) -> TierComparison:
-    """TierEstimate what each tier would do with the request; nothing is chosen yet."""
+    """Estimate what each tier would do with the request; nothing is chosen yet."""
     checks = _obstacle_checks(query)
     offers = []
     for tier in fleet.tiers:
@@ -189,9 +189,9 @@ def _market(
             highest = offer.tier
         # A ``map`` in C takes half the time of a loop, and a tier may have hundreds of replicas.
         sequences += sum(map(_slots_of, offer.tier.replicas))
-    confidence = (
-        table.sla_confidence if query.sla.confidence is None else query.sla.confidence
-    )
+    confidence = query.sla.confidence
+    if confidence is None:
+        confidence = table.sla_confidence
     bound = query.sla.max_quality_loss
     if bound is None:
         bound = table.max_loss.get(query.features.prompt_class)
@@ -223,7 +223,7 @@ def scarcity_at(objective: Objective, taken_share: float) -> float:
     """Return how scarce engine time is, 0..1: the share of the loss budget that is allowed."""
     if objective == "cheapest":
         return 1.0
-    return min(max((taken_share - PLENTY) / (1 - PLENTY), 0.0), 1.0)
+    return min(max((taken_share - PLENTIFUL_SHARE) / (1 - PLENTIFUL_SHARE), 0.0), 1.0)
 
 
 def _estimate(
@@ -372,7 +372,7 @@ def longest_context(query: RoutingQuery, fleet: FleetSnapshot) -> int:
     required_tier = query.hint if query.require else None
     query_without_tokens = replace(query, prompt_tokens=0, max_tokens=0)
     checks = _obstacle_checks(query_without_tokens)
-    able = []
+    able_tiers = []
     for tier in fleet.tiers:
         may_be_used = not tier.spec.absent and required_tier in {None, tier.spec.name}
         if (
@@ -382,9 +382,11 @@ def longest_context(query: RoutingQuery, fleet: FleetSnapshot) -> int:
             )
             is None
         ):
-            able.append(tier)
-    ready = [tier for tier in able if tier.ready]
-    return max((tier.spec.max_model_len for tier in ready or able), default=0)
+            able_tiers.append(tier)
+    ready_tiers = [tier for tier in able_tiers if tier.ready]
+    return max(
+        (tier.spec.max_model_len for tier in ready_tiers or able_tiers), default=0
+    )
 
 
 def within_context(query: RoutingQuery, fleet: FleetSnapshot) -> RoutingQuery:
@@ -490,16 +492,16 @@ def _quality(
     )
 
 
-# Which tier serves.
+# The tier that serves.
 
 
 def _serve(comparison: TierComparison, acceptable: Sequence[TierEstimate]) -> Decision:
     """Serve a request on one of the tiers that meet its bounds."""
     chosen, basis = _choose(comparison.query, comparison.table, acceptable)
     comparison = replace(comparison, chosen=chosen, basis=basis)
-    degraded: tuple[Degraded, ...] = (
-        ("quality",) if basis is Basis.DEGRADED_QUALITY else ()
-    )
+    degraded: tuple[Degraded, ...] = ()
+    if basis is Basis.DEGRADED_QUALITY:
+        degraded = ("quality",)
     return Decision(
         tier=chosen.tier,
         reason=reason(comparison, chosen),
@@ -610,7 +612,9 @@ def _basis(
     class allows, was passed over, but not because it is expected to lose more.
     """
     if chosen.loss.mean > negligible_loss:
-        return Basis.BUDGET if len(fit) > 1 else Basis.LEAST_LOSS
+        if len(fit) > 1:
+            return Basis.BUDGET
+        return Basis.LEAST_LOSS
     rivals = [estimate for estimate in acceptable if estimate is not chosen]
     if all(rival.loss.mean > negligible_loss for rival in rivals):
         return Basis.LEAST_LOSS
@@ -652,15 +656,15 @@ def _nearest(
     loses least.
     """
     lossless = [estimate for estimate in possible if not estimate.is_lossy]
-    prompt = [estimate for estimate in possible if not estimate.is_slow]
+    timely = [estimate for estimate in possible if not estimate.is_slow]
     gives_up_latency = table.give_up == "latency"
-    keeping = lossless if gives_up_latency else prompt
+    keeping = lossless if gives_up_latency else timely
     for estimate in keeping:
         if estimate.tier is query.hint:
             return estimate
-    if lossless and (gives_up_latency or not prompt):
+    if lossless and (gives_up_latency or not timely):
         return _least_late(lossless)
-    return _least_lossy(prompt or possible)
+    return _least_lossy(timely or possible)
 
 
 def _least_late(lossless: Sequence[TierEstimate]) -> TierEstimate:
@@ -773,19 +777,22 @@ def _refuse(
         )
         if wait_s is not None:
             waits_s.append(wait_s)
-    longest = 0
+    refusal = Refusal.SLA_UNMET
+    if not is_possible:
+        refusal = _likeliest_to_pass(configured)
+    longest_context = None
     # Contexts are worth naming if no tier could serve the request as it is, whatever the load.
     if all(estimate.obstacle in CALLERS_OWN for estimate in configured):
-        longest = _longest_exceeded(comparison.considered, tiers)
+        longest_context = _longest_exceeded(comparison.considered, tiers)
     return Decision(
         tier=None,
-        reason=refusal_reason(comparison, longest or None),
+        reason=refusal_reason(comparison, longest_context),
         query=comparison.query,
         comparison=comparison,
         basis=Basis.REFUSED,
-        refusal=Refusal.SLA_UNMET if is_possible else _likeliest_to_pass(configured),
+        refusal=refusal,
         retry_after_s=min(waits_s, default=None),
-        longest=longest,
+        longest_context=longest_context,
     )
 
 
@@ -797,14 +804,14 @@ def _likeliest_to_pass(configured: Sequence[TierEstimate]) -> Refusal:
 
 def _longest_exceeded(
     considered: Sequence[TierEstimate], tiers: Mapping[TierName, TierSnapshot]
-) -> int:
-    """Return the longest context, in tokens, of the tiers that the request is too long for; 0: there are none."""
+) -> int | None:
+    """Return the longest context, in tokens, of the tiers that the request is too long for; None: there are none."""
     too_short = [
         estimate.tier
         for estimate in considered
         if estimate.obstacle is Refusal.TOO_LONG
     ]
-    return max((tiers[tier].spec.max_model_len for tier in too_short), default=0)
+    return max((tiers[tier].spec.max_model_len for tier in too_short), default=None)
 
 
 def _possible_in_s(
@@ -931,9 +938,11 @@ def fallbacks(decision: Decision) -> tuple[TierName, ...]:
         if estimate.obstacle is None and estimate is not comparison.chosen:
             spare[estimate.tier] = estimate.speed
     ranks = {estimate.tier: rank for rank, estimate in enumerate(comparison.estimates)}
-    chosen = decision.tier if comparison.chosen is None else comparison.chosen.tier
+    chosen_tier = decision.tier
+    if comparison.chosen is not None:
+        chosen_tier = comparison.chosen.tier
     return _fallback_order(
-        chosen, spare, ranks=ranks, max_slowdown=comparison.table.max_slowdown
+        chosen_tier, spare, ranks=ranks, max_slowdown=comparison.table.max_slowdown
     )
 
 
@@ -954,13 +963,13 @@ def _fallback_order(
         max_slowdown: By how much a tier may be slower per token than a higher precision.
     """
     spare_tiers = list(spare)
-    higher = [tier for tier in spare_tiers if ranks[tier] > ranks[chosen]]
-    lower = [tier for tier in spare_tiers if ranks[tier] < ranks[chosen]]
-    order = [*higher, *reversed(lower)]
-    if len(order) > 1:
+    higher_tiers = [tier for tier in spare_tiers if ranks[tier] > ranks[chosen]]
+    lower_tiers = [tier for tier in spare_tiers if ranks[tier] < ranks[chosen]]
+    tier_order = [*higher_tiers, *reversed(lower_tiers)]
+    if len(tier_order) > 1:
         lowest = spare_tiers[0]
         highest = spare_tiers[-1]
         if _dominated(spare[lowest], spare[highest], max_slowdown):
-            order.remove(lowest)
-            order.append(lowest)
-    return tuple(order)
+            tier_order.remove(lowest)
+            tier_order.append(lowest)
+    return tuple(tier_order)

@@ -34,7 +34,9 @@ ALL_LOST = ExpectedLoss(1.0, 1.0, 1.0)  # nothing is known of the tier
 # law), and 50 ms, half of what is felt to be at once (Nielsen 1993, "Usability Engineering", chapter 5).
 NOTICEABLE_SHARE = 0.1
 NOTICEABLE_MS = 50.0
-SURE = 0.6  # confidence in a class from which a prompt counts as of that class alone
+SURE_CONFIDENCE = (
+    0.6  # confidence in a class from which a prompt counts as of that class alone
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,10 @@ class PolicyParameters:
             return NO_LOSS if tier is TierName.PRECISE else ALL_LOST
         complexity = features.complexity or Complexity.MODERATE
         loss = losses_by_class[features.prompt_class][complexity]
-        if features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN:
+        if (
+            features.confidence >= SURE_CONFIDENCE
+            or features.prompt_class is PromptClass.UNKNOWN
+        ):
             return loss
         return mixed(
             loss,
@@ -415,8 +420,8 @@ class Decision(Struct, frozen=True):
         degraded: What the request asks for or its class needs, and is not expected, or not known, to get.
         refusal: Why there is no tier; None where there is one.
         retry_after_s: Of a refusal: predicted seconds until it could be served; None: never, as far as is known.
-        longest: Tokens that the longest of the tiers takes, if the request is too long for all that it asks for; 0: it is
-            not refused for that.
+        longest_context: The tokens that the longest context takes of the tiers that the request is too long for; None: it is
+            not refused for that alone.
         are_times_impossible: It is served though no tier meets its bounds on times at any load.
     """
 
@@ -428,7 +433,7 @@ class Decision(Struct, frozen=True):
     degraded: tuple[Degraded, ...] = ()
     refusal: Refusal | None = None
     retry_after_s: float | None = None
-    longest: int = 0
+    longest_context: int | None = None
     are_times_impossible: bool = False
 
     def estimate(self, tier: TierName) -> TierEstimate:

@@ -75,12 +75,16 @@ def _replica_line(
 ) -> dict[str, Any]:
     state = tier.replicas[position]
     output_tokens = tier.output_tokens[position]
-    now = 0.0 if fleet_load is None else fleet_load.now
+    now = 0.0
+    if fleet_load is not None:
+        now = fleet_load.now
     load = load_of(state, output_tokens, fleet_load)
     trends = state.trends.faded(now, state.speed)
     line = _state_line(structs.replace(state, load=load, trends=trends))
     line["output_tokens_outstanding"] = output_tokens
-    line["cached_tokens"] = None if tier.cached is None else tier.cached[position]
+    line["cached_tokens"] = None
+    if tier.cached is not None:
+        line["cached_tokens"] = tier.cached[position]
     line["home"] = position == tier.home
     return line
 
@@ -109,15 +113,21 @@ def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
 
 def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
     replicas = line["replicas"]
-    cached = [replica.get("cached_tokens") for replica in replicas]
-    homes = [
-        position for position, replica in enumerate(replicas) if replica.get("home")
+    cached_tokens: list[int | None] | None = [
+        replica.get("cached_tokens") for replica in replicas
     ]
+    if any(replica.get("cached_tokens") is None for replica in replicas):
+        cached_tokens = None
+    home_position = -1
+    for position, replica in enumerate(replicas):
+        if replica.get("home"):
+            home_position = position
+            break
     return line | {
         "replicas": [_read_state(replica) for replica in replicas],
         "output_tokens": [replica["output_tokens_outstanding"] for replica in replicas],
-        "cached": None if None in cached else cached,
-        "home": homes[0] if homes else -1,
+        "cached": cached_tokens,
+        "home": home_position,
     }
 
 

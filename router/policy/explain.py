@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, assert_never
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from router.policy.decision import SURE, Basis, Refusal, Unfitness, is_noticeably_later
+from router.policy.decision import (
+    SURE_CONFIDENCE,
+    Basis,
+    Refusal,
+    Unfitness,
+    is_noticeably_later,
+)
 from router.policy.losses import of_100
 from tiers.preparing import about
 from tiers.spec import ReplicaStatus
@@ -43,8 +49,8 @@ def verdict(comparison: TierComparison, estimate: TierEstimate) -> str:
     if chosen is None:
         return "not asked for"
     if estimate.loss.mean > estimate.allowed_loss and comparison.scarcity < 1:
-        wrong = f"may get up to {of_100(estimate.loss.stated_high)} answers wrong"
-        return f"{wrong}, and engine time is not scarce enough for that"
+        wrong_share = of_100(estimate.loss.stated_high)
+        return f"may get up to {wrong_share} answers wrong, and engine time is not scarce enough for that"
     return f"would do, {_comparison(estimate, chosen)}"
 
 
@@ -52,15 +58,17 @@ def _comparison(estimate: TierEstimate, chosen: TierEstimate) -> str:
     """Return why a tier that would do as well was not chosen, to follow "would do"."""
     if estimate.finish_ms is None or chosen.finish_ms is None:
         return f"but {chosen.tier} was taken"
-    finish = f"finished in {_seconds(estimate.finish_ms)} instead of {_seconds(chosen.finish_ms)}"
+    own_finish = _seconds(estimate.finish_ms)
+    chosen_finish = _seconds(chosen.finish_ms)
+    finish_text = f"finished in {own_finish} instead of {chosen_finish}"
     if chosen.cost is None or estimate.cost is None or estimate.cost <= chosen.cost:
-        return finish
-    engine_time = (
+        return finish_text
+    engine_time_text = (
         f"with {estimate.cost:.2g} s of engine time instead of {chosen.cost:.2g}"
     )
     if estimate.finish_ms <= chosen.finish_ms:
-        return engine_time
-    return f"{finish}, {engine_time}"
+        return engine_time_text
+    return f"{finish_text}, {engine_time_text}"
 
 
 def reason(comparison: TierComparison, chosen: TierEstimate) -> str:
@@ -71,10 +79,13 @@ def reason(comparison: TierComparison, chosen: TierEstimate) -> str:
         hinted = next(
             estimate for estimate in comparison.estimates if estimate.tier is query.hint
         )
-        against = "not chosen" if hinted.meets_bounds else _against(comparison, hinted)
+        against = "not chosen"
+        if not hinted.meets_bounds:
+            against = _against(comparison, hinted)
         text = f"hint {query.hint} not taken: {against}; {text}"
     if query.precisions is not None:
-        text += f"; the request allows {', '.join(sorted(query.precisions))} only"
+        precisions = ", ".join(sorted(query.precisions))
+        text += f"; the request allows {precisions} only"
     if query.over_budget:
         return f"over budget, so only {chosen.tier} may serve; {text}"
     return text
@@ -87,17 +98,17 @@ def refusal_reason(comparison: TierComparison, longest_context: int | None) -> s
         comparison: The tiers as they were compared.
         longest_context: Of the tiers for which the request alone is too long, in tokens; None: there are others, or none.
     """
-    text = "; ".join(
-        [
-            f"{estimate.tier} {verdict(comparison, estimate)}"
-            for estimate in comparison.considered
-        ]
-    )
-    suitable = [
+    verdicts = [
+        f"{estimate.tier} {verdict(comparison, estimate)}"
+        for estimate in comparison.considered
+    ]
+    text = "; ".join(verdicts)
+    suitable_tiers = [
         estimate.tier for estimate in comparison.estimates if estimate.meets_bounds
     ]
-    if comparison.query.require and suitable:
-        text += f"; {' and '.join(suitable)} can, and tier_policy 'prefer' lets another tier serve"
+    if comparison.query.require and suitable_tiers:
+        suitable = " and ".join(suitable_tiers)
+        text += f"; {suitable} can, and tier_policy 'prefer' lets another tier serve"
     if longest_context is None:
         return text
     # Libraries know these words.
@@ -113,15 +124,17 @@ def _why(comparison: TierComparison, chosen: TierEstimate) -> str:
     if comparison.basis is Basis.HINT:
         return f"hint {chosen.tier}"
     if comparison.basis is Basis.DEGRADED_QUALITY:
-        return f"degraded to {chosen.tier}: {_unfit(comparison, chosen)}, {_no_better(comparison.considered)}"
-    return f"{_kind(comparison)}: {_chosen_text(comparison, chosen)}"
+        unfit_text = _unfit(comparison, chosen)
+        no_better_text = _no_better(comparison.considered)
+        return f"degraded to {chosen.tier}: {unfit_text}, {no_better_text}"
+    chosen_text = _chosen_text(comparison, chosen)
+    return f"{_kind(comparison)}: {chosen_text}"
 
 
 def _given_up_text(comparison: TierComparison, chosen: TierEstimate) -> str:
-    given_up = " and ".join(
-        [bound for bound in comparison.given_up if bound != "unmeasured"]
-    )
-    if given_up:
+    known_bounds = [bound for bound in comparison.given_up if bound != "unmeasured"]
+    if known_bounds:
+        given_up = " and ".join(known_bounds)
         return f"no tier is expected to meet the SLA: {given_up} given up, {chosen.tier} taken"
     return f"no tier is known to meet the SLA, {chosen.tier} taken"
 
@@ -131,8 +144,9 @@ def _kind(comparison: TierComparison) -> str:
     features = comparison.query.features
     prompt_class = features.prompt_class
     complexity = features.complexity or Complexity.MODERATE
-    if features.confidence >= SURE or prompt_class is PromptClass.UNKNOWN:
-        return f"{prompt_class.value.replace('_', ' ')}, {complexity.value}"
+    if features.confidence >= SURE_CONFIDENCE or prompt_class is PromptClass.UNKNOWN:
+        class_name = prompt_class.value.replace("_", " ")
+        return f"{class_name}, {complexity.value}"
     return f"probably {prompt_class.value}, {complexity.value}"
 
 
@@ -161,28 +175,28 @@ def _small_talk_text(
     comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
 ) -> str:
     """Return why a tier answers what cannot be right or wrong."""
-    lower = _fit_below(comparison, chosen, acceptable)
-    if lower and lower[-1].times is not None and chosen.times is not None:
-        passed_over = f"{lower[-1].tier} would take {_seconds(lower[-1].times.ttft_ms)} to its first token"
-        return f"no precision loses anything, and {passed_over}, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
-    return (
-        f"no precision loses anything, and {chosen.tier} is the lowest that can serve"
-    )
+    no_loss_text = "no precision loses anything"
+    lower_tiers = _fit_below(comparison, chosen, acceptable)
+    if not lower_tiers or lower_tiers[-1].times is None or chosen.times is None:
+        return f"{no_loss_text}, and {chosen.tier} is the lowest that can serve"
+    passed_over = lower_tiers[-1].tier
+    ttft_there = _seconds(lower_tiers[-1].times.ttft_ms)
+    ttft_here = _seconds(chosen.times.ttft_ms)
+    return f"{no_loss_text}, and {passed_over} would take {ttft_there} to its first token, {chosen.tier} {ttft_here}"
 
 
 def _budget_text(
     comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
 ) -> str:
     """Return why a tier was chosen that loses more than a negligible share of answers."""
-    highest = comparison.estimates[-1].tier
-    wrong = f"{chosen.tier} gets up to {of_100(chosen.loss.stated_high)} answers wrong that {highest} gets right"
-    when = (
-        " while engine time is scarce" if comparison.table.objective == "best" else ""
-    )
-    advantage = _advantage(comparison, chosen, acceptable)
-    return (
-        f"{wrong} ({chosen.loss.basis}), within the loss budget{when}, and {advantage}"
-    )
+    highest_tier = comparison.estimates[-1].tier
+    wrong_share = of_100(chosen.loss.stated_high)
+    wrong_text = f"{chosen.tier} gets up to {wrong_share} answers wrong that {highest_tier} gets right"
+    scarcity_text = ""
+    if comparison.table.objective == "best":
+        scarcity_text = " while engine time is scarce"
+    advantage_text = _advantage(comparison, chosen, acceptable)
+    return f"{wrong_text} ({chosen.loss.basis}), within the loss budget{scarcity_text}, and {advantage_text}"
 
 
 def _little_loss_text(
@@ -196,8 +210,9 @@ def _little_loss_text(
     if worse:
         parts.append(_wrong_text(worse, highest))
     if comparison.basis is Basis.NEGLIGIBLE:
-        advantage = _advantage(comparison, chosen, acceptable)
-        parts.append(f"{chosen.tier} {_good_text(chosen, highest)}, and {advantage}")
+        good_text = _good_text(chosen, highest)
+        advantage_text = _advantage(comparison, chosen, acceptable)
+        parts.append(f"{chosen.tier} {good_text}, and {advantage_text}")
     if parts:
         return "; ".join(parts)
     return _alone_text(comparison, chosen, acceptable)
@@ -206,18 +221,21 @@ def _little_loss_text(
 def _wrong_text(worse: Sequence[TierEstimate], highest: TierName) -> str:
     """Return how many answers the tiers get wrong that were not chosen for it."""
     lowest, *higher = worse
-    wrong = f"up to {of_100(lowest.loss.stated_high)} answers wrong that {highest} gets right ({lowest.loss.basis})"
-    higher_texts = [
-        f"{estimate.tier} up to {of_100(estimate.loss.stated_high)}"
-        for estimate in higher
+    wrong_share = of_100(lowest.loss.stated_high)
+    texts = [
+        f"{lowest.tier} may get up to {wrong_share} answers wrong that {highest} gets right ({lowest.loss.basis})"
     ]
-    return "; ".join([f"{lowest.tier} may get {wrong}", *higher_texts])
+    for estimate in higher:
+        wrong_share = of_100(estimate.loss.stated_high)
+        texts.append(f"{estimate.tier} up to {wrong_share}")
+    return "; ".join(texts)
 
 
 def _good_text(chosen: TierEstimate, highest: TierName) -> str:
     if chosen.loss.mean == 0:
         return "loses nothing"
-    return f"is as good as {highest} (up to {of_100(chosen.loss.stated_high)} answers get worse, {chosen.loss.basis})"
+    worse_share = of_100(chosen.loss.stated_high)
+    return f"is as good as {highest} (up to {worse_share} answers get worse, {chosen.loss.basis})"
 
 
 def _alone_text(
@@ -226,16 +244,14 @@ def _alone_text(
     """Return why a tier was chosen where nothing is known that another tier does worse."""
     if len(acceptable) > 1:
         return f"no tier loses less than {chosen.tier}"
-    if any(
-        estimate.obstacle is None and not estimate.meets_bounds
-        for estimate in comparison.considered
-    ):
-        return "no other tier meets the request's bounds"
-    obstructed = [
-        estimate for estimate in comparison.considered if estimate.obstacle is not None
-    ]
-    obstacles = [f"{estimate.tier} {estimate.obstacle_text}" for estimate in obstructed]
-    return f"only {chosen.tier} can serve: {'; '.join(obstacles)}"
+    obstacle_texts = []
+    for estimate in comparison.considered:
+        if estimate.obstacle is not None:
+            obstacle_texts.append(f"{estimate.tier} {estimate.obstacle_text}")
+        elif not estimate.meets_bounds:
+            return "no other tier meets the request's bounds"
+    obstacles = "; ".join(obstacle_texts)
+    return f"only {chosen.tier} can serve: {obstacles}"
 
 
 def _advantage(
@@ -286,7 +302,8 @@ def _faster_text(
         for rival in rivals
     )
     if comparison.table.objective == "best" and finishes_later:
-        return f"should finish soonest: {_finish_text(chosen, rivals)}"
+        finish_text = _finish_text(chosen, rivals)
+        return f"should finish soonest: {finish_text}"
     costs = ", ".join([f"{rival.tier} {rival.order():.2g}" for rival in rivals])
     return f"should take {chosen.order():.2g} s of engine time ({costs})"
 
@@ -297,11 +314,14 @@ def _finish_text(chosen: TierEstimate, rivals: Sequence[TierEstimate]) -> str:
     if rival.times is None or chosen.times is None:
         return f"{chosen.tier} finishes sooner"
     later_ms = rival.finishes_in_ms - chosen.finishes_in_ms
-    if later_ms > 0 and rival.times.ttft_ms - chosen.times.ttft_ms > later_ms / 2:
-        ttft = _seconds(rival.times.ttft_ms)
-        return f"{rival.tier} would take {ttft} to its first token, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
-    finish = _seconds(rival.finishes_in_ms)
-    return f"{rival.tier} would take {finish} to the end of its answer, {chosen.tier} {_seconds(chosen.finishes_in_ms)}"
+    later_ttft_ms = rival.times.ttft_ms - chosen.times.ttft_ms
+    if later_ms > 0 and later_ttft_ms > later_ms / 2:
+        rival_ttft = _seconds(rival.times.ttft_ms)
+        chosen_ttft = _seconds(chosen.times.ttft_ms)
+        return f"{rival.tier} would take {rival_ttft} to its first token, {chosen.tier} {chosen_ttft}"
+    rival_finish = _seconds(rival.finishes_in_ms)
+    chosen_finish = _seconds(chosen.finishes_in_ms)
+    return f"{rival.tier} would take {rival_finish} to the end of its answer, {chosen.tier} {chosen_finish}"
 
 
 def _seconds(milliseconds: float) -> str:
@@ -318,10 +338,9 @@ def _against(comparison: TierComparison, estimate: TierEstimate) -> str:
     if estimate.obstacle is not None:
         return estimate.obstacle_text
     if estimate.is_lossy:
-        wrong = f"may get up to {of_100(estimate.worst_loss)} answers wrong ({estimate.loss.basis})"
-        return (
-            f"{wrong}, {of_100(comparison.query.sla.max_quality_loss or 0.0)} allowed"
-        )
+        wrong_share = of_100(estimate.worst_loss)
+        allowed_share = of_100(comparison.query.sla.max_quality_loss or 0.0)
+        return f"may get up to {wrong_share} answers wrong ({estimate.loss.basis}), {allowed_share} allowed"
     if estimate.is_slow:
         return _slow_text(estimate, comparison.query, comparison.confidence_z)
     return _unfit(comparison, estimate)
@@ -334,10 +353,11 @@ def _unfit(comparison: TierComparison, estimate: TierEstimate) -> str:
     if estimate.unfitness is Unfitness.BELOW_HINT:
         return f"hint {hint} wants {hint} or higher"
     if estimate.unfitness is Unfitness.OVER_BOUND:
-        wrong = of_100(estimate.worst_loss)
-        return f"{_kind(comparison)}: {tier} may get up to {wrong} answers wrong, {of_100(comparison.bound or 0.0)} allowed"
-    wrong = of_100(estimate.loss.mean)
-    return f"{_kind(comparison)}: {tier} is expected to get {wrong} answers wrong, more than policy.loss_budget allows"
+        wrong_share = of_100(estimate.worst_loss)
+        allowed_share = of_100(comparison.bound or 0.0)
+        return f"{_kind(comparison)}: {tier} may get up to {wrong_share} answers wrong, {allowed_share} allowed"
+    wrong_share = of_100(estimate.loss.mean)
+    return f"{_kind(comparison)}: {tier} is expected to get {wrong_share} answers wrong, more than policy.loss_budget allows"
 
 
 def _slow_text(estimate: TierEstimate, query: RoutingQuery, confidence_z: float) -> str:
@@ -361,16 +381,18 @@ def _slow_text(estimate: TierEstimate, query: RoutingQuery, confidence_z: float)
 
 
 def _late_text(
-    name: str, expected_ms: float, *, safe_ms: float, bound_ms: float | None
+    bound_name: str, expected_ms: float, *, safe_ms: float, bound_ms: float | None
 ) -> str | None:
     """Return how an expected time breaks its bound; None: it does not, or there is no bound."""
     if bound_ms is None:
         return None
     if expected_ms > bound_ms:
-        return f"cannot meet {name} {bound_ms:g} ms ({expected_ms:.0f} ms expected)"
+        return (
+            f"cannot meet {bound_name} {bound_ms:g} ms ({expected_ms:.0f} ms expected)"
+        )
     if safe_ms > bound_ms:
-        safe = f"up to {safe_ms:.0f} ms at the requested confidence"
-        return f"may not meet {name} {bound_ms:g} ms ({expected_ms:.0f} ms expected, {safe})"
+        safe_text = f"up to {safe_ms:.0f} ms at the requested confidence"
+        return f"may not meet {bound_name} {bound_ms:g} ms ({expected_ms:.0f} ms expected, {safe_text})"
     return None
 
 
@@ -424,11 +446,9 @@ def _not_ready(tier: TierSnapshot) -> str:
         return f"is {tier.status.value}"
     if preparing.failed is not None:
         return "has no checkpoint: it could not be made"
-    state = (
-        "being prepared"
-        if tier.status is ReplicaStatus.PREPARING
-        else tier.status.value
-    )
+    state = tier.status.value
+    if tier.status is ReplicaStatus.PREPARING:
+        state = "being prepared"
     if preparing.remaining_s is None:
         return f"is {state}"
     return f"is {state}, ready in {about(preparing.remaining_s)}"
@@ -437,24 +457,24 @@ def _not_ready(tier: TierSnapshot) -> str:
 def _full(tier: TierSnapshot, sequences: int) -> str:
     """Return what a ready tier has too little of."""
     ready = tier.ready
-    admitting = [replica for replica in ready if replica.breaker.admits]
-    if not admitting:
+    admitting_replicas = [replica for replica in ready if replica.breaker.admits]
+    if not admitting_replicas:
         wait_s = min(replica.breaker.admits_in_s for replica in ready)
         return f"failed too often lately and gets requests again in {wait_s:.1f} s"
     with_free_slots: list[ReplicaState] = []
     has_room_for_all = False
-    slots = 0
-    for replica in admitting:
+    slot_count = 0
+    for replica in admitting_replicas:
         limit = min(replica.limit, tier.spec.max_in_flight)
-        slots += limit
+        slot_count += limit
         if replica.slots < limit:
             with_free_slots.append(replica)
         if replica.slots + min(sequences, limit) <= limit:
             has_room_for_all = True
     if not with_free_slots:
-        return f"has all of its {slots} slots taken"
+        return f"has all of its {slot_count} slots taken"
     if not has_room_for_all:
-        return f"has too few of its {slots} slots free for {sequences} answers at the same time"
+        return f"has too few of its {slot_count} slots free for {sequences} answers at the same time"
     return _kv_cache_full(with_free_slots)
 
 

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 CONTRADICTED = 3.0
 # this mean takes the place of a published loss that the answers contradict
 UNLIKE = 0.3
-ENOUGH = 10  # fewer answers of a kind hardly count beside what is published
-TAIL = 0.05  # probability beyond each end of the 90 % interval
-Z90 = NormalDist().inv_cdf(1 - TAIL)
+MIN_ANSWERS = 10  # fewer answers of a kind hardly count beside what is published
+TAIL_PROBABILITY = 0.05  # probability beyond each end of the 90 % interval
+Z90 = NormalDist().inv_cdf(1 - TAIL_PROBABILITY)
 # So many standard deviations out, the tail of a normal distribution is taken from its asymptotic series.
-FAR = 6.0
+FAR_CUT = 6.0
 # Answers bear a statement alone if without anything published they allow at most this many times the loss that is stated.
 BORNE_WITHIN = 1.25
 _STANDARD = NormalDist()
@@ -154,8 +154,8 @@ def updated(
     if flips.answers == 0:
         return ExpectedLoss(
             mean=prior,
-            low=-prior * math.log(1 - TAIL),
-            high=min(-prior * math.log(TAIL), 1.0),
+            low=-prior * math.log(1 - TAIL_PROBABILITY),
+            high=min(-prior * math.log(TAIL_PROBABILITY), 1.0),
             published_for_size=published_for_size,
         )
     measured, variance = measured_loss(flips)
@@ -165,11 +165,11 @@ def updated(
     answers_alone = _PositiveNormal(measured, math.sqrt(variance))
     return ExpectedLoss(
         mean=min(loss.mean, 1.0),
-        low=loss.quantile(TAIL),
-        high=min(loss.quantile(1 - TAIL), 1.0),
+        low=loss.quantile(TAIL_PROBABILITY),
+        high=min(loss.quantile(1 - TAIL_PROBABILITY), 1.0),
         answers=flips.answers,
         published_for_size=published_for_size,
-        measured_high=min(answers_alone.quantile(1 - TAIL), 1.0),
+        measured_high=min(answers_alone.quantile(1 - TAIL_PROBABILITY), 1.0),
     )
 
 
@@ -183,7 +183,7 @@ class _PositiveNormal(NamedTuple):
     def mean(self) -> float:
         """Return its mean (Johnson, Kotz and Balakrishnan 1994, "Continuous Univariate Distributions", 13.10)."""
         cut = -self.location / self.deviation
-        if cut > FAR:
+        if cut > FAR_CUT:
             # Further terms of the asymptotic series are below 10 / cut**5.
             return self.deviation * (1 / cut - 2 / cut**3)
         return self.location + self.deviation * _STANDARD.pdf(cut) / (
@@ -193,7 +193,7 @@ class _PositiveNormal(NamedTuple):
     def quantile(self, share: float) -> float:
         """Return the value below which a share of it lies."""
         cut = -self.location / self.deviation
-        if cut > FAR:
+        if cut > FAR_CUT:
             return self.deviation * (math.sqrt(cut**2 - 2 * math.log(1 - share)) - cut)
         below = _STANDARD.cdf(cut)
         return max(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from classifier.kinds import Complexity
 from router.policy.decide import successors
 from router.policy.decision import BY_CALLER, PolicyParameters
-from router.policy.losses import ENOUGH, losses, of_100
+from router.policy.losses import MIN_ANSWERS, losses, of_100
 from router.policy.model_size import parameters_of
 from router.policy.profiles import (
     REFERENCE,
@@ -157,7 +157,7 @@ class PolicyStore:
         share = (self._requests_by_kind[kind] + 1) / (
             self._requests_by_kind.total() + 1
         )
-        if loss.answers < ENOUGH:
+        if loss.answers < MIN_ANSWERS:
             return self._worth_of_few(tier, kind, loss.answers, share=share)
         negligible_loss = self.table.negligible_loss
         bounds = (
@@ -177,10 +177,10 @@ class PolicyStore:
         for count in self._counts(tier):
             if (count.prompt_class, count.complexity) == kind:
                 tasks += count.asked
-        is_hopeless = tasks >= ENOUGH and answers * HOPELESS < tasks
+        is_hopeless = tasks >= MIN_ANSWERS and answers * HOPELESS < tasks
         if is_hopeless:
             return 0.0
-        return (1 + ENOUGH - answers) * share / (1 + tasks)
+        return (1 + MIN_ANSWERS - answers) * share / (1 + tasks)
 
     def _counts(self, tier: TierName) -> tuple[AnswerCount, ...]:
         return () if self.quality is None else self.quality.of(tier)

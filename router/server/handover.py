@@ -126,15 +126,9 @@ async def handing_over(
 
 @contextmanager
 def _control_socket(path: Path) -> Iterator[socket.socket]:
+    """Listen at a path; when it ends, the path is gone unless another router listens there by then."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    control.setblocking(False)
-    own_path = path.with_suffix(f".{os.getpid()}")
-    own_path.unlink(missing_ok=True)
-    control.bind(str(own_path))
-    own_path.chmod(0o600)
-    control.listen(MOST_PEERS)
-    own_path.replace(path)
+    control = _listening_at(path)
     inode = path.stat().st_ino
     try:
         yield control
@@ -144,6 +138,25 @@ def _control_socket(path: Path) -> Iterator[socket.socket]:
             # Otherwise the router that took over has put its own there.
             if path.stat().st_ino == inode:
                 path.unlink()
+
+
+def _listening_at(path: Path) -> socket.socket:
+    """Return a socket that listens at a path, in place of what was there; only this user may connect to it."""
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    own_path = path.with_suffix(f".{os.getpid()}")
+    try:
+        control.setblocking(False)
+        own_path.unlink(missing_ok=True)
+        control.bind(str(own_path))
+        own_path.chmod(0o600)
+        control.listen(MOST_PEERS)
+        own_path.replace(path)
+    except OSError:
+        control.close()
+        with contextlib.suppress(OSError):
+            own_path.unlink(missing_ok=True)
+        raise
+    return control
 
 
 class _Handover:

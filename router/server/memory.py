@@ -13,7 +13,7 @@ import gc
 from collections.abc import Callable
 from functools import cache
 
-EVERY_S = 60.0
+HAND_BACK_EVERY_S = 60.0
 # A collection begins at this many objects more than at the last one, about 10 MB of them. The other two numbers say how many
 # collections of younger objects there are before one of older ones.
 COLLECTED_AT = (100_000, 5, 5)
@@ -30,7 +30,7 @@ def set_aside() -> None:
 
 async def keep_handing_back() -> None:
     while (trim := malloc_trim()) is not None:
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(HAND_BACK_EVERY_S)
         await asyncio.to_thread(trim, 0)  # It takes longer the more there is.
 
 

@@ -30,7 +30,7 @@ SHUTDOWN_S = 5.0  # A client has this time to confirm the end of TLS.
 # At the end, connections that were accepted and are not open yet have this time to open.
 OPENING_S = 0.1
 # After the deadline, the errors that end unfinished answers have this time to be sent.
-CUT_S = 2
+FORCED_SHUTDOWN_S = 2
 
 
 def _has_terminal() -> bool:
@@ -62,7 +62,7 @@ class Server(UvicornServer):
             log_config=None,
             server_header=False,
             timeout_keep_alive=settings.keep_alive_s,
-            timeout_graceful_shutdown=CUT_S,
+            timeout_graceful_shutdown=FORCED_SHUTDOWN_S,
         )
         super().__init__(config)
         self._server_state = server_state

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -66,6 +67,10 @@ UNTRACED = {"/route"}  # it serves nothing, and the page asks it while somebody 
 # in a scope, once it is answered: the endpoint's path, the status and the key's id
 ANSWERED = "qarr.answered"
 _CARRIERS = (b"traceparent", b"tracestate", b"baggage")
+# Version, trace id, span id and flags (https://www.w3.org/TR/trace-context/): version ff and ids of zeros are not valid.
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
 # The headers that a request without spans passes on to engines, traceparent first; empty: it has spans.
 _PASSED = ContextVar[tuple[tuple[bytes, bytes], ...]]("qarr_passed", default=())
 # of the next root span, for which the sampler was asked beforehand
@@ -438,11 +443,5 @@ def _ns(record: RequestRecord, ms: float) -> int:
 
 def _trace_id_of(parent: str) -> str:
     """Return the trace id of a ``traceparent`` header; empty where the header is not valid."""
-    parts = parent.split("-")  # version, trace, span, flags
-    given = parts[1] if len(parts) == 4 else ""  # noqa: PLR2004
-    usable = (
-        len(given) == 32  # noqa: PLR2004
-        and given != "0" * 32
-        and all(c in "0123456789abcdef" for c in given)
-    )
-    return given if usable else ""
+    match = _TRACEPARENT.fullmatch(parent)
+    return match[1] if match is not None else ""

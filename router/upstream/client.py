@@ -135,14 +135,15 @@ class Upstream:
         *,
         lease: Lease | None = None,
         exclude: Collection[str] = (),
-        over_limit: bool = False,
+        is_continuation: bool = False,
         elsewhere: bool = True,
     ) -> EngineAnswer:
         """Try the chosen tier, then those that the policy would take instead by now, until an answer has begun.
 
         ``sent_at`` is when the request was first sent, by the monotonic clock; None: now. ``lease``: a slot on the chosen
-        tier; None: one is taken here, with ``over_limit`` beyond what replicas are to have. ``elsewhere``: other tiers may
-        be tried. Replicas to ``exclude`` are not.
+        tier; None: one is taken here. ``is_continuation``: the request was admitted and counted before, so its slot may be
+        beyond what replicas are to have, and it earns no retries. ``elsewhere``: other tiers may be tried. Replicas to
+        ``exclude`` are not.
 
         Raises:
             EngineRefusedError: An engine says that the request is wrong.
@@ -152,7 +153,8 @@ class Upstream:
         """
         if sent_at is None:
             sent_at = time.monotonic()
-        self._retries.requests += 1
+        if not is_continuation:
+            self._retries.requests += 1
         errors: dict[str, UpstreamError] = {}  # why attempts failed, by replica
         tiers: list[TierName] = []
         for tier in self._tiers_to_try(decision, may_switch=elsewhere):
@@ -163,7 +165,7 @@ class Upstream:
                     tier,
                     decision.query,
                     exclude={*errors, *exclude},
-                    over_limit=over_limit or bool(errors),
+                    over_limit=is_continuation or bool(errors),
                 )
                 if lease is None:
                     break
@@ -251,7 +253,12 @@ class Upstream:
         failure = _failure_in(answer, content)
         if failure is not None:
             log.warning("%s%s: %s", url, path, failure)
-            raise failure
+            try:
+                raise failure
+            finally:
+                del (
+                    failure
+                )  # break the reference cycle between the exception and this frame
         return (
             answer.status,
             answer.header(b"content-type") or "application/json",
@@ -356,9 +363,14 @@ class Upstream:
 
 
 def lease_for(
-    fleet: Fleet, tier: TierName, query: RoutingQuery, exclude: Collection[str], *, over_limit: bool = False,
+    fleet: Fleet,
+    tier: TierName,
+    query: RoutingQuery,
+    exclude: Collection[str],
+    *,
+    over_limit: bool = False,
     candidate: Candidate | None = None,
-) -> Lease | None:  # fmt: skip
+) -> Lease | None:
     """Return a slot for a request on a tier, apart from replicas to exclude; None: there is none."""
     if query.precisions is not None:
         unfit_replicas = [
@@ -413,9 +425,14 @@ def _holds_object(content: bytes) -> bool:
 
 
 async def give_up(
-    error: BaseException, lease: Lease | OverflowHold, hop: Hop, body: Body | None, limit_s: float, *,
+    error: BaseException,
+    lease: Lease | OverflowHold,
+    hop: Hop,
+    *,
+    body: Body | None,
+    limit_s: float,
     streamed: bool,
-) -> None:  # fmt: skip
+) -> None:
     """End an attempt that failed before its answer began. Raise the failure where ``error`` is only how it showed."""
     failure = _translate(error, limit_s, streamed=streamed)
     try:

@@ -202,7 +202,7 @@ async def test_a_refusal_says_why_without_the_token(
 
 
 async def test_only_the_issuers_signature_counts(tmp_path: Path) -> None:
-    """TokenVerifier without a signature, signed with a secret, by another key, or by one that is not published are refused."""
+    """Tokens without a signature, signed with a secret, by another key, or by one that is not published are refused."""
     issuer, other = Issuer(), Issuer()
     tokens = TokenVerifier(settings_of(published(tmp_path, issuer)))
     claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "eve", "exp": time.time() + 300}

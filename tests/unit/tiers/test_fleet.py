@@ -44,7 +44,7 @@ def make_fleet(replicas: int = 2, slots: int = 2) -> Fleet:
 
 
 def test_least_loaded_replica_is_leased() -> None:
-    """ReplicaLoad is outstanding tokens: one long request weighs more than two short ones."""
+    """Load is outstanding tokens: one long request weighs more than two short ones."""
     fleet = make_fleet(slots=9)
     long = fleet.lease(FAST, prompt_tokens=1000, max_tokens=100)
     assert long is not None

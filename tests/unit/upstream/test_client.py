@@ -197,7 +197,7 @@ async def test_a_full_tier_has_no_slot_but_for_what_was_admitted_before() -> Non
         with pytest.raises(NoSlotError, match="every slot on fast is taken"):
             await stack.upstream.open(decision, HI, elsewhere=False)
         answer = await stack.upstream.open(
-            decision, HI, elsewhere=False, over_limit=True
+            decision, HI, elsewhere=False, is_continuation=True
         )
         assert stack.replica(FAST).state.slots == LIMIT + 1
         await answer.aclose()
