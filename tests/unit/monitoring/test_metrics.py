@@ -13,7 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from classifier import PromptClass
-from router.monitoring.metrics import RequestMetrics
+from router.monitoring.request_metrics import RequestMetrics
 from router.pipeline.registry import ENGINE_REFUSED, OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import SLA_IMPOSSIBLE, TIER_ABSENT, Refusal
 from router.telemetry.record import Outcome, RequestRecord
