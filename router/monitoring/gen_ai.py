@@ -195,24 +195,27 @@ class _Distribution:
     bounds: tuple[float, ...]
     series: dict[Values, _Series] = field(default_factory=dict)
 
-    def add(self, values: Values, number: float) -> None:
-        series = self.series.get(values)
+    def add(self, attribute_values: Values, number: float) -> None:
+        series = self.series.get(attribute_values)
         if series is None:
             series = _Series([0] * (len(self.bounds) + 1))
-            self.series[values] = series
+            self.series[attribute_values] = series
         series.counts[bisect_left(self.bounds, number)] += 1
         series.total += number
 
     def samples(self) -> Iterator[tuple[Values, list[tuple[str, float]], float]]:
         """Yield attributes, cumulative buckets and the sum of each series."""
         bounds = [*map(floatToGoString, self.bounds), "+Inf"]
-        for values, series in self.series.items():
+        for attribute_values, series in self.series.items():
             cumulative_counts = [float(count) for count in accumulate(series.counts)]
             buckets = list(zip(bounds, cumulative_counts, strict=True))
-            yield values, buckets, series.total
+            yield attribute_values, buckets, series.total
 
     def totals(self) -> dict[Values, float]:
-        return {values: series.total for values, series in self.series.items()}
+        return {
+            attribute_values: series.total
+            for attribute_values, series in self.series.items()
+        }
 
 
 class GenAiMetrics(Collector):
@@ -240,35 +243,37 @@ class GenAiMetrics(Collector):
 
     def _observe_attempt(self, hop: Hop, ended: float) -> None:
         result = hop.result
-        values = _call_of(hop)
+        attribute_values = _call_of(hop)
         error = result.get("error.type") or ""
-        self._attempt_durations.add((*values, error), ended - hop.began)
+        self._attempt_durations.add((*attribute_values, error), ended - hop.began)
         if hop.streamed and hop.first_token_at is not None:
-            self._first_chunks.add(values, hop.first_token_at - hop.began)
+            self._first_chunks.add(attribute_values, hop.first_token_at - hop.began)
         input_tokens = result.get("gen_ai.usage.input_tokens")
         if input_tokens is not None:
-            self._input_tokens.add(values, input_tokens)
+            self._input_tokens.add(attribute_values, input_tokens)
         output_tokens = result.get("gen_ai.usage.output_tokens")
         if output_tokens is not None:
-            self._output_tokens.add(values, output_tokens)
+            self._output_tokens.add(attribute_values, output_tokens)
         cached_tokens = result.get("gen_ai.usage.cache_read.input_tokens")
         if cached_tokens:
-            cached_before = self._cached_tokens.get(values, 0)
-            self._cached_tokens[values] = cached_before + cached_tokens
+            cached_before = self._cached_tokens.get(attribute_values, 0)
+            self._cached_tokens[attribute_values] = cached_before + cached_tokens
 
     def _observe_request(self, record: RequestRecord, hops: list[Hop]) -> None:
-        values = self._served_by(record, hops)
+        attribute_values = self._served_by(record, hops)
         times = record.times
         error = record.error
         if record.outcome is Outcome.CLIENT_GONE:
             error = record.outcome.value
-        self._request_durations.add((*values, error or ""), times.duration_ms / 1000)
+        self._request_durations.add(
+            (*attribute_values, error or ""), times.duration_ms / 1000
+        )
         if record.outcome is not Outcome.OK:
             return
         if times.ttft_ms is not None:
-            self._first_tokens.add(values, times.ttft_ms / 1000)
+            self._first_tokens.add(attribute_values, times.ttft_ms / 1000)
         if times.tpot_ms is not None:
-            self._times_per_token.add(values, times.tpot_ms / 1000)
+            self._times_per_token.add(attribute_values, times.tpot_ms / 1000)
 
     def _served_by(self, record: RequestRecord, hops: list[Hop]) -> Values:
         """Return a request's attributes: those of its last attempt, or without one the model that the router serves."""
@@ -299,10 +304,10 @@ class GenAiMetrics(Collector):
         family = HistogramMetricFamily(
             CLIENT_USAGE.family, CLIENT_USAGE.text, labels=CLIENT_USAGE.labels
         )
-        for values, buckets, total in self._input_tokens.samples():
-            family.add_metric([*values, "input"], buckets, total)
-        for values, buckets, total in self._output_tokens.samples():
-            family.add_metric([*values, "output"], buckets, total)
+        for attribute_values, buckets, total in self._input_tokens.samples():
+            family.add_metric([*attribute_values, "input"], buckets, total)
+        for attribute_values, buckets, total in self._output_tokens.samples():
+            family.add_metric([*attribute_values, "output"], buckets, total)
         return family
 
 
@@ -316,8 +321,8 @@ def _histogram(instrument: Instrument, distribution: _Distribution) -> Metric:
     family = HistogramMetricFamily(
         instrument.family, instrument.text, labels=instrument.labels
     )
-    for values, buckets, total in distribution.samples():
-        family.add_metric(values, buckets, total)
+    for attribute_values, buckets, total in distribution.samples():
+        family.add_metric(attribute_values, buckets, total)
     return family
 
 
@@ -327,6 +332,6 @@ def _counter(
     family = CounterMetricFamily(
         instrument.family, instrument.text, labels=instrument.labels
     )
-    for values, number in numbers.items():
-        family.add_metric([*values, modality], number)
+    for attribute_values, number in numbers.items():
+        family.add_metric([*attribute_values, modality], number)
     return family

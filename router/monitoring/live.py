@@ -155,8 +155,10 @@ class Live:
         registry = self._pipeline.registry
         reader = Reader(caller)
         registry.tell()
-        visible = [record for record in registry.recent if caller.sees(record.key_id)]
-        for record in visible[-FIRST_RECORDS:]:
+        visible_records = [
+            record for record in registry.recent if caller.sees(record.key_id)
+        ]
+        for record in visible_records[-FIRST_RECORDS:]:
             reader.put(_event(b"request", render_record(record)))
         reader.put(_event(b"fleet", self.fleet(caller)))
         if not self._readers:
@@ -205,13 +207,15 @@ class Live:
         registry.tell()
         rendered_fleet = self._render_fleet(caller, now)
         open_requests = registry.open
-        visible = (
+        visible_requests = (
             request
             for request in open_requests
             if caller.sees(request.context.caller.key_id)
         )
+        totals = {name: registry.totals[total] for name, total in TOTALS.items()}
         in_flight = [
-            render_open(request, now) for request in islice(visible, MOST_SHOWN)
+            render_open(request, now)
+            for request in islice(visible_requests, MOST_SHOWN)
         ]
         return {
             "at": round(time.time(), 3),
@@ -225,21 +229,21 @@ class Live:
             "waiting": pipeline.admission.waiting,
             "in_flight": in_flight,
             "in_flight_total": len(open_requests),
-            "totals": {name: registry.totals[total] for name, total in TOTALS.items()},
+            "totals": totals,
         }
 
     def _render_fleet(self, caller: Caller, now: float) -> dict[str, Any]:
         """Return the fleet with each replica's speed, and what became of each tier's last requests."""
         fleet = self._pipeline.fleet
         endings = _endings_by_tier(self._pipeline.registry.window, now - WINDOW_S)
-        rendered = render_fleet(
+        rendered_fleet = render_fleet(
             fleet.snapshot(),
             model=self._about["model"],
             machine=fleet.machine,
             sources=fleet.sources,
             inside=caller.sees_all,
         )
-        for tier in rendered["tiers"]:
+        for tier in rendered_fleet["tiers"]:
             replicas = tier["replicas"]
             for replica in replicas:
                 tokens_per_s = self._tokens_per_s.get(replica["id"], 0.0)
@@ -248,7 +252,7 @@ class Live:
                 sum(replica["tokens_per_s"] for replica in replicas), 1
             )
             tier.update(_summary(endings.get(tier["tier"], ())))
-        return rendered
+        return rendered_fleet
 
     def _show(self, record: RequestRecord) -> None:
         event = _event(b"request", render_record(record))
@@ -283,29 +287,29 @@ class Live:
         caller = context_of(request.scope).caller
         list_name = request.url.path.rpartition("/")[2]
         render = render_record if list_name == "requests" else render_listed
-        visible = (
+        visible_records = (
             record
             for record in reversed(self._pipeline.registry.kept())
             if caller.sees(record.key_id)
         )
-        rendered = [render(record) for record in islice(visible, limit)]
+        rendered = [render(record) for record in islice(visible_records, limit)]
         scope = "all" if caller.sees_all else "own"
         return _json({"scope": scope, list_name: rendered})
 
     async def _trace(self, request: Request) -> Response:
         caller = context_of(request.scope).caller
         trace_id = request.path_params["trace_id"]
-        visible = [
+        visible_records = [
             record
             for record in self._pipeline.registry.kept()
             if record.trace_id == trace_id and caller.sees(record.key_id)
         ]
-        if not visible:
+        if not visible_records:
             raise UnknownTraceError(
                 f"a router keeps the traces of its own last requests ({self._settings.recent_requests}), and of as many "
                 "that failed or missed their SLA: ask the router that served the request, or look in the trace viewer"
             )
-        rendered = render_trace(visible, inside=caller.sees_all)
+        rendered = render_trace(visible_records, inside=caller.sees_all)
         rendered["trace_url"] = self._settings.trace_address(rendered["trace_id"])
         return _json(rendered)
 
