@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from prometheus_client.metrics_core import Metric as Family
 
 from router.monitoring.gen_ai import INSTRUMENTS, label_of
-from router.telemetry.tracing import GRPC, protocol_of, resource_of
+from router.telemetry.otel_environment import GRPC, protocol_of, resource_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import (

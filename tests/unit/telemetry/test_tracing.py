@@ -23,15 +23,14 @@ from opentelemetry.trace import Span
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.decision import Sla
+from router.telemetry.otel_environment import engine_target, resource_of
 from router.telemetry.record import Hop, Journey, Outcome, RequestRecord
 from router.telemetry.settings import TelemetrySettings
 from router.telemetry.tracing import (
     ANSWERED,
     Telemetry,
     end_span,
-    engine_target,
     make_telemetry,
-    resource_of,
     server_span,
 )
 from tests.unit.policy.test_decide import MEASURED, SCARCE, TABLE, fleet, query
