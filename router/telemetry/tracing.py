@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import Any
 
 from opentelemetry import propagate, trace
@@ -60,7 +61,6 @@ UNTRACED = {"/route"}
 # The key of a scope, once it is answered, for the endpoint's path, the status and the key's id.
 ANSWERED = "qarr.answered"
 MAX_REQUEST_ID_BYTES = 128
-FIRST_SERVER_ERROR = 500
 # The headers that a request without spans passes on to engines, traceparent first; None: it has spans.
 _PASSED_HEADERS: ContextVar[Headers | None] = ContextVar("qarr_passed", default=None)
 # The id of the next root span, for which the sampler was asked beforehand; None: it has not been chosen.
@@ -363,7 +363,7 @@ def _complete_server_span(scope: Scope) -> None:
         span.update_name(f"{scope['method']} {route}")
         span.set_attribute("http.route", route)
     span.set_attribute("http.response.status_code", status)
-    is_error = status >= FIRST_SERVER_ERROR
+    is_error = status >= HTTPStatus.INTERNAL_SERVER_ERROR
     if is_error and isinstance(span, ReadableSpan) and span.status.is_unset:
         span.set_status(Status(StatusCode.ERROR))
     if key_id:

@@ -18,7 +18,7 @@ import pytest
 from router.line_file import LineWriter, PrivateFile, made_record
 from router.policy.decision_log import read_log
 from router.profiling.prompt_samples import MAX_PROMPTS
-from router.telemetry.logs import _Stream
+from router.telemetry.logs import StderrHandler
 from router.telemetry.settings import TelemetrySettings
 from tests.unit.router_stack import router_stack
 from tests.waiting import call_within, until
@@ -177,7 +177,7 @@ def test_standard_error_in_a_file_goes_on_with_a_line_of_its_own(
     path = tmp_path / "stderr"
     with path.open("a", buffering=1) as stderr:
         monkeypatch.setattr("sys.stderr", stderr)
-        stream = _Stream(TelemetrySettings(log_format="json"))
+        stream = StderrHandler(TelemetrySettings(log_format="json"))
         stream.setFormatter(logging.Formatter("%(msg)s"))
         written(stream, "first")
         for free in (4, 0):

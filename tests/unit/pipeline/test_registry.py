@@ -18,7 +18,7 @@ from router.pipeline.registry import OVER_QUOTA, ActiveRequest, RequestRegistry
 from router.pipeline.request import RequestContext
 from router.policy.decide import decide
 from router.policy.decision import Decision, Refusal, RequestRefusedError, Sla
-from router.telemetry.logs import request_line
+from router.telemetry.log_format import request_line
 from router.telemetry.record import (
     Outcome,
     RequestRecord,

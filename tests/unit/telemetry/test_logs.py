@@ -18,7 +18,8 @@ import pytest
 
 from router.auth.api_keys import add_key
 from router.line_file import PrivateFile
-from router.telemetry.logs import JsonFormatter, TextFormatter, _Queued, begin_request
+from router.telemetry.log_format import JsonFormatter, TextFormatter
+from router.telemetry.logs import PreparingHandler, begin_request
 from tests.unit.own_router import QARR, own_router
 from tests.waiting import until
 
@@ -32,7 +33,7 @@ def made(
     record = logging.getLogger("qarr.router").makeRecord(
         "qarr.router", level, "f", 1, message, args, None, extra=extra
     )
-    return _Queued(queue).prepare(record)
+    return PreparingHandler(queue).prepare(record)
 
 
 async def test_lines_of_a_request_carry_its_ids() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from router.telemetry.logs import Logging, log_request, request_line
+from router.telemetry.log_format import request_line
+from router.telemetry.logs import Logging, log_request
 from router.telemetry.record import KeptFor, Outcome, RequestRecord, render_summary
 from router.telemetry.settings import TelemetrySettings
 from tests.unit.own_router import own_router
