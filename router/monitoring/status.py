@@ -73,11 +73,13 @@ class Status:
             "reasons": health["reasons"],
             "preparing": preparing,
         }
-        return json_response(body, 200 if is_ready else 503)
+        status_code = 200 if is_ready else 503
+        return json_response(body, status_code)
 
     async def health(self, _request: Request) -> Response:
         health = self._health()
-        return json_response(health, 503 if health["status"] == "unhealthy" else 200)
+        status_code = 503 if health["status"] == "unhealthy" else 200
+        return json_response(health, status_code)
 
     def _health(self) -> dict[str, Any]:
         # Where requests need keys, these endpoints need none: they show no addresses.

@@ -127,6 +127,7 @@ def request_line(summary: Mapping[str, Any]) -> str:
 
 def _shown_fields(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a request's line shows, by name in the order shown; what is empty is left out of the line."""
+    sla = "missed" if summary["sla_met"] is False else ""
     return {
         "class": summary["class"],
         "tier": _shown_tier(summary["served_by"], summary["tier"]),
@@ -138,7 +139,7 @@ def _shown_fields(summary: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": f"{summary['prompt_tokens']}+{summary['output_tokens']}",
         "total": shown_ms(summary["duration_ms"]),
         "overhead": _shown_overhead(summary["overhead_ms"]),
-        "sla": "missed" if summary["sla_met"] is False else "",
+        "sla": sla,
         "degraded": ",".join(summary["degraded"]),
         "retries": summary["attempts_failed"],
         "continued_on": ",".join(summary["continued_on"]),

@@ -37,7 +37,8 @@ from router.telemetry.settings import TelemetrySettings
 
 ROUTER_FILE = "router-{port}.log"
 OLD_FILES = 3
-MAX_CHARS = 4_000  # of one message: an engine's error may have any length
+# Most characters of a message: an engine's error may have any length.
+MAX_CHARS = 4_000
 PATH_CHARS = 120
 # Paths whose 503 is no failure; load balancers ask every second.
 NOT_LOGGED = {"/health", "/healthz", "/readyz"}

@@ -14,7 +14,7 @@ TRACEPARENT = b"traceparent"
 TRACESTATE = b"tracestate"
 BAGGAGE = b"baggage"
 CARRIERS = (TRACEPARENT, TRACESTATE, BAGGAGE)
-# version, trace, span and flags
+# It has a version, a trace, a span and flags.
 _TRACEPARENT_FORMAT = re.compile(r"[^-]*-([0-9a-f]{32})-[^-]*-[^-]*")
 _INVALID_TRACE_ID = "0" * 32
 _RANDOM = Random()  # noqa: S311  as OpenTelemetry's own ids: no secrets
@@ -80,7 +80,8 @@ def _carried_headers(scope: Scope) -> dict[bytes, bytes]:
     lines = [header for header in scope["headers"] if header[0] in CARRIERS]
     carried: dict[bytes, bytes] = {}
     for name, value in lines:
-        carried[name] = carried[name] + b"," + value if name in carried else value
+        earlier_value = carried.get(name)
+        carried[name] = value if earlier_value is None else earlier_value + b"," + value
     if len(carried) < len(lines):
         other_headers = [
             header for header in scope["headers"] if header[0] not in CARRIERS
