@@ -22,7 +22,7 @@ import typer
 
 from router.cli.common import SHORTEST_ID, ConfigOption
 from router.settings import load_settings
-from router.telemetry.logs import escaped, request_line
+from router.telemetry.log_format import escaped, request_line
 from tiers.errors import OperationError
 
 Level = Literal["debug", "info", "warning", "error", "critical"]

@@ -18,7 +18,7 @@ from classifier import (
 )
 from router.deployment.settings import LoraSettings, TierSettings
 from router.settings import Settings
-from router.telemetry.tracing import engine_target
+from router.telemetry.otel_environment import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, identity
 from tiers.checkpoints.parsers import parser_args
 from tiers.checkpoints.precision import checkpoint_precision, told_precision

@@ -23,7 +23,7 @@ from router.deployment.layout import (
 )
 from router.deployment.settings import DiscoverySettings, TierSettings
 from router.settings import Settings
-from router.telemetry.tracing import engine_target
+from router.telemetry.otel_environment import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.cluster.job import Job, WantedReplica
 from tiers.cluster.runner import RayEngines, RayOptions

@@ -3,7 +3,7 @@
 The router is a server to its callers (``gen_ai.server.*``), and a client of engines and of the overflow
 (``gen_ai.client.*``, each attempt by itself). Names and bounds are those of semantic-conventions-genai v0.1.0. Most
 dashboards still read those of semantic-conventions v1.41.0, the last release before the GenAI conventions had a repository
-of their own: they are told as well, unless the standard variable ``OTEL_SEMCONV_STABILITY_OPT_IN`` has
+of their own: they are shown as well, unless the standard variable ``OTEL_SEMCONV_STABILITY_OPT_IN`` has
 ``gen_ai_latest_experimental``.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
@@ -26,54 +26,14 @@ from router.telemetry.record import Hop, Outcome, RequestRecord
 from router.telemetry.request_trace import OVERFLOW_PROVIDER, PROVIDER
 
 DURATION_S = (
-    0.01,
-    0.02,
-    0.04,
-    0.08,
-    0.16,
-    0.32,
-    0.64,
-    1.28,
-    2.56,
-    5.12,
-    10.24,
-    20.48,
-    40.96,
-    81.92,
-)
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
+)  # fmt: skip
 FIRST_TOKEN_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
 OUTPUT_TOKEN_S = (
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-)
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+)  # fmt: skip
 TOKENS = tuple(float(4**power) for power in range(14))
 SECOND = "s"
 TOKEN = "{token}"  # noqa: S105  a unit
@@ -111,8 +71,9 @@ class Instrument:
 
     @property
     def family(self) -> str:
-        """Return its name for Prometheus, by OpenTelemetry's rules; of a counter without ``_total``."""
-        return self.name.replace(".", "_") + ("_seconds" if self.unit == SECOND else "")
+        """Return its name for Prometheus, by OpenTelemetry's rules; a counter's lacks the ``_total``."""
+        name = self.name.replace(".", "_")
+        return f"{name}_seconds" if self.unit == SECOND else name
 
     @property
     def labels(self) -> list[str]:
@@ -127,84 +88,103 @@ def label_of(attribute: str) -> str:
 CLIENT_DURATION = Instrument(
     "gen_ai.client.inference.duration",
     SECOND,
-    "Time of a request to an engine or to the overflow.",
-    ENDED_CALL,
+    text="Time of a request to an engine or to the overflow.",
+    attributes=ENDED_CALL,
 )
 CLIENT_FIRST_CHUNK = Instrument(
     "gen_ai.client.inference.time_to_first_chunk",
     SECOND,
-    "From a request to an engine to its first chunk, if streamed.",
+    text="From a request to an engine to its first chunk, if streamed.",
 )
 CLIENT_INPUT = Instrument(
     "gen_ai.client.inference.operation.input_tokens",
     TOKEN,
-    "Input tokens of a request.",
+    text="Input tokens of a request.",
 )
 CLIENT_OUTPUT = Instrument(
     "gen_ai.client.inference.operation.output_tokens",
     TOKEN,
-    "Output tokens of a request.",
+    text="Output tokens of a request.",
 )
 USED_INPUT = Instrument(
     "gen_ai.client.inference.usage.input_tokens",
     TOKEN,
-    "Input tokens, cached ones included.",
-    (*CALL, MODALITY),
+    text="Input tokens, cached ones included.",
+    attributes=(*CALL, MODALITY),
 )
 USED_OUTPUT = Instrument(
     "gen_ai.client.inference.usage.output_tokens",
     TOKEN,
-    "Output tokens.",
-    (*CALL, MODALITY),
+    text="Output tokens.",
+    attributes=(*CALL, MODALITY),
 )
 USED_CACHED = Instrument(
-    "gen_ai.client.inference.usage.cache_read.input_tokens", TOKEN, "Input tokens that the engine had cached.",
-    (*CALL, MODALITY),
-)  # fmt: skip
+    "gen_ai.client.inference.usage.cache_read.input_tokens",
+    TOKEN,
+    text="Input tokens that the engine had cached.",
+    attributes=(*CALL, MODALITY),
+)
 SERVER_DURATION = Instrument(
     "gen_ai.server.request.duration",
     SECOND,
-    "From a request's arrival to its last byte.",
-    ENDED_CALL,
+    text="From a request's arrival to its last byte.",
+    attributes=ENDED_CALL,
 )
 SERVER_FIRST_TOKEN = Instrument(
     "gen_ai.server.time_to_first_token",
     SECOND,
-    "From a request's arrival to its first token, of successful requests.",
+    text="From a request's arrival to its first token, of successful requests.",
 )
 SERVER_OUTPUT_TOKEN = Instrument(
     "gen_ai.server.time_per_output_token",
     SECOND,
-    "Mean time of a token after the first, of successful requests.",
+    text="Mean time of a token after the first, of successful requests.",
 )
-# Those of v1.41.0.
+# Instruments of v1.41.0.
 CLIENT_OPERATION = Instrument(
     "gen_ai.client.operation.duration",
     SECOND,
-    "Time of a request to an engine or to the overflow.",
-    ENDED_CALL,
+    text="Time of a request to an engine or to the overflow.",
+    attributes=ENDED_CALL,
 )
 CLIENT_OPERATION_CHUNK = Instrument(
     "gen_ai.client.operation.time_to_first_chunk",
     SECOND,
-    "From a request to an engine to its first chunk, if streamed.",
+    text="From a request to an engine to its first chunk, if streamed.",
 )
 CLIENT_USAGE = Instrument(
     "gen_ai.client.token.usage",
     TOKEN,
-    "Input and output tokens of a request.",
-    (*CALL, TOKEN_TYPE),
+    text="Input and output tokens of a request.",
+    attributes=(*CALL, TOKEN_TYPE),
 )
 INSTRUMENTS = (
-    CLIENT_DURATION, CLIENT_FIRST_CHUNK, CLIENT_INPUT, CLIENT_OUTPUT, USED_INPUT, USED_OUTPUT, USED_CACHED,
-    SERVER_DURATION, SERVER_FIRST_TOKEN, SERVER_OUTPUT_TOKEN,
-    CLIENT_OPERATION, CLIENT_OPERATION_CHUNK, CLIENT_USAGE,
-)  # fmt: skip
+    CLIENT_DURATION,
+    CLIENT_FIRST_CHUNK,
+    CLIENT_INPUT,
+    CLIENT_OUTPUT,
+    USED_INPUT,
+    USED_OUTPUT,
+    USED_CACHED,
+    SERVER_DURATION,
+    SERVER_FIRST_TOKEN,
+    SERVER_OUTPUT_TOKEN,
+    CLIENT_OPERATION,
+    CLIENT_OPERATION_CHUNK,
+    CLIENT_USAGE,
+)
 
 
 @dataclass(slots=True)
 class _Series:
-    counts: list[int]  # by bucket, the last one without a bound
+    """Numbers with the same attributes.
+
+    Attributes:
+        counts: How many are in each bucket; the last bucket has no bound.
+        total: Their sum.
+    """
+
+    counts: list[int]
     total: float = 0.0
 
 
@@ -215,76 +195,85 @@ class _Distribution:
     bounds: tuple[float, ...]
     series: dict[Values, _Series] = field(default_factory=dict)
 
-    def add(self, values: Values, number: float) -> None:
-        series = self.series.get(values)
+    def add(self, attribute_values: Values, number: float) -> None:
+        series = self.series.get(attribute_values)
         if series is None:
-            series = self.series[values] = _Series([0] * (len(self.bounds) + 1))
+            series = _Series([0] * (len(self.bounds) + 1))
+            self.series[attribute_values] = series
         series.counts[bisect_left(self.bounds, number)] += 1
         series.total += number
 
     def samples(self) -> Iterator[tuple[Values, list[tuple[str, float]], float]]:
         """Yield attributes, cumulative buckets and the sum of each series."""
         bounds = [*map(floatToGoString, self.bounds), "+Inf"]
-        for values, series in self.series.items():
-            yield (
-                values,
-                list(zip(bounds, map(float, accumulate(series.counts)), strict=True)),
-                series.total,
-            )
+        for attribute_values, series in self.series.items():
+            cumulative_counts = [float(count) for count in accumulate(series.counts)]
+            buckets = list(zip(bounds, cumulative_counts, strict=True))
+            yield attribute_values, buckets, series.total
+
+    def totals(self) -> dict[Values, float]:
+        return {
+            attribute_values: series.total
+            for attribute_values, series in self.series.items()
+        }
 
 
 class GenAiMetrics(Collector):
+    """Durations and tokens of requests, and of their attempts."""
+
     def __init__(self, model: str) -> None:
         self._model = model
-        self._latest_alone = LATEST_ALONE in os.environ.get(OPT_IN, "").split(",")
-        self._durations = _Distribution(DURATION_S)
+        opted_in = os.environ.get(OPT_IN, "").split(",")
+        self._is_latest_alone = LATEST_ALONE in opted_in
+        self._attempt_durations = _Distribution(DURATION_S)
         self._first_chunks = _Distribution(DURATION_S)
-        self._input = _Distribution(TOKENS)
-        self._output = _Distribution(TOKENS)
-        self._cached: dict[Values, int] = {}
-        self._server_durations = _Distribution(DURATION_S)
+        self._input_tokens = _Distribution(TOKENS)
+        self._output_tokens = _Distribution(TOKENS)
+        self._cached_tokens: dict[Values, int] = {}
+        self._request_durations = _Distribution(DURATION_S)
         self._first_tokens = _Distribution(FIRST_TOKEN_S)
-        self._output_tokens = _Distribution(OUTPUT_TOKEN_S)
+        self._times_per_token = _Distribution(OUTPUT_TOKEN_S)
 
     def observe(self, record: RequestRecord) -> None:
-        hops = record.journey.hops if record.journey is not None else []
+        hops = [] if record.journey is None else record.journey.hops
         for hop in hops:
             if hop.ended is not None:
-                self._attempt(hop, hop.ended)
-        self._request(record, hops)
+                self._observe_attempt(hop, hop.ended)
+        self._observe_request(record, hops)
 
-    def _attempt(self, hop: Hop, ended: float) -> None:
+    def _observe_attempt(self, hop: Hop, ended: float) -> None:
         result = hop.result
-        values = _call_of(hop)
-        self._durations.add(
-            (*values, result.get("error.type") or ""), ended - hop.began
-        )
+        attribute_values = _call_of(hop)
+        error = result.get("error.type") or ""
+        self._attempt_durations.add((*attribute_values, error), ended - hop.began)
         if hop.streamed and hop.first_token_at is not None:
-            self._first_chunks.add(values, hop.first_token_at - hop.began)
+            self._first_chunks.add(attribute_values, hop.first_token_at - hop.began)
         input_tokens = result.get("gen_ai.usage.input_tokens")
-        output_tokens = result.get("gen_ai.usage.output_tokens")
-        cached = result.get("gen_ai.usage.cache_read.input_tokens")
         if input_tokens is not None:
-            self._input.add(values, input_tokens)
+            self._input_tokens.add(attribute_values, input_tokens)
+        output_tokens = result.get("gen_ai.usage.output_tokens")
         if output_tokens is not None:
-            self._output.add(values, output_tokens)
-        if cached:
-            self._cached[values] = self._cached.get(values, 0) + cached
+            self._output_tokens.add(attribute_values, output_tokens)
+        cached_tokens = result.get("gen_ai.usage.cache_read.input_tokens")
+        if cached_tokens:
+            cached_before = self._cached_tokens.get(attribute_values, 0)
+            self._cached_tokens[attribute_values] = cached_before + cached_tokens
 
-    def _request(self, record: RequestRecord, hops: list[Hop]) -> None:
-        values = self._served_by(record, hops)
+    def _observe_request(self, record: RequestRecord, hops: list[Hop]) -> None:
+        attribute_values = self._served_by(record, hops)
+        times = record.times
         error = record.error
         if record.outcome is Outcome.CLIENT_GONE:
             error = record.outcome.value
-        self._server_durations.add(
-            (*values, error or ""), record.times.duration_ms / 1000
+        self._request_durations.add(
+            (*attribute_values, error or ""), times.duration_ms / 1000
         )
         if record.outcome is not Outcome.OK:
             return
-        if record.times.ttft_ms is not None:
-            self._first_tokens.add(values, record.times.ttft_ms / 1000)
-        if record.times.tpot_ms is not None:
-            self._output_tokens.add(values, record.times.tpot_ms / 1000)
+        if times.ttft_ms is not None:
+            self._first_tokens.add(attribute_values, times.ttft_ms / 1000)
+        if times.tpot_ms is not None:
+            self._times_per_token.add(attribute_values, times.tpot_ms / 1000)
 
     def _served_by(self, record: RequestRecord, hops: list[Hop]) -> Values:
         """Return a request's attributes: those of its last attempt, or without one the model that the router serves."""
@@ -294,32 +283,32 @@ class GenAiMetrics(Collector):
         return operation, PROVIDER, self._model, self._model, NO_TIER
 
     def collect(self) -> Iterable[Metric]:
-        yield _histogram(CLIENT_DURATION, self._durations)
+        yield _histogram(CLIENT_DURATION, self._attempt_durations)
         yield _histogram(CLIENT_FIRST_CHUNK, self._first_chunks)
-        yield _histogram(CLIENT_INPUT, self._input)
-        yield _histogram(CLIENT_OUTPUT, self._output)
+        yield _histogram(CLIENT_INPUT, self._input_tokens)
+        yield _histogram(CLIENT_OUTPUT, self._output_tokens)
         # Engines do not tell what the tokens of a prompt are: it may have images. Answers are text.
-        used = {values: series.total for values, series in self._input.series.items()}
-        yield _counter(USED_INPUT, used, UNKNOWN)
-        used = {values: series.total for values, series in self._output.series.items()}
-        yield _counter(USED_OUTPUT, used, TEXT)
-        yield _counter(USED_CACHED, self._cached, UNKNOWN)
-        yield _histogram(SERVER_DURATION, self._server_durations)
+        yield _counter(USED_INPUT, self._input_tokens.totals(), UNKNOWN)
+        yield _counter(USED_OUTPUT, self._output_tokens.totals(), TEXT)
+        yield _counter(USED_CACHED, self._cached_tokens, UNKNOWN)
+        yield _histogram(SERVER_DURATION, self._request_durations)
         yield _histogram(SERVER_FIRST_TOKEN, self._first_tokens)
-        yield _histogram(SERVER_OUTPUT_TOKEN, self._output_tokens)
-        if not self._latest_alone:
-            yield _histogram(CLIENT_OPERATION, self._durations)
+        yield _histogram(SERVER_OUTPUT_TOKEN, self._times_per_token)
+        if not self._is_latest_alone:
+            yield _histogram(CLIENT_OPERATION, self._attempt_durations)
             yield _histogram(CLIENT_OPERATION_CHUNK, self._first_chunks)
             yield self._token_usage()
 
     def _token_usage(self) -> Metric:
-        made = HistogramMetricFamily(
+        """Return input and output tokens as one histogram, as v1.41.0 has them."""
+        family = HistogramMetricFamily(
             CLIENT_USAGE.family, CLIENT_USAGE.text, labels=CLIENT_USAGE.labels
         )
-        for kind, distribution in (("input", self._input), ("output", self._output)):
-            for values, buckets, total in distribution.samples():
-                made.add_metric([*values, kind], buckets, total)
-        return made
+        for attribute_values, buckets, total in self._input_tokens.samples():
+            family.add_metric([*attribute_values, "input"], buckets, total)
+        for attribute_values, buckets, total in self._output_tokens.samples():
+            family.add_metric([*attribute_values, "output"], buckets, total)
+        return family
 
 
 def _call_of(hop: Hop) -> Values:
@@ -329,22 +318,20 @@ def _call_of(hop: Hop) -> Values:
 
 
 def _histogram(instrument: Instrument, distribution: _Distribution) -> Metric:
-    made = HistogramMetricFamily(
+    family = HistogramMetricFamily(
         instrument.family, instrument.text, labels=instrument.labels
     )
-    for values, buckets, total in distribution.samples():
-        made.add_metric(values, buckets, total)
-    return made
+    for attribute_values, buckets, total in distribution.samples():
+        family.add_metric(attribute_values, buckets, total)
+    return family
 
 
 def _counter(
-    instrument: Instrument,
-    numbers: dict[Values, float] | dict[Values, int],
-    modality: str,
+    instrument: Instrument, numbers: Mapping[Values, float], modality: str
 ) -> Metric:
-    made = CounterMetricFamily(
+    family = CounterMetricFamily(
         instrument.family, instrument.text, labels=instrument.labels
     )
-    for values, number in numbers.items():
-        made.add_metric([*values, modality], number)
-    return made
+    for attribute_values, number in numbers.items():
+        family.add_metric([*attribute_values, modality], number)
+    return family

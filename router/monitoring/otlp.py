@@ -11,29 +11,41 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeAlias
 
 from prometheus_client.metrics_core import Metric as Family
 
 from router.monitoring.gen_ai import INSTRUMENTS, label_of
-from router.telemetry.tracing import GRPC, protocol_of, resource_of
+from router.telemetry.otel_environment import GRPC, protocol_of, resource_of
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.metrics.export import Metric, MetricExporter, MetricsData
+    from opentelemetry.sdk.metrics.export import (
+        Gauge,
+        Histogram,
+        HistogramDataPoint,
+        Metric,
+        MetricExporter,
+        MetricsData,
+        Sum,
+    )
 
 log = logging.getLogger(f"qarr.{__name__}")
 ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
 EXPORTER = "OTEL_METRICS_EXPORTER"
 INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 DEFAULT_INTERVAL_MS = 60_000.0
-LAST_EXPORT_S = 5.0  # The end of the router waits no longer for the last figures.
-# semantic-conventions-genai v0.1.0 depends on it.
+# The end of the router waits no longer for the last figures.
+LAST_EXPORT_S = 5.0
+# The schema of the conventions that semantic-conventions-genai v0.1.0 depends on.
 SCHEMA = "https://opentelemetry.io/schemas/1.45.0"
 _BY_FAMILY = {instrument.family: instrument for instrument in INSTRUMENTS}
-_ATTRIBUTES = {
-    label_of(name): name for instrument in INSTRUMENTS for name in instrument.attributes
-}
+_ALL_ATTRIBUTES = chain.from_iterable(map(attrgetter("attributes"), INSTRUMENTS))
+_ATTRIBUTE_BY_LABEL = {label_of(attribute): attribute for attribute in _ALL_ATTRIBUTES}
+# The labels of a series, sorted by name.
+SeriesKey: TypeAlias = "tuple[tuple[str, str], ...]"
 
 
 class OtlpMetrics:
@@ -83,29 +95,19 @@ class OtlpMetrics:
 
         metrics = list(to_metrics(families, self._started_ns, time.time_ns()))
         scope = InstrumentationScope("qarr", self._version, SCHEMA)
-        return MetricsData(
-            [
-                ResourceMetrics(
-                    self._resource, [ScopeMetrics(scope, metrics, SCHEMA)], ""
-                )
-            ]
+        scope_metrics = ScopeMetrics(scope, metrics, SCHEMA)
+        resource_metrics = ResourceMetrics(
+            self._resource, scope_metrics=[scope_metrics], schema_url=""
         )
+        return MetricsData([resource_metrics])
 
 
 def to_metrics(
     families: Iterable[Family], started_ns: int, now_ns: int
 ) -> Iterator[Metric]:
     """Yield families of Prometheus' client as OpenTelemetry's metrics, with cumulative figures."""
-    from opentelemetry.sdk.metrics.export import (  # noqa: PLC0415
-        AggregationTemporality,
-        Gauge,
-        Histogram,
-        Metric,
-        NumberDataPoint,
-        Sum,
-    )
+    from opentelemetry.sdk.metrics.export import Metric  # noqa: PLC0415
 
-    cumulative = AggregationTemporality.CUMULATIVE
     for family in families:
         instrument = _BY_FAMILY.get(family.name)
         name = family.name
@@ -113,73 +115,107 @@ def to_metrics(
         if instrument is not None:
             name = instrument.name
             unit = instrument.unit
-        if family.type == "histogram":
-            points = _histogram_points(family, started_ns, now_ns)
-            yield Metric(
-                name, family.documentation, unit, Histogram(points, cumulative)
-            )
-            continue
-        numbers = [
-            NumberDataPoint(
-                _attributes(sample.labels), started_ns, now_ns, float(sample.value)
-            )
-            for sample in family.samples
-            if not sample.name.endswith("_created")
-        ]
-        if family.type == "counter":
-            yield Metric(
-                name,
-                family.documentation,
-                unit,
-                Sum(numbers, cumulative, is_monotonic=True),
-            )
-        else:
-            yield Metric(name, family.documentation, unit, Gauge(numbers))
+        data = _data_of(family, started_ns, now_ns)
+        yield Metric(name, family.documentation, unit=unit, data=data)
 
 
-def _histogram_points(family: Family, started_ns: int, now_ns: int) -> list[Any]:
-    from opentelemetry.sdk.metrics.export import HistogramDataPoint  # noqa: PLC0415
+def _data_of(family: Family, started_ns: int, now_ns: int) -> Histogram | Gauge | Sum:
+    if family.type == "histogram":
+        return _histogram(family, started_ns, now_ns)
+    return _numbers(family, started_ns, now_ns)
 
-    buckets: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = {}
-    sums: dict[tuple[tuple[str, str], ...], float] = {}
-    for sample in family.samples:
-        series = tuple(
-            sorted(
-                (name, value) for name, value in sample.labels.items() if name != "le"
-            )
+
+def _numbers(family: Family, started_ns: int, now_ns: int) -> Gauge | Sum:
+    from opentelemetry.sdk.metrics.export import (  # noqa: PLC0415
+        AggregationTemporality,
+        Gauge,
+        NumberDataPoint,
+        Sum,
+    )
+
+    points = [
+        NumberDataPoint(
+            _attributes(sample.labels),
+            start_time_unix_nano=started_ns,
+            time_unix_nano=now_ns,
+            value=float(sample.value),
         )
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+    if family.type == "counter":
+        return Sum(points, AggregationTemporality.CUMULATIVE, is_monotonic=True)
+    return Gauge(points)
+
+
+def _histogram(family: Family, started_ns: int, now_ns: int) -> Histogram:
+    from opentelemetry.sdk.metrics.export import (  # noqa: PLC0415
+        AggregationTemporality,
+        Histogram,
+    )
+
+    buckets: dict[SeriesKey, list[tuple[float, float]]] = {}
+    sums: dict[SeriesKey, float] = {}
+    for sample in family.samples:
+        series = _series_of(sample.labels)
         if sample.name.endswith("_bucket"):
-            buckets.setdefault(series, []).append(
-                (float(sample.labels["le"]), sample.value)
-            )
+            bucket = (float(sample.labels["le"]), sample.value)
+            buckets.setdefault(series, []).append(bucket)
         elif sample.name.endswith("_sum"):
             sums[series] = sample.value
     points = []
-    for series, cumulative in buckets.items():
-        before = 0.0
-        counts = []
-        for _, number in cumulative:
-            counts.append(int(number - before))
-            before = number
-        points.append(
-            HistogramDataPoint(
-                attributes=_attributes(dict(series)),
-                start_time_unix_nano=started_ns,
-                time_unix_nano=now_ns,
-                count=int(before),
-                sum=sums.get(series, 0.0),
-                bucket_counts=counts,
-                explicit_bounds=[bound for bound, _ in cumulative[:-1]],
-                min=None,  # type: ignore[arg-type]  # not known, which the protocol allows
-                max=None,  # type: ignore[arg-type]
-            )
+    for series, series_buckets in buckets.items():
+        point = _histogram_point(
+            series_buckets,
+            total=sums.get(series, 0.0),
+            attributes=_attributes(dict(series)),
+            started_ns=started_ns,
+            now_ns=now_ns,
         )
-    return points
+        points.append(point)
+    return Histogram(points, AggregationTemporality.CUMULATIVE)
+
+
+def _series_of(labels: Mapping[str, str]) -> SeriesKey:
+    """Return the labels of a histogram's series, without the label that tells its buckets apart."""
+    pairs = [(name, value) for name, value in labels.items() if name != "le"]
+    return tuple(sorted(pairs))
+
+
+def _histogram_point(
+    buckets: Sequence[tuple[float, float]],
+    *,
+    total: float,
+    attributes: Mapping[str, str],
+    started_ns: int,
+    now_ns: int,
+) -> HistogramDataPoint:
+    """Return a series from its buckets: the bound of each, and how many numbers do not exceed it."""
+    from opentelemetry.sdk.metrics.export import HistogramDataPoint  # noqa: PLC0415
+
+    bucket_counts = []
+    count_below = 0.0
+    for _, cumulative_count in buckets:
+        bucket_counts.append(int(cumulative_count - count_below))
+        count_below = cumulative_count
+    return HistogramDataPoint(
+        attributes=attributes,
+        start_time_unix_nano=started_ns,
+        time_unix_nano=now_ns,
+        count=int(count_below),
+        sum=total,
+        bucket_counts=bucket_counts,
+        explicit_bounds=[bound for bound, _ in buckets[:-1]],
+        min=None,  # type: ignore[arg-type]  # not known, which the protocol allows
+        max=None,  # type: ignore[arg-type]
+    )
 
 
 def _attributes(labels: Mapping[str, str]) -> dict[str, str]:
     return {
-        _ATTRIBUTES.get(name, name): value for name, value in labels.items() if value
+        _ATTRIBUTE_BY_LABEL.get(label, label): value
+        for label, value in labels.items()
+        if value
     }
 
 
@@ -201,26 +237,25 @@ def otlp_metrics(
 def _is_wanted() -> bool:
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
-    named = os.environ.get(EXPORTER) or ("otlp" if os.environ.get(ENDPOINT) else "none")
-    if named not in {"otlp", "none"}:
+    default = "otlp" if os.environ.get(ENDPOINT) else "none"
+    exporter = os.environ.get(EXPORTER) or default
+    if exporter not in {"otlp", "none"}:
         raise ValueError(
-            f"{EXPORTER} is {named!r}: allowed are otlp and none; Prometheus reads GET /metrics"
+            f"{EXPORTER} is {exporter!r}: allowed are otlp and none; Prometheus reads GET /metrics"
         )
-    return named == "otlp"
+    return exporter == "otlp"
 
 
 def _interval_s() -> float:
-    given = os.environ.get(INTERVAL)
-    interval_ms = DEFAULT_INTERVAL_MS
-    if given:
-        try:
-            interval_ms = float(given)
-        except ValueError:
-            interval_ms = 0.0
-        if interval_ms <= 0:
-            raise ValueError(
-                f"{INTERVAL} is {given!r}: milliseconds above 0 are allowed"
-            )
+    text = os.environ.get(INTERVAL)
+    if not text:
+        return DEFAULT_INTERVAL_MS / 1000
+    try:
+        interval_ms = float(text)
+    except ValueError:
+        interval_ms = 0.0
+    if interval_ms <= 0:
+        raise ValueError(f"{INTERVAL} is {text!r}: milliseconds above 0 are allowed")
     return interval_ms / 1000
 
 

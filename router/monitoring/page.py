@@ -20,7 +20,7 @@ from router.auth.network import is_loopback
 from router.server.settings import ServerSettings
 
 WEB = Path(__file__).with_name("web")
-# In this order; they share one scope.
+# They share one scope, and run in this order.
 SCRIPTS = (
     "base",
     "wire",
@@ -37,18 +37,19 @@ SCRIPTS = (
 
 class Page:
     def __init__(self, settings: ServerSettings, keys: KeyStore) -> None:
-        self._settings, self._keys = settings, keys
+        self._settings = settings
+        self._keys = keys
         self._document, self._headers = compose()
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
         """Tell whether the page is served; ``auto``: on loopback, and where its data needs a key."""
         if self._settings.page == "auto":
             return self._keys.required or is_loopback(self._settings.host)
         return self._settings.page == "on"
 
     async def answer(self, request: Request) -> Response:
-        if not self.on:
+        if not self.is_on:
             raise HTTPException(404)
         if self._headers["etag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=self._headers)
@@ -56,27 +57,30 @@ class Page:
 
 
 def compose() -> tuple[str, dict[str, str]]:
+    """Return the document and its headers."""
     style = (WEB / "page.css").read_text("utf-8")
     parts = [(WEB / f"{name}.js").read_text("utf-8") for name in SCRIPTS]
     script = '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
     markup = (WEB / "page.html").read_text("utf-8")
     document = markup.replace("/*style*/", style).replace("/*script*/", script)
-    return document, {
+    digest = hashlib.sha256(document.encode()).hexdigest()
+    headers = {
         "content-security-policy": _content_security_policy(style, script),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cross-origin-opener-policy": "same-origin",
         "cache-control": "no-cache",
-        "etag": f'"{hashlib.sha256(document.encode()).hexdigest()[:32]}"',
+        "etag": f'"{digest[:32]}"',
     }
+    return document, headers
 
 
 def _content_security_policy(style: str, script: str) -> str:
     """Return the policy: run this script, apply this style, connect to this router, and nothing else."""
     rules = {
         "default-src": "'none'",
-        "script-src": _digest(script),
-        "style-src": _digest(style),
+        "script-src": _source_of(script),
+        "style-src": _source_of(style),
         "img-src": "data:",
         "connect-src": "'self'",
         "base-uri": "'none'",
@@ -88,7 +92,7 @@ def _content_security_policy(style: str, script: str) -> str:
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
-def _digest(text: str) -> str:
-    return (
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-    )
+def _source_of(text: str) -> str:
+    """Return a policy's expression that allows exactly this text."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

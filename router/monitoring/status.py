@@ -34,20 +34,16 @@ class Status:
         about: Mapping[str, str],
         redis: Sequence[RedisState],
     ) -> None:
-        self._fleet, self._policy, self._reservations = (
-            pipeline.fleet,
-            pipeline.policy,
-            pipeline.charging.reservations,
-        )
-        self._redis = redis
+        self._fleet = pipeline.fleet
+        self._policy = pipeline.policy
+        self._reservations = pipeline.charging.reservations
         self._tell = pipeline.registry.tell
-        self._profiling, self._database, self._keys, self._about = (
-            profiling,
-            database,
-            keys,
-            about,
-        )
+        self._profiling = profiling
+        self._database = database
         self._server_state = server_state
+        self._keys = keys
+        self._about = about
+        self._redis = redis
 
     def routes(self) -> list[Route]:
         return [
@@ -63,56 +59,70 @@ class Status:
 
     async def readyz(self, _request: Request) -> Response:
         """Answer 200 while a tier is ready, else 503, also when the router shuts down; with what tiers still need."""
-        tiers, health = self._fleet.snapshot().tiers, self._health()
-        ready = health["status"] != "unhealthy" and self._keys.ready
+        tiers = self._fleet.snapshot().tiers
+        health = self._health()
+        is_ready = health["status"] != "unhealthy" and self._keys.ready
+        preparing = [
+            {"tier": tier.spec.name, **render_preparing(tier.preparing)}
+            for tier in tiers
+            if tier.preparing is not None and tier.preparing.failed is None
+        ]
         body = {
-            "ready": ready,
+            "ready": is_ready,
             "tiers": {tier.spec.name: tier.status.value for tier in tiers},
             "reasons": health["reasons"],
-            "preparing": [
-                {"tier": tier.spec.name, **render_preparing(tier.preparing)}
-                for tier in tiers
-                if tier.preparing is not None and tier.preparing.failed is None
-            ],
+            "preparing": preparing,
         }
-        return json_response(body, 200 if ready else 503)
+        status_code = 200 if is_ready else 503
+        return json_response(body, status_code)
 
     async def health(self, _request: Request) -> Response:
         health = self._health()
-        return json_response(health, 503 if health["status"] == "unhealthy" else 200)
+        status_code = 503 if health["status"] == "unhealthy" else 200
+        return json_response(health, status_code)
 
     def _health(self) -> dict[str, Any]:
-        fault = self._database.fault
-        file = (
-            [f"usage is not written: {self._database.path} cannot be used ({fault})"]
-            if fault
-            else []
-        )
-        # where requests need keys, these need none: they tell no addresses
+        # Where requests need keys, these endpoints need none: they show no addresses.
         inside = not self._keys.required
-        named = self._fleet.notes.values() if inside else ()
-        of_redis = [note for state in self._redis for note in state.notes]
-        notes = [*named, *self._keys.notes, *of_redis, *self._reservations.notes, *file]
         health = health_of(
-            self._fleet.snapshot(), notes, serves=self._server_state.open, inside=inside
+            self._fleet.snapshot(),
+            self._notes(inside=inside),
+            serves=self._server_state.open,
+            inside=inside,
         )
-        return {
-            **health,
-            "keys": {"required": self._keys.required, "version": self._keys.version},
-        }
+        keys = {"required": self._keys.required, "version": self._keys.version}
+        return {**health, "keys": keys}
+
+    def _notes(self, *, inside: bool) -> list[str]:
+        """Return what is wrong beside the engines; ``inside``: with what shows addresses."""
+        notes: list[str] = []
+        if inside:
+            notes += self._fleet.notes.values()
+        notes += self._keys.notes
+        for state in self._redis:
+            notes += state.notes
+        notes += self._reservations.notes
+        fault = self._database.fault
+        if fault:
+            notes.append(
+                f"usage is not written: {self._database.path} cannot be used ({fault})"
+            )
+        return notes
 
     async def tiers(self, request: Request) -> Response:
+        fleet = self._fleet
         inside = context_of(request.scope).caller.sees_all
-        fleet, model = self._fleet, self._about["model"]
-        shown = render_fleet(
-            fleet.snapshot(), model, fleet.machine, fleet.sources, inside=inside
+        rendered = render_fleet(
+            fleet.snapshot(),
+            model=self._about["model"],
+            machine=fleet.machine,
+            sources=fleet.sources,
+            inside=inside,
         )
         self._tell()
-        profiling, budget = (
-            self._profiling.render(inside=inside),
-            render_budget(self._policy),
-        )
-        return json_response({**shown, "profiling": profiling, "loss_budget": budget})
+        rendered["profiling"] = self._profiling.render(inside=inside)
+        rendered["loss_budget"] = render_budget(self._policy)
+        return json_response(rendered)
 
     async def openapi(self, _request: Request) -> Response:
         content = await asyncio.to_thread(document, self._about["version"])

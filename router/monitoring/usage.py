@@ -39,30 +39,35 @@ from tiers.background import Faults
 
 log = logging.getLogger(f"qarr.{__name__}")
 OTHER = "other"
-MOST_NAMED = 50  # keys with metrics of their own
-LOOK_S = 10.0  # between looks at how far budgets are used
+MOST_NAMED_KEYS = 50  # With metrics of their own.
+BUDGETS_POLL_S = 10.0
 NO_STORE = {"cache-control": "no-store"}
 KEY = ("key", "team")
 
 
 class Labels:
-    """Which keys have metrics of their own: the first ones of the key file, never more than so many in all; others share."""
+    """Labels of keys, a name and a team.
 
-    def __init__(self, keys: KeyStore, most: int = MOST_NAMED) -> None:
-        self._keys, self._most = keys, most
-        self._named: dict[str, tuple[str, str]] = {}
+    The first keys of the key file have labels of their own, never more than ``most_named`` in all; others share theirs.
+    """
+
+    def __init__(self, keys: KeyStore, most_named: int = MOST_NAMED_KEYS) -> None:
+        self._keys = keys
+        self._most_named = most_named
+        self._labels_by_key: dict[str, tuple[str, str]] = {}
 
     def of(self, key_id: str) -> tuple[str, str]:
-        if key_id not in self._named and len(self._named) < self._most:
-            first = self._keys.callers[: self._most]
-            self._named |= {
-                caller.key_id: (caller.name, caller.team)
-                for caller in first
-                if caller.key_id == key_id
-            }
-        return self._named.get(key_id, (OTHER, OTHER))
+        labels = self._labels_by_key.get(key_id)
+        if labels is not None:
+            return labels
+        if len(self._labels_by_key) < self._most_named:
+            for caller in self._keys.callers[: self._most_named]:
+                if caller.key_id == key_id:
+                    self._labels_by_key[key_id] = (caller.name, caller.team)
+        return self._labels_by_key.get(key_id, (OTHER, OTHER))
 
     def callers(self) -> list[Caller]:
+        """Return the keys that have labels of their own."""
         return [
             caller
             for caller in self._keys.callers
@@ -71,61 +76,68 @@ class Labels:
 
 
 class UsageMetrics(Collector):
+    """What keys have used, and how far their budgets are used."""
+
     def __init__(
         self, registry: CollectorRegistry, labels: Labels, charging: Charging
     ) -> None:
-        def counter(name: str, text: str, *more: str) -> Counter:
-            return Counter(f"qarr_key_{name}", text, (*KEY, *more), registry=registry)
-
-        self._labels, self._charging = labels, charging
+        self._labels = labels
+        self._charging = charging
         self._budgets: list[dict[str, Any]] = []
-        self._requests = counter(
-            "requests", "Requests of keys, by the tier that served them.", "tier"
+        self._requests = Counter(
+            "qarr_key_requests",
+            "Requests of keys, by the tier that served them.",
+            labelnames=(*KEY, "tier"),
+            registry=registry,
         )
-        self._tokens = counter(
-            "tokens",
+        self._tokens = Counter(
+            "qarr_key_tokens",
             "Tokens of keys: of prompts, of these from the prefix cache, of answers.",
-            "kind",
+            labelnames=(*KEY, "kind"),
+            registry=registry,
         )
-        self._engine = counter(
-            "engine_seconds",
+        self._engine_s = Counter(
+            "qarr_key_engine_seconds",
             "Engine time of keys, in seconds of a replica of the highest tier.",
+            labelnames=KEY,
+            registry=registry,
         )
-        self._money = counter(
-            "money", "Cost of keys' requests, in the currency of budgets.currency."
+        self._money = Counter(
+            "qarr_key_money",
+            "Cost of keys' requests, in the currency of budgets.currency.",
+            labelnames=KEY,
+            registry=registry,
         )
-        text = (
-            "Engine time that keys' tokens would have taken at the highest precision."
+        self._highest_engine_s = Counter(
+            "qarr_key_highest_engine_seconds",
+            "Engine time that keys' tokens would have taken at the highest precision.",
+            labelnames=KEY,
+            registry=registry,
         )
-        self._highest = counter("highest_engine_seconds", text)
 
     def observe(self, row: Row, use: Use) -> None:
-        whose = self._labels.of(row.key)
-        self._requests.labels(*whose, row.tier).inc(use.requests)
-        tokens = {
-            "prompt": use.prompt_tokens,
-            "cached": use.cached_tokens,
-            "output": use.output_tokens,
-        }
-        for kind, number in tokens.items():
-            self._tokens.labels(*whose, kind).inc(number)
-        self._engine.labels(*whose).inc(use.engine_us / MICRO)
-        self._money.labels(*whose).inc(use.money_u / MICRO)
-        self._highest.labels(*whose).inc(use.highest_engine_us / MICRO)
+        labels = self._labels.of(row.key)
+        self._requests.labels(*labels, row.tier).inc(use.requests)
+        self._tokens.labels(*labels, "prompt").inc(use.prompt_tokens)
+        self._tokens.labels(*labels, "cached").inc(use.cached_tokens)
+        self._tokens.labels(*labels, "output").inc(use.output_tokens)
+        self._engine_s.labels(*labels).inc(use.engine_us / MICRO)
+        self._money.labels(*labels).inc(use.money_u / MICRO)
+        self._highest_engine_s.labels(*labels).inc(use.highest_engine_us / MICRO)
 
     def collect(self) -> Iterable[Metric]:
-        text = "Share of a budget that is used or reserved; the key's name is empty for a team's budget."
-        used = GaugeMetricFamily(
-            "qarr_budget_used_ratio", text, labels=[*KEY, "budget"]
+        used_ratio = GaugeMetricFamily(
+            "qarr_budget_used_ratio",
+            "Share of a budget that is used or reserved; the key's name is empty for a team's budget.",
+            labels=[*KEY, "budget"],
         )
-        for each in self._budgets:
-            used.add_metric(
-                [each["name"] or "", each["team"] or "", each["budget"]],
-                each["used"] / each["limit"],
-            )
-        yield used
+        for budget in self._budgets:
+            labels = [budget["name"] or "", budget["team"] or "", budget["budget"]]
+            used_ratio.add_metric(labels, budget["used"] / budget["limit"])
+        yield used_ratio
 
     async def look(self) -> None:
+        """Read how far the budgets of the keys with labels of their own are used."""
         ledger = self._charging.reservations.ledger
         self._budgets = await used_budgets(ledger, self._labels.callers(), time.time())
 
@@ -136,60 +148,66 @@ class UsageMetrics(Collector):
                 await self.look()
             except (*UNAVAILABLE, sqlite3.Error, KeysError) as error:
                 faults.log(error, "how far budgets are used is not known")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(BUDGETS_POLL_S)
 
 
 class UsageEndpoint:
     """``GET /usage``: budgets and usage of all keys for operators, of its own for any other key."""
 
     def __init__(self, database: Database, charging: Charging, keys: KeyStore) -> None:
-        self._database, self._charging, self._keys = database, charging, keys
+        self._database = database
+        self._charging = charging
+        self._keys = keys
 
     def routes(self) -> list[Route]:
         return [Route("/usage", self.answer, methods=["GET"])]
 
     async def answer(self, request: Request) -> Response:
-        caller, ledger = (
-            context_of(request.scope).caller,
-            self._charging.reservations.ledger,
-        )
-        first, last = _day(request, "from"), _day(request, "to")
-        own = {
-            each.key_id: each
-            for each in (*self._keys.callers, caller)
-            if caller.sees(each.key_id)
+        caller = context_of(request.scope).caller
+        ledger = self._charging.reservations.ledger
+        first_day = _day(request, "from")
+        last_day = _day(request, "to")
+        visible_callers = {
+            known_caller.key_id: known_caller
+            for known_caller in (*self._keys.callers, caller)
+            if caller.sees(known_caller.key_id)
         }
         try:
-            rows = await self._database.change(partial(read_usage, first, last))
-            names = {
-                key.id: key.name
-                for key in await asyncio.to_thread(read_keys, self._keys.path)
-            }
-            budgets = await used_budgets(ledger, list(own.values()), time.time())
-        except (*UNAVAILABLE, sqlite3.Error):
-            place = (
-                f"the file {self._database.path}"
-                if self._database.fault
-                else ledger.place
+            usage = await self._usage(caller, first_day, last_day)
+            budgets = await used_budgets(
+                ledger, list(visible_callers.values()), time.time()
             )
+        except (*UNAVAILABLE, sqlite3.Error):
+            place = ledger.place
+            if self._database.fault:
+                place = f"the file {self._database.path}"
             raise BudgetUnknownError(place) from None
+        scope = "all" if caller.sees_all else "own"
+        body = {"scope": scope, "budgets": budgets, "usage": usage}
+        return json_response(body, headers=NO_STORE)
+
+    async def _usage(
+        self, caller: Caller, first_day: str, last_day: str
+    ) -> list[dict[str, Any]]:
+        """Return what keys have used that the caller may see, as JSON values; an empty day is no bound."""
+        read = partial(read_usage, first_day, last_day)
+        rows = await self._database.change(read)
+        keys = await asyncio.to_thread(read_keys, self._keys.path)
+        names = {key.id: key.name for key in keys}
         priced = self._charging.reservations.settings.replica_hour is not None
-        usage = [
+        return [
             render_row(row, use, names, priced=priced)
             for row, use in rows
             if caller.sees(row.key)
         ]
-        body = {
-            "scope": "all" if caller.sees_all else "own",
-            "budgets": budgets,
-            "usage": usage,
-        }
-        return json_response(body, headers=NO_STORE)
 
 
 def _day(request: Request, name: str) -> str:
+    """Return a day of the query as it is in the database; empty where none is given."""
     text = request.query_params.get(name)
+    if text is None:
+        return ""
     try:
-        return "" if text is None else day_of(text)
+        return day_of(text)
     except ValueError:
         raise HTTPException(400, f"{name}: a day as in 2027-01-31 is allowed") from None

@@ -3,29 +3,31 @@
 Every line of a request carries its ids. No line has prompts, keys, headers or query strings. A thread writes the lines, so
 that a stopped terminal or a slow disk delays no request; where more come than can be written, some are left out, and the
 log says how many. ``telemetry.request_lines`` says where the line of each inference request goes.
+
+The standard library's handlers do the work; subclasses, here and in ``router/line_file.py``, add what these lack: a full
+queue that leaves lines out and counts them, an end that waits for a bounded time only, one line about lost lines instead of
+a traceback for each, files that only their owner may read and that are begun anew once they are removed, tracebacks as a
+field of their own, and lines that are written together, at half the CPU time.
 """
 
 from __future__ import annotations
 
 import atexit
 import io
-import json
 import logging
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from logging.handlers import QueueHandler
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 from urllib.parse import quote
 
-from pydantic_core import to_json
 from starlette.types import Scope
 
 from router.line_file import (
@@ -35,62 +37,70 @@ from router.line_file import (
     begin_line,
     made_record,
 )
-from router.telemetry.record import KeptFor, Outcome, RequestRecord, render_summary
+from router.telemetry.log_format import JsonFormatter, TextFormatter, shown_ms
+from router.telemetry.record import KeptFor, RequestRecord
 from router.telemetry.settings import TelemetrySettings
 
 ROUTER_FILE = "router-{port}.log"
 OLD_FILES = 3
-MAX_CHARS = 4_000  # of one message: an engine's error may have any length
+# Most characters of a message: an engine's error may have any length.
+MAX_CHARS = 4_000
 PATH_CHARS = 120
-# their 503 is no failure, and load balancers ask every second
+# Paths whose 503 is no failure; load balancers ask every second.
 NOT_LOGGED = {"/health", "/healthz", "/readyz"}
-# characters of a path that are not quoted, beside letters and digits
+# Characters of a path that are not quoted, beside letters and digits.
 _PLAIN = "/:@{}+,;=~"
-# states of replicas: `qarr up` has its own lines for them
+# The first HTTP status of each kind of error.
+SERVER_ERROR = 500
+CLIENT_ERROR = 400
+# The loggers of replicas' states, for which `qarr up` has lines of its own.
 SHOWN_BY_THE_COMMAND = "qarr.tiers.lifecycle"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_SECONDS = 10_000.0  # times from this many milliseconds on are shown in seconds
-SERVER_ERROR, CLIENT_ERROR = 500, 400  # HTTP: the first of each kind
 
 log = logging.getLogger("qarr.request")
 
 
-# The present request's id, its trace id, and when it arrived, by the monotonic clock.
-_REQUEST: ContextVar[tuple[str, str, float] | None] = ContextVar(
+class _PresentRequest(NamedTuple):
+    """The ids of the request that a task serves, and when it arrived, in seconds by the monotonic clock."""
+
+    request_id: str
+    trace_id: str
+    arrived: float
+
+
+_PRESENT_REQUEST: ContextVar[_PresentRequest | None] = ContextVar(
     "qarr_request", default=None
 )
 
 
 def begin_request(request_id: str, trace_id: str) -> None:
     """Put a request's ids on every line that this task, and the tasks that it starts, log from now on."""
-    _REQUEST.set((request_id, trace_id, time.monotonic()))
+    _PRESENT_REQUEST.set(_PresentRequest(request_id, trace_id, time.monotonic()))
 
 
 def log_request(record: RequestRecord) -> None:
+    """Log the line of an inference request that has ended."""
     level = logging.WARNING if record.kept_for is KeptFor.ERROR else logging.INFO
-    if log.isEnabledFor(level):
-        text, ids = (
-            f"POST {record.route} {record.outcome._value_}",
-            (record.request_id, record.trace_id),
-        )
-        made, current = (
-            made_record(log.name, level, text, fields=record, ids=ids),
-            Logging.current,
-        )
-        log.handle(made) if current is None else current.put(made)
+    if not log.isEnabledFor(level):
+        return
+    text = f"POST {record.route} {record.outcome._value_}"
+    ids = (record.request_id, record.trace_id)
+    log.handle(made_record(log.name, level, text, fields=record, ids=ids))
 
 
 def log_failure(scope: Scope, status: int) -> None:
-    if (ids := _REQUEST.get()) is None or scope["path"] in NOT_LOGGED:
+    """Log a request that no record is made of, and that failed."""
+    present_request = _PRESENT_REQUEST.get()
+    if present_request is None or scope["path"] in NOT_LOGGED:
         return
-    method, route = scope["method"], quote(scope["path"], safe=_PLAIN)[:PATH_CHARS]
-    took_ms = (time.monotonic() - ids[2]) * 1000
+    method = scope["method"]
+    route = quote(scope["path"], safe=_PLAIN)[:PATH_CHARS]
+    duration_ms = (time.monotonic() - present_request.arrived) * 1000
     fields = {
         "event": "http",
         "method": method,
         "route": route,
         "status": status,
-        "duration_ms": round(took_ms, 1),
+        "duration_ms": round(duration_ms, 1),
     }
     level = logging.WARNING if status >= SERVER_ERROR else logging.INFO
     log.log(
@@ -99,84 +109,40 @@ def log_failure(scope: Scope, status: int) -> None:
         method,
         route,
         status,
-        shown_ms(took_ms),
+        shown_ms(duration_ms),
         extra={"fields": fields},
     )
-
-
-def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    # or a request's record, which is rendered in the thread that writes
-    fields = getattr(record, "fields", {})
-    return (
-        fields
-        if isinstance(fields, dict)
-        else {"event": "request", **render_summary(fields)}
-    )
-
-
-def request_line(record: Mapping[str, Any]) -> str:
-    """Return a request, as ``render_summary`` gives it, in one line without its ids; unknown values are left out."""
-    served, decided = record["served_by"], record["tier"]
-    instead_of = f"(for {decided})" if served and decided not in {served, None} else ""
-    times = {
-        name: shown_ms(record[f"{name}_ms"]) if record[f"{name}_ms"] else ""
-        for name in ("queue", "ttft", "tpot")
-    }
-    shown = {
-        "class": record["class"],
-        "tier": f"{served or decided}{instead_of}" if served or decided else "",
-        "overflow": record.get("overflow"),
-        "overflow_failure": record.get("overflow_failure"),
-        **times,
-        "tokens": f"{record['prompt_tokens']}+{record['output_tokens']}",
-        "total": shown_ms(record["duration_ms"]),
-        "overhead": shown_ms(record["overhead_ms"])
-        if record["overhead_ms"] is not None
-        else "",
-        "sla": "missed" if record["sla_met"] is False else "",
-        "degraded": ",".join(record["degraded"]),
-        "retries": record["attempts_failed"],
-        "continued_on": ",".join(record["continued_on"]),
-        "key": record["key"],
-    }
-    error = f" ({record['error']})" if record["error"] else ""
-    line = f"POST {record['route']} {record['outcome']}{error} "
-    line += " ".join(f"{name}={value}" for name, value in shown.items() if value)
-    wrong = record["outcome"] == Outcome.REFUSED or record["outcome"] == Outcome.ERROR
-    return f"{line} why: {record['reason']}" if wrong else line
-
-
-def shown_ms(milliseconds: float | None) -> str:
-    if milliseconds is None:
-        return "-"
-    if milliseconds >= _SECONDS:
-        return f"{milliseconds / 1000:.1f}s"
-    return f"{milliseconds:.0f}ms" if milliseconds >= 100 else f"{milliseconds:.1f}ms"  # noqa: PLR2004
 
 
 class Logging:
     """The process's logging, to standard error and perhaps a file, until ``stop``."""
 
-    # the one that has taken over the process's log; None: nobody has
+    # The one that has taken over the process's log; None: there is none.
     current: ClassVar[Logging | None] = None
 
     def __init__(self, telemetry: TelemetrySettings) -> None:
         self._telemetry = telemetry
-        self._stderr = _Stream(telemetry)
-        self._file: _File | None = None
+        self._stderr = StderrHandler(telemetry)
+        self._file: LogFile | None = None
         self._writer = Writer(self._stderr)
-        self.put = self._writer.put
-        self._handler = _Queued(cast("Any", self._writer))
-        # nobody reads them of a record
-        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-        logging.basicConfig(level=logging.WARNING, handlers=[self._handler], force=True)
+        self._queue_handler = PreparingHandler(cast("Any", self._writer))
+        # Nobody reads thread and process from a record.
+        logging.logThreads = False
+        logging.logProcesses = False
+        logging.logMultiprocessing = False
+        logging.basicConfig(
+            level=logging.WARNING, handlers=[self._queue_handler], force=True
+        )
         logging.captureWarnings(True)
         self.set_level(telemetry)
-        self._before = sys.stderr, sys.excepthook, threading.excepthook
-        self._only_json = self._stderr.json and not sys.stderr.isatty()
-        if self._only_json:
-            sys.stderr, sys.excepthook = _Printed(), _log_uncaught
-            threading.excepthook = lambda args: _log_uncaught(*args[:3])
+        self._former_stderr = sys.stderr
+        self._former_hook = sys.excepthook
+        self._former_thread_hook = threading.excepthook
+        self._is_json_only = self._stderr.is_json and not sys.stderr.isatty()
+        if self._is_json_only:
+            sys.stderr = _LoggedPrints()
+            sys.excepthook = _log_uncaught
+            threading.excepthook = _log_uncaught_in_thread
         Logging.current = self
         atexit.register(self.stop)
 
@@ -188,10 +154,9 @@ class Logging:
         if not self._telemetry.log_file_mb:
             return None
         path = folder / ROUTER_FILE.format(port=port)
+        max_bytes = self._telemetry.log_file_mb << 20
         try:
-            self._file = file = _File(
-                path, self._telemetry.log_file_mb << 20, OLD_FILES, "the log"
-            )
+            file = LogFile(path, max_bytes, kept=OLD_FILES, what="the log")
         except OSError as error:
             logging.getLogger("qarr.router").warning(
                 "no log is kept in %s: %s", path, error.strerror
@@ -199,48 +164,57 @@ class Logging:
             return None
         file.setFormatter(JsonFormatter())
         file.setLevel(min(_level(self._telemetry), logging.INFO))
-        wanted, stderr = self._telemetry.request_lines, self._stderr
-        file.requests = wanted != "stderr"
-        stderr.requests &= wanted != "auto" or stderr.json
-        self._writer.handlers = (file, stderr)  # a terminal may be stopped
+        request_lines = self._telemetry.request_lines
+        file.has_requests = request_lines != "stderr"
+        if request_lines == "auto" and not self._stderr.is_json:
+            self._stderr.has_requests = False
+        self._file = file
+        # The file comes first: a terminal may be stopped.
+        self._writer.handlers = (file, self._stderr)
         self.set_level(self._telemetry)
-        return path if file.requests and not stderr.requests else None
+        return path if file.has_requests and not self._stderr.has_requests else None
 
     def set_level(self, telemetry: TelemetrySettings) -> None:
         """Take a level over. Lines of requests that end well are not made where neither place is for them."""
         level = _level(telemetry)
-        logging.getLogger("qarr").setLevel(min(level, logging.INFO))
+        level_of_file = min(level, logging.INFO)
+        logging.getLogger("qarr").setLevel(level_of_file)
         self._stderr.setLevel(level)
+        are_requests_wanted = self._stderr.has_requests
         if self._file is not None:
-            self._file.setLevel(min(level, logging.INFO))
-        wanted = any(
-            place is not None and place.requests for place in (self._stderr, self._file)
-        )
-        log.setLevel(logging.INFO if wanted else logging.WARNING)
+            self._file.setLevel(level_of_file)
+            are_requests_wanted = are_requests_wanted or self._file.has_requests
+        log.setLevel(logging.INFO if are_requests_wanted else logging.WARNING)
 
     def say(self, write: Callable[[], None]) -> None:
         """Have the thread write something else to standard error, in order; where that makes a log line, make it now."""
-        write() if self._only_json else self._writer.put(write)
+        if self._is_json_only:
+            write()
+        else:
+            self._writer.put(write)
 
     def stop(self) -> bool:
         """Write what is queued, and release the log; return False if it cannot be written, as to a stopped terminal."""
-        sys.stderr, sys.excepthook, threading.excepthook = self._before
+        sys.stderr = self._former_stderr
+        sys.excepthook = self._former_hook
+        threading.excepthook = self._former_thread_hook
         logging.captureWarnings(False)
-        logging.getLogger().removeHandler(self._handler)
+        logging.getLogger().removeHandler(self._queue_handler)
         Logging.current = None
         log.setLevel(logging.NOTSET)
         atexit.unregister(self.stop)
-        written = self._writer.close()
-        if written and self._file is not None:
+        is_written = self._writer.close()
+        if is_written and self._file is not None:
             self._file.close()
-        return written
+        return is_written
 
 
 def _level(telemetry: TelemetrySettings) -> int:
     return logging.getLevelNamesMapping()[telemetry.log_level.upper()]
 
 
-def _is_request(record: logging.LogRecord) -> bool:
+def _is_good_request(record: logging.LogRecord) -> bool:
+    """Tell whether a line is that of a request that did not fail by the router's fault."""
     return (
         record.name == log.name
         and record.levelno < logging.WARNING
@@ -248,76 +222,99 @@ def _is_request(record: logging.LogRecord) -> bool:
     )
 
 
-class _Queued(QueueHandler):
+class PreparingHandler(QueueHandler):
+    """Queues records as they are, with their messages formatted and their ids."""
+
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Format the message now: its arguments may change. The record is not copied: no other handler gets it."""
-        text, error = record.getMessage(), (record.exc_info or (None, None, None))[1]
-        if error is not None and record.name.startswith("opentelemetry"):
-            # as for a variable that is not valid
-            record.exc_info, text = None, f"{text} ({error!r})"
-        record.msg = (
-            text
-            if len(text) <= MAX_CHARS
-            else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
-        )
+        text = record.getMessage()
+        if record.exc_info and record.name.startswith("opentelemetry"):
+            # OpenTelemetry logs a traceback where a line is enough, as for a variable that is not valid.
+            _, error, _ = record.exc_info
+            if error is not None:
+                text = f"{text} ({error!r})"
+                record.exc_info = None
+        if len(text) > MAX_CHARS:
+            text = f"{text[:MAX_CHARS]}... ({len(text)} characters)"
+        record.msg = text
         record.args = None
-        ids = _REQUEST.get()
-        record.__dict__["ids"] = ids and ids[:2]
+        if not hasattr(record, "ids"):
+            record.__dict__["ids"] = _present_ids()
         return record
 
 
-class _Printed(io.TextIOBase):
+def _present_ids() -> tuple[str, str] | None:
+    present_request = _PRESENT_REQUEST.get()
+    if present_request is None:
+        return None
+    return present_request.request_id, present_request.trace_id
+
+
+class _LoggedPrints(io.TextIOBase):
     """Standard error while only JSON may go there: what a command or a library prints is logged."""
 
     def write(self, text: str) -> int:
-        if text.strip():
+        line = text.strip()
+        if line:
             level = logging.ERROR if text.startswith("error:") else logging.INFO
-            logging.getLogger("qarr.command").log(level, "%s", text.strip())
+            logging.getLogger("qarr.command").log(level, "%s", line)
         return len(text)
 
 
 def _log_uncaught(
-    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+    error_class: type[BaseException],
+    error: BaseException | None,
+    trace: TracebackType | None,
 ) -> None:
-    exc_info = (kind, error or kind(), trace)
+    exc_info = (error_class, error or error_class(), trace)
     logging.getLogger("qarr.command").critical(
         "an error that nobody expected: %r", error, exc_info=exc_info
     )
 
 
-class _File(PrivateFile):
-    """The log file; ``requests``: the lines of requests that ended well are for it."""
+def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
 
-    requests = True
+
+class LogFile(PrivateFile):
+    """The log file; ``has_requests``: the lines of requests that ended well are for it."""
+
+    has_requests = True
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return self.requests or not _is_request(record)
+        return self.has_requests or not _is_good_request(record)
 
 
-class _Stream(LossCountingHandler, logging.StreamHandler[Any]):
-    """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer."""
+class StderrHandler(LossCountingHandler, logging.StreamHandler[Any]):
+    """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer.
+
+    ``has_requests``: the lines of requests that ended well are for it.
+    """
 
     what = "standard error"
-    _cut_off = False  # a line was, perhaps midway
+    _is_line_cut_off = False  # The last line was, perhaps midway.
 
     def __init__(self, telemetry: TelemetrySettings) -> None:
         super().__init__(sys.stderr)
-        self.json = telemetry.log_format == "json"
-        colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        self.setFormatter(
-            JsonFormatter() if self.json else TextFormatter(colour=colour)
-        )
+        self.is_json = telemetry.log_format == "json"
+        if self.is_json:
+            self.setFormatter(JsonFormatter())
+        else:
+            has_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+            self.setFormatter(TextFormatter(colour=has_colour))
         self.setLevel(_level(telemetry))
-        self.requests = telemetry.request_lines != "file" and self.level <= logging.INFO
+        self.has_requests = (
+            telemetry.request_lines != "file" and self.level <= logging.INFO
+        )
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
         super().handleError(record)
-        self._cut_off = True
+        self._is_line_cut_off = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._cut_off:
-            self._cut_off = False
-            # if it still cannot be written, the line itself tells
+        if self._is_line_cut_off:
+            self._is_line_cut_off = False
+            # If it still cannot be written, writing the line itself fails as well.
             with suppress(OSError, ValueError):
                 self.stream.flush()
                 begin_line(self.stream)
@@ -325,73 +322,10 @@ class _Stream(LossCountingHandler, logging.StreamHandler[Any]):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Leave out lines that are not for it, and states of replicas, for which the command has lines of its own."""
-        if (
-            not self.json
-            and record.name.startswith(SHOWN_BY_THE_COMMAND)
+        is_replica_state = (
+            record.name.startswith(SHOWN_BY_THE_COMMAND)
             and record.levelno < logging.ERROR
-        ):
+        )
+        if is_replica_state and not self.is_json:
             return False
-        return self.requests or not _is_request(record)
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``at`` in Unix seconds, ``level``, ``logger``, ``message``, ids, and a record's own fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "at": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.msg,
-        }
-        if ids := getattr(record, "ids", None):
-            line["request_id"], line["trace_id"] = ids
-        fields = _fields_of(record)
-        line |= fields
-        if fields.get("event") == "request":
-            line |= {"arrived_at": fields["at"], "at": round(record.created, 3)}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        try:
-            return to_json(line, fallback=str, inf_nan_mode="constants").decode()
-        except ValueError:  # a lone surrogate, which the file's own encoding escapes
-            return json.dumps(
-                line, ensure_ascii=False, default=str, separators=(",", ":")
-            )
-
-
-class TextFormatter(logging.Formatter):
-    """One line for a person, with the ids at its end."""
-
-    _COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}  # noqa: RUF012
-
-    def __init__(self, *, colour: bool = False) -> None:
-        super().__init__()
-        self._colour = colour
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = _fields_of(record)
-        message = (
-            request_line(fields)
-            if fields.get("event") == "request"
-            else str(record.msg)
-        )
-        request_id, trace_id = getattr(record, "ids", None) or (
-            fields.get("request_id"),
-            fields.get("trace_id"),
-        )
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        text, level = escaped(message), record.levelname
-        tail = f" trace={trace_id}" if trace_id else ""
-        if trace_id and str(request_id) not in text:
-            tail += f" request={request_id}"
-        if self._colour:
-            tail = f"\x1b[2m{tail}\x1b[0m" if tail else ""
-            clock, shade = f"\x1b[2m{clock}\x1b[0m", self._COLOURS.get(level)
-            level = f"\x1b[{shade}m{level}\x1b[0m" if shade else level
-        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
-        return f"{clock} {level} {text}{tail}{trace}"
-
-
-def escaped(text: str) -> str:
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+        return self.has_requests or not _is_good_request(record)

@@ -106,7 +106,7 @@ def error_name(error: BaseException) -> str:
     return kind.__name__
 
 
-# the present request's
+# The way of the request that the present task serves; None: it serves none.
 JOURNEY: ContextVar[Journey | None] = ContextVar("qarr_journey", default=None)
 
 
@@ -251,6 +251,13 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
     features = decision.query.features
     sla = decision.query.sla
     chosen = decision.chosen
+    predicted_ttft_ms = None
+    predicted_tpot_ms = None
+    cost = None
+    if chosen is not None:
+        predicted_ttft_ms = chosen.predicted_ttft_ms
+        predicted_tpot_ms = chosen.predicted_tpot_ms
+        cost = _rounded(chosen.cost, 4)
     return {
         "at": int(record.at * 1000 + 0.5) / 1000,
         "request_id": record.request_id,
@@ -281,8 +288,8 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
             name: ms and int(ms * 100 + 0.5) / 100
             for name, ms in zip(Times._fields, record.times, strict=True)
         },
-        "predicted_ttft_ms": chosen.predicted_ttft_ms if chosen else None,
-        "predicted_tpot_ms": chosen.predicted_tpot_ms if chosen else None,
+        "predicted_ttft_ms": predicted_ttft_ms,
+        "predicted_tpot_ms": predicted_tpot_ms,
         "sla": {
             "ttft_ms": sla.ttft_ms,
             "tpot_ms": sla.tpot_ms,
@@ -291,7 +298,7 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "sla_met": record.sla_met,
         "attempts_failed": served.attempts_failed,
         "continued_on": list(served.continued_on),
-        "cost": _rounded(chosen.cost, 4) if chosen else None,
+        "cost": cost,
     }
 
 

@@ -88,6 +88,7 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
     served = record.served
     tokens = record.tokens
     times = record.times
+    attempts_failed = None if served.tier is None else served.attempts_failed
     return without_unknown(
         {
             "qarr.outcome": record.outcome.value,
@@ -99,9 +100,7 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
             "qarr.overhead_ms": times.overhead_ms,
             "qarr.served.tier": served.tier,
             "qarr.served.replica": served.replica,
-            "qarr.attempts.failed": None
-            if served.tier is None
-            else served.attempts_failed,
+            "qarr.attempts.failed": attempts_failed,
             "qarr.served.precision": served.precision,
             "qarr.served.checkpoint": served.checkpoint,
             "qarr.overflow": served.overflow,
@@ -116,14 +115,16 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
 
 
 def hop_attributes(hop: Hop) -> dict[str, Any]:
-    where = urlsplit(hop.url)
+    address = urlsplit(hop.url)
+    default_port = 443 if address.scheme == "https" else 80
+    provider = OVERFLOW_PROVIDER if hop.tier is None else PROVIDER
     attributes = {
         "gen_ai.operation.name": hop.operation,
         "gen_ai.request.model": hop.model,
         "gen_ai.output.type": "text",
-        "gen_ai.provider.name": OVERFLOW_PROVIDER if hop.tier is None else PROVIDER,
-        "server.address": where.hostname or "",
-        "server.port": where.port or (443 if where.scheme == "https" else 80),
+        "gen_ai.provider.name": provider,
+        "server.address": address.hostname or "",
+        "server.port": address.port or default_port,
     }
     if hop.streamed:
         attributes["gen_ai.request.stream"] = True
@@ -239,8 +240,10 @@ def spans_of(record: RequestRecord) -> Iterator[dict[str, Any]]:
 
 
 def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
+    """Yield the spans below the server span: classification, decision, waits in the queue, then the attempts."""
+
     def step(
-        name: str, began: float, ended: float, attributes: dict[str, Any]
+        name: str, began: float, ended: float, *, attributes: dict[str, Any]
     ) -> dict[str, Any]:
         return _span(
             name,
@@ -260,15 +263,15 @@ def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
         "classify",
         journey.began,
         journey.classified,
-        features_attributes(decision.query.features),
+        attributes=features_attributes(decision.query.features),
     )
-    yield step("route", journey.classified, journey.decided, route_attributes)
+    yield step(
+        "route", journey.classified, journey.decided, attributes=route_attributes
+    )
     for began, ended in journey.waits:
+        waited_ms = round((ended - began) * 1000, 3)
         yield step(
-            "admission wait",
-            began,
-            ended,
-            {"qarr.waited_ms": round((ended - began) * 1000, 3)},
+            "admission wait", began, ended, attributes={"qarr.waited_ms": waited_ms}
         )
     for hop in journey.hops:
         yield _hop_span(hop, journey.arrived, record.times.duration_ms)

@@ -9,7 +9,8 @@ from pydantic import AfterValidator, Field, NonNegativeInt
 
 from router.section import Section
 
-TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
+# The placeholder in the address of a trace viewer.
+TRACE_ID = "{trace_id}"
 
 
 def _viewer_address(url: str) -> str:
@@ -23,7 +24,7 @@ def _viewer_address(url: str) -> str:
 class TelemetrySettings(Section, reloads=frozenset({"record_prompts", "log_level"})):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
 
-    # ended ones in memory; as many that failed or missed their SLA besides
+    # So many ended requests are kept in memory, and as many besides that failed or missed their SLA.
     recent_requests: ClassVar[int] = 500
 
     record_prompts: bool = Field(False, description="Record prompts on spans.")

@@ -7,35 +7,28 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from random import Random
+from http import HTTPStatus
 from typing import Any
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 from opentelemetry.metrics import NoOpMeterProvider
-from opentelemetry.sdk.resources import (
-    SERVICE_NAME,
-    SERVICE_VERSION,
-    OTELResourceDetector,
-    Resource,
-)
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import (
-    BatchSpanProcessor,
-    ConsoleSpanExporter,
-    SpanExporter,
-)
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision as Sampling
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.telemetry.otel_environment import (
+    make_span_exporter,
+    resource_of,
+    set_variables,
+)
 from router.telemetry.record import (
     JOURNEY,
     Event,
@@ -51,40 +44,35 @@ from router.telemetry.request_trace import (
     without_unknown,
 )
 from router.telemetry.settings import TelemetrySettings
-from tiers.spec import OtlpTarget
+from router.telemetry.trace_context import (
+    TRACEPARENT,
+    CallersTrace,
+    Headers,
+    random_hex,
+    trace_id_of,
+)
 
 log = logging.getLogger(f"qarr.{__name__}")
-_RANDOM = Random()  # noqa: S311  as OpenTelemetry's own ids: no secrets
-
-
-def random_hex(digits: int) -> str:
-    return f"{_RANDOM.getrandbits(4 * digits):0{digits}x}"
-
-
-SERVICE = "qarr-router"
-HTTP, GRPC = "http/protobuf", "grpc"
-UNTRACED = {"/route"}  # it serves nothing, and the page asks it while somebody types
-# in a scope, once it is answered: the endpoint's path, the status and the key's id
+# Paths without spans: /route serves nothing, and the page asks it while somebody types.
+UNTRACED = {"/route"}
+# The key of a scope, once it is answered, for the endpoint's path, the status and the key's id.
 ANSWERED = "qarr.answered"
-_CARRIERS = (b"traceparent", b"tracestate", b"baggage")
-# Version, trace id, span id and flags (https://www.w3.org/TR/trace-context/): version ff and ids of zeros are not valid.
-_TRACEPARENT = re.compile(
-    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
-)
-# The headers that a request without spans passes on to engines, traceparent first; empty: it has spans.
-_PASSED = ContextVar[tuple[tuple[bytes, bytes], ...]]("qarr_passed", default=())
-# of the next root span, for which the sampler was asked beforehand
-_TRACE_ID = ContextVar("qarr_trace_id", default=0)
-DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
+MAX_REQUEST_ID_BYTES = 128
+# The headers that a request without spans passes on to engines, traceparent first; None: it has spans.
+_PASSED_HEADERS: ContextVar[Headers | None] = ContextVar("qarr_passed", default=None)
+# The id of the next root span, for which the sampler was asked beforehand; None: it has not been chosen.
+_CHOSEN_TRACE_ID: ContextVar[int | None] = ContextVar("qarr_trace_id", default=None)
 
 
-class _GivenIds(RandomIdGenerator):
+class _ChosenIds(RandomIdGenerator):
     """Makes ids, except a trace id that was chosen beforehand."""
 
     def generate_trace_id(self) -> int:
-        given = _TRACE_ID.get()
-        _TRACE_ID.set(0)
-        return given or super().generate_trace_id()
+        chosen_trace_id = _CHOSEN_TRACE_ID.get()
+        if chosen_trace_id is None:
+            return super().generate_trace_id()
+        _CHOSEN_TRACE_ID.set(None)
+        return chosen_trace_id
 
 
 class Telemetry:
@@ -93,148 +81,112 @@ class Telemetry:
     def __init__(
         self, provider: TracerProvider | None, *, record_prompts: bool = False
     ) -> None:
-        self._provider, self.record_prompts, self.exports = (
-            provider,
-            record_prompts,
-            provider is not None,
-        )
-        if provider is not None:
-            provider.id_generator = _GivenIds()
-        self._tracer: Tracer = (provider or trace.NoOpTracerProvider()).get_tracer(
-            "qarr"
-        )
+        self.record_prompts = record_prompts
+        self.exports = provider is not None
+        self._provider = provider
+        self._tracer: Tracer
+        if provider is None:
+            self._tracer = trace.NoOpTracerProvider().get_tracer("qarr")
+        else:
+            provider.id_generator = _ChosenIds()
+            self._tracer = provider.get_tracer("qarr")
 
     def instrument(self, app: ASGIApp) -> ASGIApp:
         """Wrap an application so that each POST request that the sampler chooses has a server span.
 
-        Other methods only poll. A request without a span passes its caller's trace on to engines, or a new one. Spans of
-        receive and send are excluded, because a stream would make one for each chunk, and so are the middleware's metrics.
-        It is not asked for requests that the sampler drops: it costs as much as a fifth of a request.
+        Other methods only poll. A request without a span passes its caller's trace on to engines, or a new one.
+        OpenTelemetry's middleware gets the chosen requests alone: it costs as much as a fifth of a request.
         """
         provider = self._provider
+        app_with_span = app if provider is None else _with_server_span(app, provider)
 
-        async def finished(scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                await app(scope, receive, send)
-            finally:
-                _finish_server_span(scope)
-
-        wrapped = app if provider is None else _middleware(finished, provider)
-
-        async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+        async def instrumented(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
                 await app(scope, receive, send)
                 return
-            carried = _carried_headers(scope)
-            parent = carried.get(b"traceparent", b"").decode("latin-1")
-            trace_id = _trace_id_of(parent) if parent else ""
-            parent, trace_id = parent if trace_id else "", trace_id or random_hex(32)
-            if (
-                provider is not None
-                and scope["method"] == "POST"
-                and scope["path"] not in UNTRACED
-            ):
-                within = Context()
-                if parent:
-                    within = propagate.extract(
-                        {n.decode(): v.decode("latin-1") for n, v in carried.items()}
-                    )
-                number = int(trace_id, 16)
-                chosen = provider.sampler.should_sample(
-                    within, number, scope["method"], trace.SpanKind.SERVER
-                )
-                if chosen.decision is not Sampling.DROP:
-                    _TRACE_ID.set(number)  # the middleware asks the sampler again
-                    # the request before on this connection may have left some
-                    _PASSED.set(())
-                    await wrapped(scope, receive, send)
+            callers_trace = CallersTrace.of(scope)
+            is_dropped = False
+            if provider is not None and _may_have_span(scope):
+                if _is_sampled(provider, callers_trace, scope["method"]):
+                    # The middleware asks the sampler again, which must see the same id.
+                    _CHOSEN_TRACE_ID.set(int(callers_trace.trace_id, 16))
+                    # The request before on this connection may have left some.
+                    _PASSED_HEADERS.set(None)
+                    await app_with_span(scope, receive, send)
                     return
-                # engines that trace keep to the sampler's choice
-                parent = parent and f"{parent[:-2]}00"
-            told = (parent or f"00-{trace_id}-{random_hex(16)}-00").encode("latin-1")
-            names = (b"tracestate", b"baggage") if parent else (b"baggage",)
-            beside = [(name, carried[name]) for name in names if name in carried]
-            _PASSED.set(((b"traceparent", told), *beside))
+                is_dropped = True
+            _PASSED_HEADERS.set(callers_trace.headers_to_engines(is_dropped=is_dropped))
             await app(scope, receive, send)
 
-        return traced
+        return instrumented
 
     def request_ids(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """Return the request's id and its trace id: the caller's where valid, else new ones."""
-        if passed := _PASSED.get():
-            trace_id = passed[0][1][3:35].decode("latin-1")
-        elif (context := trace.get_current_span().get_span_context()).is_valid:
-            trace_id = trace.format_trace_id(context.trace_id)
-        else:
-            trace_id = _trace_id_of(
-                headers.get(b"traceparent", b"").decode("latin-1")
-            ) or random_hex(32)
-        asked = headers.get(b"x-request-id", b"")
-        usable = (
-            0 < len(asked) <= 128  # noqa: PLR2004
-            and asked.replace(b"-", b"").replace(b"_", b"").isalnum()
-        )
-        return asked.decode() if usable else random_hex(32), trace_id
+        return _request_id(headers), _trace_id(headers)
 
     def record_outcome(self, record: RequestRecord) -> None:
-        span, prompt = server_span(), ""
-        if record.journey is not None:
-            prompt, record.journey.prompt = record.journey.prompt, ""
+        """Put a request's outcome on its server span, and make the spans of its steps; its record loses the prompt."""
+        span = server_span()
+        prompt = _take_prompt(record)
         if span is None:
             return
         server, *steps = spans_of(record)
         span.set_attributes(server["attributes"])
         for event in server["events"]:
-            span.add_event(
-                event["name"], event["attributes"], _ns(record, event["at_ms"])
-            )
+            at_ns = _unix_ns(record, event["at_ms"])
+            span.add_event(event["name"], event["attributes"], at_ns)
         if record.outcome is Outcome.ERROR:
             span.set_status(Status(StatusCode.ERROR, record.error))
         for step in steps:
-            # attempts have spans already, which engines continue
-            if step["kind"] != "internal":
-                continue
-            below = self._tracer.start_span(
-                step["name"],
-                attributes=step["attributes"],
-                start_time=_ns(record, step["start_ms"]),
-            )
-            if prompt and step["name"] == "classify":
-                below.set_attribute("gen_ai.input.messages", _messages_of(prompt))
-            below.end(_ns(record, step["start_ms"] + step["duration_ms"]))
+            # Attempts have spans already, which engines continue.
+            if step["kind"] == "internal":
+                self._make_step_span(record, step, prompt)
+
+    def _make_step_span(
+        self, record: RequestRecord, step: Mapping[str, Any], prompt: str
+    ) -> None:
+        start_ms = step["start_ms"]
+        span = self._tracer.start_span(
+            step["name"],
+            attributes=step["attributes"],
+            start_time=_unix_ns(record, start_ms),
+        )
+        if prompt and step["name"] == "classify":
+            span.set_attribute("gen_ai.input.messages", _messages_of(prompt))
+        span.end(_unix_ns(record, start_ms + step["duration_ms"]))
 
     def record_failed_attempt(self, replica_id: str, error: Exception) -> None:
-        _note(
-            "qarr.attempt_failed",
-            {"qarr.replica": replica_id, "error.type": error_name(error)},
-        )
+        attributes = {"qarr.replica": replica_id, "error.type": error_name(error)}
+        _note("qarr.attempt_failed", attributes)
 
     def record_continuation(
-        self, broken: str, replica_id: str, tokens: int, error: Exception
+        self, failed_replica_id: str, replica_id: str, tokens: int, error: Exception
     ) -> None:
-        went_on = {"qarr.continued_on": replica_id, "qarr.continued_tokens": tokens}
-        _note(
-            "qarr.continuation",
-            {"qarr.replica": broken, **went_on, "error.type": error_name(error)},
-        )
+        attributes = {
+            "qarr.replica": failed_replica_id,
+            "qarr.continued_on": replica_id,
+            "qarr.continued_tokens": tokens,
+            "error.type": error_name(error),
+        }
+        _note("qarr.continuation", attributes)
 
     def start(self, hop: Hop, parameters: Callable[[], Mapping[str, float]]) -> None:
         """Note a request to an engine (GenAI semantic conventions), and start its span if it is traced, with ``parameters``.
 
         A server span that has ended counts too: a resumable stream may go on after it.
         """
-        if (journey := JOURNEY.get()) is not None:
+        journey = JOURNEY.get()
+        if journey is not None:
             journey.hops.append(hop)
-        if passed := _PASSED.get():
-            hop.headers = passed
+        passed_headers = _PASSED_HEADERS.get()
+        if passed_headers is not None:
+            hop.headers = passed_headers
             return
         if not isinstance(trace.get_current_span(), trace.NonRecordingSpan):
-            name, attributes = (
-                f"{hop.operation} {hop.model}",
-                {**hop_attributes(hop), **parameters()},
-            )
             hop.span = self._tracer.start_span(
-                name, kind=trace.SpanKind.CLIENT, attributes=attributes
+                f"{hop.operation} {hop.model}",
+                kind=trace.SpanKind.CLIENT,
+                attributes={**hop_attributes(hop), **parameters()},
             )
         hop.headers = self.context_headers(hop.span)
 
@@ -245,12 +197,14 @@ class Telemetry:
 
         A request without spans passes on its caller's.
         """
-        if passed := _PASSED.get():
-            return passed
-        carrier: dict[str, str] = {}
+        passed_headers = _PASSED_HEADERS.get()
+        if passed_headers is not None:
+            return passed_headers
         span = span or trace.get_current_span()
-        if span.get_span_context().is_valid:
-            propagate.inject(carrier, trace.set_span_in_context(span))
+        if not span.get_span_context().is_valid:
+            return []
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier, trace.set_span_in_context(span))
         return [
             (name.encode("ascii"), value.encode("latin-1"))
             for name, value in carrier.items()
@@ -264,55 +218,41 @@ class Telemetry:
 def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
     """Set up tracing as the environment and the settings say; with a variable that cannot be used there are no spans."""
     try:
-        exporter = _exporter()
+        exporter = make_span_exporter()
         if exporter is None:
             return Telemetry(None)
         provider = TracerProvider(resource=resource_of(version))
         provider.add_span_processor(BatchSpanProcessor(exporter))
         _middleware(None, provider)
     except Exception as error:  # noqa: BLE001  exporters, samplers and plugins raise what they like
-        given = {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith("OTEL_") and value
-        }
-        guilty = [
-            name for name, value in given.items() if value.lower() in str(error).lower()
-        ] or sorted(given)
-        log.warning("no spans are made: %s (%s)", error, ", ".join(guilty))
+        variables = ", ".join(_suspected_variables(error))
+        log.warning("no spans are made: %s (%s)", error, variables)
         return Telemetry(None)
     return Telemetry(provider, record_prompts=settings.record_prompts)
 
 
-def _carried_headers(scope: Scope) -> dict[bytes, bytes]:
-    """Return the headers of a request's trace context and baggage, by name.
-
-    A client may write a list in several lines, which are one (RFC 9110, 5.3): they are joined, also in the scope, since
-    OpenTelemetry reads the first line alone. Two lines of ``traceparent``, which is no list, are no valid trace context.
-    """
-    lines = [header for header in scope["headers"] if header[0] in _CARRIERS]
-    carried: dict[bytes, bytes] = {}
-    for name, value in lines:
-        carried[name] = carried[name] + b"," + value if name in carried else value
-    if len(carried) < len(lines):
-        others = [header for header in scope["headers"] if header[0] not in _CARRIERS]
-        scope["headers"] = [*others, *carried.items()]
-    return carried
+def _suspected_variables(error: Exception) -> list[str]:
+    """Return the names of the variables whose values an error quotes, or else of all that are set."""
+    variables = set_variables()
+    text = str(error).lower()
+    quoted = [name for name, value in variables.items() if value.lower() in text]
+    return quoted or sorted(variables)
 
 
-def resource_of(version: str) -> Resource:
-    """Describe this router in traces and metrics: as the environment names it, and as QARR where it does not.
+def _with_server_span(app: ASGIApp, provider: TracerProvider) -> ASGIApp:
+    """Wrap an application in OpenTelemetry's middleware, and complete its span once the application has answered."""
 
-    ``OTEL_SERVICE_NAME`` goes before a ``service.name`` in ``OTEL_RESOURCE_ATTRIBUTES``.
-    """
-    named = OTELResourceDetector().detect().attributes
-    own = {SERVICE_NAME: SERVICE, SERVICE_VERSION: version}
-    return Resource.create(
-        {key: value for key, value in own.items() if not named.get(key)}
-    )
+    async def completing(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        finally:
+            _complete_server_span(scope)
+
+    return _middleware(completing, provider)
 
 
 def _middleware(app: Any, provider: TracerProvider) -> ASGIApp:
+    """Return OpenTelemetry's middleware without its metrics, and without a span for each chunk of a stream."""
     return OpenTelemetryMiddleware(
         app,
         tracer_provider=provider,
@@ -321,69 +261,58 @@ def _middleware(app: Any, provider: TracerProvider) -> ASGIApp:
     )
 
 
-def engine_target() -> OtlpTarget | None:
-    """Return where engines are to send their own spans: where the router's go, if they go anywhere."""
-    try:
-        if _exporter_name() != "otlp":
-            return None
-        protocol, endpoint = protocol_of("TRACES"), _endpoint()
-    except ValueError:  # the router tells it
-        return None
-    if protocol == HTTP and not os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
-        endpoint = endpoint.rstrip("/") + "/v1/traces"
-    return OtlpTarget(endpoint, protocol)
+def _may_have_span(scope: Scope) -> bool:
+    return scope["method"] == "POST" and scope["path"] not in UNTRACED
 
 
-def _exporter_name() -> str:
-    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return "none"
-    named = os.environ.get("OTEL_TRACES_EXPORTER", "")
-    configured = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get(
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+def _is_sampled(
+    provider: TracerProvider, callers_trace: CallersTrace, span_name: str
+) -> bool:
+    """Ask the sampler whether a request is to have a server span."""
+    parent_context = Context()
+    if callers_trace.parent is not None:
+        carrier = {
+            name.decode(): value.decode("latin-1")
+            for name, value in callers_trace.carried.items()
+        }
+        parent_context = propagate.extract(carrier)
+    trace_id = int(callers_trace.trace_id, 16)
+    sampling = provider.sampler.should_sample(
+        parent_context, trace_id, span_name, trace.SpanKind.SERVER
     )
-    name = named or ("otlp" if configured else "none")
-    if name not in {"otlp", "console", "none"}:
-        raise ValueError(
-            f"OTEL_TRACES_EXPORTER is {name!r}: allowed are otlp, console and none"
-        )
-    return name
+    return sampling.decision is not Sampling.DROP
 
 
-def _exporter() -> SpanExporter | None:
-    name = _exporter_name()
-    if name != "otlp":
-        return ConsoleSpanExporter() if name == "console" else None
-    # Imported here: the exporters cost 200 ms of start-up, and most runs export nothing.
-    if protocol_of("TRACES") == GRPC:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
-            OTLPSpanExporter as Grpc,
-        )
-
-        return Grpc()
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
-        OTLPSpanExporter as Http,
-    )
-
-    return Http()
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
+    """Return a request's id: the caller's if it is short and harmless wherever it is written, else a new one."""
+    callers_id = headers.get(b"x-request-id", b"")
+    is_short = 0 < len(callers_id) <= MAX_REQUEST_ID_BYTES
+    if is_short and callers_id.replace(b"-", b"").replace(b"_", b"").isalnum():
+        return callers_id.decode()
+    return random_hex(32)
 
 
-def protocol_of(signal: str) -> str:
-    """Return the protocol by which a signal (``TRACES``, ``METRICS``) is exported; ``ValueError``: there is none like it."""
-    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or HTTP
-    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or general
-    if protocol not in DEFAULT_ENDPOINTS:
-        raise ValueError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: allowed are {HTTP} and {GRPC}"
-        )
-    return protocol
+def _trace_id(headers: Mapping[bytes, bytes]) -> str:
+    """Return the trace id of the present request: the one that engines get, else the caller's, else a new one."""
+    passed_headers = _PASSED_HEADERS.get()
+    if passed_headers is not None:
+        _, traceparent = passed_headers[0]
+        return traceparent[3:35].decode("latin-1")
+    span_context = trace.get_current_span().get_span_context()
+    if span_context.is_valid:
+        return trace.format_trace_id(span_context.trace_id)
+    callers_parent = headers.get(TRACEPARENT, b"").decode("latin-1")
+    return trace_id_of(callers_parent) or random_hex(32)
 
 
-def _endpoint() -> str:
-    return (
-        os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-        or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-        or DEFAULT_ENDPOINTS[protocol_of("TRACES")]
-    )
+def _take_prompt(record: RequestRecord) -> str:
+    """Return a request's prompt, and drop it from the record, which is kept; empty: it is not to be on spans."""
+    journey = record.journey
+    if journey is None:
+        return ""
+    prompt = journey.prompt
+    journey.prompt = ""
+    return prompt
 
 
 def _messages_of(prompt: str) -> str:
@@ -397,13 +326,15 @@ def _messages_of(prompt: str) -> str:
 
 
 def server_span() -> Span | None:
-    if _PASSED.get():  # it has no spans, which OpenTelemetry takes longer to tell
+    """Return the present span if it records; None: the request has no spans."""
+    # OpenTelemetry takes longer to answer for a request without spans.
+    if _PASSED_HEADERS.get() is not None:
         return None
     span = trace.get_current_span()
     return span if span.is_recording() else None
 
 
-def _finish_server_span(scope: Scope) -> None:
+def _complete_server_span(scope: Scope) -> None:
     """Put on the server span what its middleware cannot know: the route, the status, and the id of the caller's key."""
     span = server_span()
     if span is None or ANSWERED not in scope:
@@ -413,14 +344,18 @@ def _finish_server_span(scope: Scope) -> None:
         span.update_name(f"{scope['method']} {route}")
         span.set_attribute("http.route", route)
     span.set_attribute("http.response.status_code", status)
-    if status >= 500 and isinstance(span, ReadableSpan) and span.status.is_unset:  # noqa: PLR2004
+    is_error = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    if is_error and isinstance(span, ReadableSpan) and span.status.is_unset:
         span.set_status(Status(StatusCode.ERROR))
     if key_id:
         span.set_attribute(KEY_ID, key_id)
 
 
 def end_span(hop: Hop, span: Span, error: Exception | None) -> None:
-    """End the span of a request to an engine; without an error there are no words of it, or they may quote the prompt."""
+    """End the span of a request to an engine.
+
+    Without ``error`` the span has no words of an error: they may quote the prompt.
+    """
     hop.span = None
     if hop.first_token_at is not None:
         ago_ns = int((time.monotonic() - hop.first_token_at) * 1e9)
@@ -432,16 +367,12 @@ def end_span(hop: Hop, span: Span, error: Exception | None) -> None:
 
 
 def _note(name: str, attributes: dict[str, Any]) -> None:
-    if (journey := JOURNEY.get()) is not None:
+    """Add an event to the present request's server span."""
+    journey = JOURNEY.get()
+    if journey is not None:
         journey.events.append(Event(name, time.monotonic(), attributes))
 
 
-def _ns(record: RequestRecord, ms: float) -> int:
-    """Return the time so many milliseconds after a request's arrival, in nanoseconds since 1970."""
-    return int((record.at * 1000 + ms) * 1e6)
-
-
-def _trace_id_of(parent: str) -> str:
-    """Return the trace id of a ``traceparent`` header; empty where the header is not valid."""
-    match = _TRACEPARENT.fullmatch(parent)
-    return match[1] if match is not None else ""
+def _unix_ns(record: RequestRecord, after_arrival_ms: float) -> int:
+    """Return a time after a request's arrival in nanoseconds since 1970."""
+    return int((record.at * 1000 + after_arrival_ms) * 1e6)

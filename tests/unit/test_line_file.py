@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from router.profiling.prompt_samples import MAX_PROMPTS
 
 from router.line_file import LineWriter, PrivateFile, made_record
 from router.policy.decision_log import read_log
-from router.telemetry.logs import _Stream
+from router.telemetry.logs import StderrHandler
 from router.telemetry.settings import TelemetrySettings
 from tests.unit.router_stack import router_stack
 from tests.waiting import call_within, until
@@ -176,7 +177,7 @@ def test_standard_error_in_a_file_goes_on_with_a_line_of_its_own(
     path = tmp_path / "stderr"
     with path.open("a", buffering=1) as stderr:
         monkeypatch.setattr("sys.stderr", stderr)
-        stream = _Stream(TelemetrySettings(log_format="json"))
+        stream = StderrHandler(TelemetrySettings(log_format="json"))
         stream.setFormatter(logging.Formatter("%(msg)s"))
         written(stream, "first")
         for free in (4, 0):
@@ -229,6 +230,23 @@ async def test_a_full_disk_costs_no_request(
         f"the decision log {FULL} cannot be written (No space left on device): lines are lost until the log says how many"
     ]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.anyio
+async def test_sampled_prompts_are_written_by_a_thread(tmp_path: Path) -> None:
+    """Beside what the file has already, up to so many, and readable by its owner only."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("{}\n" * (MAX_PROMPTS - 2))
+    settings = {"telemetry": {"sampled_prompts": str(path), "prompt_share": 1.0}}
+    async with router_stack(tmp_path, settings) as stack:
+        for number in range(4):
+            await stack.generate(prompt=f"prompt {number} \u20ac", stream=False)
+    assert [json.loads(line)["text"] for line in lines(path)[-2:]] == [
+        "prompt 0 \u20ac",
+        "prompt 1 \u20ac",
+    ]
+    assert len(lines(path)) == MAX_PROMPTS
+    assert mode(path) == 0o600
 
 
 @pytest.mark.anyio

@@ -10,15 +10,16 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.metrics_core import Metric
 
 from classifier import PromptClass
-from router.monitoring.metrics import RequestMetrics
+from router.monitoring.request_metrics import RequestMetrics
 from router.pipeline.registry import ENGINE_REFUSED, OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import SLA_IMPOSSIBLE, TIER_ABSENT, Refusal
 from router.telemetry.record import Outcome, RequestRecord
+from tests.unit.monitoring.scrapes import families_of, samples_of, scrape
 from tests.unit.records import decision, record
-from tests.unit.router_stack import Stack, router_stack
+from tests.unit.router_stack import router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -93,28 +94,28 @@ class Counted:
     def __init__(self, *records: RequestRecord) -> None:
         self._registry = CollectorRegistry()
         self._metrics = RequestMetrics(self._registry)
-        for each in records:
-            self._metrics.observe(each)
+        for observed in records:
+            self._metrics.observe(observed)
 
     def answered(self, *answers: tuple[str, str, int]) -> None:
         for answer in answers:
             self._metrics.answered(*answer)
 
-    def page(self, accept: str) -> str:
+    def families(self, accept: str) -> list[Metric]:
+        """Return the families of the page that is encoded for what a client accepts."""
         encode, _ = choose_encoder(accept)
-        return encode(self._registry).decode()
+        return families_of(encode(self._registry).decode())
 
     def value(self, name: str, **labels: str) -> float | None:
         return self._registry.get_sample_value(f"qarr_{name}", labels)
 
     def total(self, name: str) -> float:
-        samples = [
-            s
-            for family in self._registry.collect()
-            for s in family.samples
-            if s.name == f"qarr_{name}"
-        ]
-        return sum(sample.value for sample in samples)
+        total = 0.0
+        for family in self._registry.collect():
+            for sample in family.samples:
+                if sample.name == f"qarr_{name}":
+                    total += sample.value
+        return total
 
 
 @pytest.mark.parametrize(
@@ -123,22 +124,26 @@ class Counted:
 def test_the_page_is_as_it_was(
     name: str, accept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names, labels, types, help, buckets, values and exemplars, byte by byte: dashboards and alerts read them."""
+    """Names, labels, types, help, buckets, values and exemplars, in their order: dashboards and alerts read them."""
     monkeypatch.setattr("time.time", lambda: 1_700_000_000.25)
     counted = Counted(*RECORDS)
     counted.answered(*ANSWERS)
-    assert counted.page(accept) == Path(__file__).with_name(name).read_text("utf-8")
+    expected = families_of(Path(__file__).with_name(name).read_text("utf-8"))
+    families = counted.families(accept)
+    assert len(families) > 10
+    assert [family.name for family in families] == [family.name for family in expected]
+    assert families == expected
 
 
 def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
     """Answers that it began by their end, others by why there is none; its answers' tokens stand under its own tier."""
-    none = {"decision": decision(None), "tier": None}
+    without_tier = {"decision": decision(None), "tier": None}
     began = [
-        record(**none, overflow="outside", outcome=end)
-        for end in (Outcome.OK, Outcome.OK, Outcome.ERROR)
+        record(**without_tier, overflow="outside", outcome=outcome)
+        for outcome in (Outcome.OK, Outcome.OK, Outcome.ERROR)
     ]
     refused = record(
-        **none,
+        **without_tier,
         outcome=Outcome.REFUSED,
         error="at_capacity",
         overflow_failure="full",
@@ -146,11 +151,11 @@ def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
         tpot_ms=None,
     )
     counted = Counted(*began, refused, record())
-    found = {
-        end: counted.value("overflow_requests_total", outcome=end)
-        for end in ("ok", "error", "full", "failed")
+    counts = {
+        outcome: counted.value("overflow_requests_total", outcome=outcome)
+        for outcome in ("ok", "error", "full", "failed")
     }
-    assert found == {"ok": 2, "error": 1, "full": 1, "failed": 0}
+    assert counts == {"ok": 2, "error": 1, "full": 1, "failed": 0}
     labels = {"class": "chat", "tier": "overflow"}
     assert counted.value("output_tokens_total", **labels) == 3 * record().tokens.output
     assert counted.value("requests_total", **labels, outcome="ok") == 2
@@ -159,8 +164,13 @@ def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
 
 
 REASONS = [
-    *(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET, ENGINE_REFUSED, TIER_ABSENT, SLA_IMPOSSIBLE,
-]  # fmt: skip
+    *(refusal.value for refusal in Refusal),
+    OVER_QUOTA,
+    OVER_BUDGET,
+    ENGINE_REFUSED,
+    TIER_ABSENT,
+    SLA_IMPOSSIBLE,
+]
 
 
 @pytest.mark.parametrize("reason", REASONS)
@@ -176,23 +186,11 @@ def test_refusals_are_there_at_0_before_the_first(reason: str) -> None:
     )
     counted = Counted(refused)
     assert counted.value("refusals_total", reason=reason) == 1
-    assert (
-        counted.value(
-            "requests_total", **{"class": "chat", "tier": "none"}, outcome="refused"
-        )
-        == 1
-    )
-    assert (
-        counted.value(
-            "decisions_total", **{"class": "chat", "tier": "none"}, reason="refused"
-        )
-        == 1
-    )
-    assert (
-        counted.total("prompt_tokens_total")
-        == counted.total("queue_wait_seconds_count")
-        == 0
-    )
+    labels = {"class": "chat", "tier": "none"}
+    assert counted.value("requests_total", **labels, outcome="refused") == 1
+    assert counted.value("decisions_total", **labels, reason="refused") == 1
+    assert counted.total("prompt_tokens_total") == 0
+    assert counted.total("queue_wait_seconds_count") == 0
 
 
 def test_only_whole_answers_have_a_duration() -> None:
@@ -231,16 +229,6 @@ def test_what_took_no_time_is_not_compared(fields: dict[str, Any]) -> None:
     assert Counted(record(**fields)).total("prediction_error_ratio_count") == 0
 
 
-async def scrape(stack: Stack) -> dict[tuple[str, ...], float]:
-    page = (await stack.client.get(f"{stack.url}/metrics")).text
-    families = parse_text(page)
-    return {
-        (s.name, *(s.labels[name] for name in sorted(s.labels))): s.value
-        for f in families
-        for s in f.samples
-    }
-
-
 @pytest.mark.anyio
 async def test_a_scrape_reads_the_fleet_as_it_is(tmp_path: Path) -> None:
     """States, slots, breakers and failures are read at each scrape; a replica's series go with it."""
@@ -251,11 +239,8 @@ async def test_a_scrape_reads_the_fleet_as_it_is(tmp_path: Path) -> None:
         before = await scrape(stack)
         assert before["qarr_replica_state", first.id, "ready", "fast"] == 1
         assert before["qarr_tier_ready_replicas", "fast"] == 1
-        assert (
-            before["qarr_places_taken", first.id, "fast"]
-            == before["qarr_open_requests",]
-            == 0
-        )
+        assert before["qarr_places_taken", first.id, "fast"] == 0
+        assert before["qarr_open_requests",] == 0
         assert before["qarr_loss_bound_ratio", "code"] == 0.05
         lease = stack.fleet.lease(FAST, prompt_tokens=10, max_tokens=10, sequences=3)
         assert lease is not None
@@ -283,49 +268,42 @@ async def test_what_callers_have_to_end_is_no_error_anywhere(tmp_path: Path) -> 
         engine = stack.engines[FAST]
         engine.status = 400
         refused = await stack.generate(temperature=2, sla={"ttft_ms": 60_000})
-        assert (refused.status_code, refused.json()["type"]) == (
-            422,
-            "urn:qarr:problem:engine-refused",
-        )
+        assert refused.status_code == 422
+        assert refused.json()["type"] == "urn:qarr:problem:engine-refused"
         engine.status = 200
         absent = await stack.generate(tier="balanced", tier_policy="require")
-        assert (absent.status_code, absent.json()["type"]) == (
-            422,
-            "urn:qarr:problem:not-ready",
-        )
-        page = families(await stack.client.get(f"{stack.url}/metrics"))
+        assert absent.status_code == 422
+        assert absent.json()["type"] == "urn:qarr:problem:not-ready"
+        page = samples_by_ending(await stack.client.get(f"{stack.url}/metrics"))
         assert page["qarr_refusals_total", "engine_refused"] == 1
         assert page["qarr_refusals_total", "tier_absent"] == 1
         assert page["qarr_refusals_total", "not_ready"] == 0
         assert page["qarr_requests_total", "refused"] == 2
         assert ("qarr_requests_total", "error") not in page
         assert ("qarr_sla_requests_total", "missed") not in page
-        assert not any(
+        upstream_failures = [
             value
             for (name, _), value in page.items()
             if name == "qarr_upstream_failures_total"
-        )
+        ]
+        assert not any(upstream_failures)
         shown = (await stack.client.get(f"{stack.url}/requests")).json()["requests"]
-        assert [each["outcome"] for each in shown] == ["refused", "refused"]
+        assert [request["outcome"] for request in shown] == ["refused", "refused"]
         assert stack.pipeline.registry.totals["error"] == 0
         assert [replica.breaker.opened for replica in stack.fleet.replicas] == [0, 0]
 
 
-def families(answer: httpx.Response) -> dict[tuple[str, str], float]:
+def samples_by_ending(answer: httpx.Response) -> dict[tuple[str, str], float]:
     """Return the samples of a scrape by name and the one label that tells how requests ended, added up."""
-    found: Counter[tuple[str, str]] = Counter()
-    for family in parse_text(answer.text):
-        for sample in family.samples:
-            told = next(
-                (
-                    sample.labels[name]
-                    for name in ("outcome", "reason", "result")
-                    if name in sample.labels
-                ),
-                "",
-            )
-            found[sample.name, told] += sample.value
-    return found
+    totals: Counter[tuple[str, str]] = Counter()
+    for sample in samples_of(answer.text):
+        ending_labels = sample.labels.keys() & {"outcome", "reason", "result"}
+        ending = ""
+        if ending_labels:
+            (label,) = ending_labels
+            ending = sample.labels[label]
+        totals[sample.name, ending] += sample.value
+    return totals
 
 
 @pytest.mark.anyio

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,18 +21,23 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import (
     MetricsServiceServicer,
     add_MetricsServiceServicer_to_server,
 )
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality, Metric
 
 from router.monitoring.otlp import otlp_metrics
 from tests.unit.router_stack import router_stack
 from tests.waiting import until
 
-ENDPOINT, PROTOCOL = (
-    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL",
-)
-EXPORTER, INTERVAL = "OTEL_METRICS_EXPORTER", "OTEL_METRIC_EXPORT_INTERVAL"
+ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+PROTOCOL = "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"
+EXPORTER = "OTEL_METRICS_EXPORTER"
+INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 GENERAL = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+def texts_of(attributes: Iterable[KeyValue]) -> dict[str, str]:
+    """Return attributes whose values are texts, by their names."""
+    return {attribute.key: attribute.value.string_value for attribute in attributes}
 
 
 @dataclass
@@ -50,10 +55,7 @@ class Collector:
         return {metric.name: metric for metric in scope.metrics}
 
     def resource(self) -> dict[str, str]:
-        return {
-            each.key: each.value.string_value
-            for each in self.requests[-1].resource_metrics[0].resource.attributes
-        }
+        return texts_of(self.requests[-1].resource_metrics[0].resource.attributes)
 
 
 @contextmanager
@@ -150,17 +152,14 @@ async def test_a_collector_gets_what_metrics_shows(
         == AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
     )
     assert sum(point.as_double for point in requests.data_points) == 2
-    assert {
-        each.key: each.value.string_value for each in requests.data_points[0].attributes
-    }["outcome"] == "ok"
+    assert texts_of(requests.data_points[0].attributes)["outcome"] == "ok"
     duration = metrics["gen_ai.client.inference.duration"]
     assert duration.unit == "s"
     (point,) = duration.histogram.data_points
     assert point.count == sum(point.bucket_counts) == 2
     assert len(point.bucket_counts) == len(point.explicit_bounds) + 1
     assert not point.HasField("min")
-    attributes = {each.key: each.value.string_value for each in point.attributes}
-    assert attributes == {
+    assert texts_of(point.attributes) == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "vllm",
         "gen_ai.request.model": "fake",
@@ -185,15 +184,12 @@ async def test_a_collector_that_refuses_costs_no_request(
             await until(lambda: len(collector.requests) > 1)
             assert (await stack.generate()).status_code == 200
             collector.status = 200
-            await until(
-                lambda: (
-                    sum(
-                        p.as_double
-                        for p in collector.newest()["qarr_requests"].sum.data_points
-                    )
-                    == 1
-                )
-            )
+
+            def is_counted() -> bool:
+                points = collector.newest()["qarr_requests"].sum.data_points
+                return sum(point.as_double for point in points) == 1
+
+            await until(is_counted)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from router.auth.api_keys import add_key
 from router.redis_link import CAUSES, RedisUse
 from tests.conftest import RedisServer
+from tests.unit.monitoring.scrapes import samples_of
 from tests.unit.router_stack import Stack, router_stack
 from tests.waiting import until
 
@@ -35,23 +35,20 @@ async def reasons(stack: Stack) -> list[str]:
 
 
 async def metrics(stack: Stack, key: str) -> dict[tuple[str, ...], float]:
-    """Return the values of metrics of Redis, by name and labels."""
+    """Return the values of metrics of Redis, by name, use and cause."""
     page = await stack.client.get(
         f"{stack.url}/metrics", headers={"authorization": f"Bearer {key}"}
     )
-    return {
-        (
-            sample.name,
-            *(
+    values = {}
+    for sample in samples_of(page.text):
+        if sample.name.startswith("qarr_redis_"):
+            labels = [
                 sample.labels[label]
                 for label in ("use", "cause")
                 if label in sample.labels
-            ),
-        ): sample.value
-        for family in text_string_to_metric_families(page.text)
-        for sample in family.samples
-        if sample.name.startswith("qarr_redis_")
-    }
+            ]
+            values[sample.name, *labels] = sample.value
+    return values
 
 
 async def ask(stack: Stack, key: str) -> int:
@@ -90,9 +87,8 @@ async def test_health_and_metrics_say_what_redis_does(
         assert all(
             before["qarr_redis_failures_total", use, cause] == 0 for use in RedisUse
         )
-        assert {
-            cause for _, _, cause in (name for name in before if len(name) == 3)
-        } == set(CAUSES)
+        causes = {labels[1] for _, *labels in before if len(labels) == 2}
+        assert causes == set(CAUSES)
         await operator.execute_command(*begin)
         expected = {
             f"Redis (state.redis_url) does not serve {use} ({cause})"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.monitoring.test_metrics import scrape
+from tests.unit.monitoring.scrapes import scrape
 from tests.unit.router_stack import router_stack
 from tests.waiting import until
 from tiers.spec import TierName
@@ -17,22 +17,16 @@ from tiers.speed import SpeedModel
 @pytest.mark.anyio
 async def test_autoscalers_see_queue_and_first_token_by_tier(tmp_path: Path) -> None:
     """A waiting request counts for each tier that could serve it; a busier tier's predicted first token is later."""
-    one, none = {"max_in_flight": 1}, {"max_model_len": 16}
-    async with router_stack(
-        tmp_path, {"tiers": {"fast": one, "balanced": none, "precise": one}}
-    ) as stack:
+    one_slot = {"max_in_flight": 1}
+    tiers = {"fast": one_slot, "balanced": {"max_model_len": 16}, "precise": one_slot}
+    async with router_stack(tmp_path, {"tiers": tiers}) as stack:
         for replica in stack.fleet.replicas:
-            replica.update(
-                speed=SpeedModel(1.0, 2.0, 10.0)
-                if replica.spec.name is not TierName.BALANCED
-                else None
-            )
+            speed = SpeedModel(1.0, 2.0, 10.0)
+            is_measured = replica.spec.name is not TierName.BALANCED
+            replica.update(speed=speed if is_measured else None)
         before = await scrape(stack)
-        assert (
-            before["qarr_tier_waiting_requests", "fast"]
-            == before["qarr_tier_waiting_requests", "precise"]
-            == 0
-        )
+        assert before["qarr_tier_waiting_requests", "fast"] == 0
+        assert before["qarr_tier_waiting_requests", "precise"] == 0
         # 512 tokens at 2 ms
         assert before["qarr_predicted_ttft_seconds", "fast"] == pytest.approx(
             1.0, rel=0.2
@@ -44,9 +38,11 @@ async def test_autoscalers_see_queue_and_first_token_by_tier(tmp_path: Path) -> 
         ]
         waiting = asyncio.create_task(stack.generate(stream=False))
 
-        async def metrics_with_one_waiting() -> dict[tuple[str, str], float] | None:
+        async def metrics_with_one_waiting() -> dict[tuple[str, ...], float] | None:
             page = await scrape(stack)
-            return page if page["qarr_tier_waiting_requests", "fast"] == 1 else None
+            if page["qarr_tier_waiting_requests", "fast"] != 1:
+                return None
+            return page
 
         during = await until(metrics_with_one_waiting)
         assert during["qarr_tier_waiting_requests", "precise"] == 1

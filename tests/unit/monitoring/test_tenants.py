@@ -46,14 +46,14 @@ class Tenants:
 
     async def traced(self, name: str, count: int) -> list[dict[str, Any]]:
         """Return the traces that a key sees, once there are as many; a span ends after its answer."""
-        found: list[dict[str, Any]] = []
+        traces: list[dict[str, Any]] = []
 
-        async def are_there() -> bool:
-            found[:] = (await self.get(name, "/traces")).json()["traces"]
-            return len(found) >= count
+        async def are_seen() -> bool:
+            traces[:] = (await self.get(name, "/traces")).json()["traces"]
+            return len(traces) >= count
 
-        await until(are_there, f"{count} traces that {name} sees")
-        return found
+        await until(are_seen, f"{count} traces that {name} sees")
+        return traces
 
 
 @asynccontextmanager
@@ -78,7 +78,11 @@ async def tenants(tmp_path: Path) -> AsyncIterator[Tenants]:
             f"{stack.url}/generate", json=asked, headers=names["alice"]
         )
         assert answer.status_code == 200
-        yield Tenants(stack, keys, names, answer)
+        yield Tenants(stack, keys, names=names, asked=answer)
+
+
+def ids_of(requests: list[dict[str, Any]]) -> list[str]:
+    return [request["request_id"] for request in requests]
 
 
 async def test_a_key_sees_its_own_requests(tmp_path: Path) -> None:
@@ -89,19 +93,16 @@ async def test_a_key_sees_its_own_requests(tmp_path: Path) -> None:
         seen = {
             name: (await world.get(name, "/requests")).json() for name in world.names
         }
-        assert [r["request_id"] for r in seen["mallory"]["requests"]] == [
-            mine.headers["x-request-id"]
-        ]
+        my_id = mine.headers["x-request-id"]
+        assert ids_of(seen["mallory"]["requests"]) == [my_id]
         assert len(seen["alice"]["requests"]) == 2
-        assert len({r["key"] for r in seen["alice"]["requests"]}) == 1
+        assert len({request["key"] for request in seen["alice"]["requests"]}) == 1
         assert len(seen["boss"]["requests"]) == 3
-        assert [seen[name]["scope"] for name in ("alice", "mallory", "boss")] == [
-            "own",
-            "own",
-            "all",
-        ]
+        assert seen["alice"]["scope"] == "own"
+        assert seen["mallory"]["scope"] == "own"
+        assert seen["boss"]["scope"] == "all"
         last = (await world.get("mallory", "/requests?limit=1")).json()["requests"]
-        assert [r["request_id"] for r in last] == [mine.headers["x-request-id"]]
+        assert ids_of(last) == [my_id]
 
 
 async def test_a_key_sees_no_metrics_of_keys(tmp_path: Path) -> None:
@@ -139,29 +140,34 @@ async def test_a_key_sees_its_own_traces(tmp_path: Path) -> None:
     async with tenants(tmp_path) as world:
         trace_id = world.asked.headers["x-qarr-trace-id"]
         for name, count in (("alice", 1), ("boss", 1), ("mallory", 0)):
-            assert [t["trace_id"] for t in await world.traced(name, count)] == [
-                trace_id
-            ] * count
+            traces = await world.traced(name, count)
+            assert [trace["trace_id"] for trace in traces] == [trace_id] * count
         theirs = await world.get("mallory", f"/traces/{trace_id}")
         never = await world.get("mallory", f"/traces/{'0' * 31}1")
-        ids = {"request_id", "trace_id"}
-        without = [
-            {k: v for k, v in answer.json().items() if k not in ids}
-            for answer in (theirs, never)
-        ]
-        assert (theirs.status_code, without[0]) == (404, without[1])
+        assert theirs.status_code == 404
+        assert without_ids(theirs.json()) == without_ids(never.json())
         assert SECRET not in theirs.text
         whole = (await world.get("boss", f"/traces/{trace_id}")).json()
         own = (await world.get("alice", f"/traces/{trace_id}")).json()
         assert SECRET not in str(whole)
         assert len(own["spans"]) == len(whole["spans"]) > 3
         port = int(world.stack.fleet.replicas[0].url.rsplit(":", 1)[1])
-        assert port in [
-            span["attributes"].get("server.port") for span in whole["spans"]
-        ]
-        assert port not in [
-            span["attributes"].get("server.port") for span in own["spans"]
-        ]
+        assert port in ports_of(whole["spans"])
+        assert port not in ports_of(own["spans"])
+
+
+def without_ids(problem: dict[str, Any]) -> dict[str, Any]:
+    ids = {"request_id", "trace_id"}
+    return {name: value for name, value in problem.items() if name not in ids}
+
+
+def ports_of(spans: list[dict[str, Any]]) -> list[int | None]:
+    return [span["attributes"].get("server.port") for span in spans]
+
+
+def keys_of(spans: list[dict[str, Any]]) -> set[str]:
+    """Return the ids of the keys that are named on spans."""
+    return {span["attributes"].get("qarr.key.id") for span in spans} - {None}
 
 
 async def test_a_shared_trace_shows_each_key_its_part(tmp_path: Path) -> None:
@@ -174,10 +180,7 @@ async def test_a_shared_trace_shows_each_key_its_part(tmp_path: Path) -> None:
             name: (await world.get(name, f"/traces/{trace_id}")).json()["spans"]
             for name in world.names
         }
-        keys = {
-            name: {s["attributes"].get("qarr.key.id") for s in spans} - {None}
-            for name, spans in seen.items()
-        }
+        keys = {name: keys_of(spans) for name, spans in seen.items()}
         assert keys["alice"].isdisjoint(keys["mallory"])
         assert keys["boss"] == keys["alice"] | keys["mallory"]
         assert len(seen["boss"]) == len(seen["alice"]) + len(seen["mallory"]) == 8
@@ -189,28 +192,24 @@ async def test_a_key_does_not_see_where_engines_are(tmp_path: Path) -> None:
         world.stack.fleet.replicas[0].update(
             detail=f"no answer from {world.stack.fleet.replicas[0].url}"
         )
-        plain, whole = [
-            (await world.get(name, "/tiers")).json() for name in ("alice", "boss")
-        ]
+        plain = (await world.get("alice", "/tiers")).json()
+        whole = (await world.get("boss", "/tiers")).json()
         assert "127.0.0.1" not in json.dumps(plain)
         assert json.dumps(whole).count("127.0.0.1") >= 6
-        assert (plain["scope"], whole["scope"]) == ("own", "all")
+        assert plain["scope"] == "own"
+        assert whole["scope"] == "all"
         for ours, theirs in zip(plain["tiers"], whole["tiers"], strict=True):
             assert ours.keys() == theirs.keys()
-            hidden = {name for name in ours if ours[name] != theirs[name]} - {
-                "replicas"
-            }
-            assert hidden == {"identity"}
+            different = {name for name in ours if ours[name] != theirs[name]}
+            assert different - {"replicas"} == {"identity"}
             for ours_replica, theirs_replica in zip(
                 ours["replicas"], theirs["replicas"], strict=True
             ):
                 assert ours_replica.keys() == theirs_replica.keys()
                 assert ours_replica["state"] == theirs_replica["state"]
-                assert (
-                    ours_replica["url"],
-                    ours_replica["pid"],
-                    ours_replica["detail"],
-                ) == (None, None, "")
+                assert ours_replica["url"] is None
+                assert ours_replica["pid"] is None
+                assert ours_replica["detail"] == ""
         for path in (
             "/live",
             "/metrics",
@@ -227,9 +226,8 @@ async def test_a_key_does_not_see_where_engines_are(tmp_path: Path) -> None:
             ) as answer:
                 assert answer.status_code == 200
                 part = await anext(answer.aiter_text())
-            assert not [r.url for r in world.stack.fleet.replicas if r.url in part], (
-                path
-            )
+            for replica in world.stack.fleet.replicas:
+                assert replica.url not in part, path
             assert world.asked.headers["x-request-id"] not in part
 
 
@@ -242,7 +240,9 @@ class Picture(NamedTuple):
 
 async def followed(world: Tenants, name: str, until: str) -> Picture:
     """Follow /live with a key, and return the picture once a text has come."""
-    fleet, records, event = None, list[dict[str, Any]](), ""
+    fleet = None
+    records: list[dict[str, Any]] = []
+    event = ""
     async with (
         asyncio.timeout(20),
         world.stack.client.stream(
@@ -276,37 +276,32 @@ async def test_who_watches_is_told_of_its_own(tmp_path: Path) -> None:
         }
         await open_
         engine.delay_s = 0.0
-        flying = {
-            n: [r["request_id"] for r in p.fleet["in_flight"]]
-            for n, p in pictures.items()
-            if p.fleet
-        }
-        assert flying == {
+        in_flight = {
             "alice": ["alice-open"],
             "mallory": [],
             "boss": ["alice-open"],
         }
-        assert all(
-            p.fleet and p.fleet["in_flight_total"] == 1 for p in pictures.values()
-        )
-        assert {n: len(p.records) for n, p in pictures.items()} == {
-            "alice": 1,
-            "mallory": 0,
-            "boss": 1,
-        }
+        ended = {"alice": 1, "mallory": 0, "boss": 1}
+        assert pictures.keys() == in_flight.keys()
+        for name, picture in pictures.items():
+            assert picture.fleet is not None
+            assert ids_of(picture.fleet["in_flight"]) == in_flight[name]
+            assert picture.fleet["in_flight_total"] == 1
+            assert len(picture.records) == ended[name]
         watching = asyncio.create_task(followed(world, "mallory", "mallory-ended"))
         async with asyncio.timeout(20):
             while not watching.done():
                 await world.ask("alice", "hi")
                 await world.ask("mallory", "hi", **{"x-request-id": "mallory-ended"})
         records = (await watching).records
-        assert {r["request_id"] for r in records} == {"mallory-ended"}
+        assert set(ids_of(records)) == {"mallory-ended"}
 
 
 async def test_who_watches_is_sent_away_with_its_key(tmp_path: Path) -> None:
     """A live stream ends once its key is revoked, as it would not begin."""
     async with tenants(tmp_path) as world:
-        url, headers = f"{world.stack.url}/live", world.names["boss"]
+        url = f"{world.stack.url}/live"
+        headers = world.names["boss"]
         async with (
             asyncio.timeout(20),
             world.stack.client.stream("GET", url, headers=headers) as live,
@@ -326,7 +321,8 @@ async def test_without_keys_everything_is_shown(tmp_path: Path) -> None:
     ) as stack:
         await stack.generate()
         requests = (await stack.client.get(f"{stack.url}/requests")).json()
-        assert (requests["scope"], len(requests["requests"])) == ("all", 1)
+        assert requests["scope"] == "all"
+        assert len(requests["requests"]) == 1
         fleet = (await stack.client.get(f"{stack.url}/tiers")).json()
         assert fleet["tiers"][0]["replicas"][0]["url"].startswith("http://127.0.0.1:")
         async with (
@@ -339,6 +335,5 @@ async def test_without_keys_everything_is_shown(tmp_path: Path) -> None:
             async for _ in lines:
                 pass  # it ends: who watches has shown no key
         keyed = {"authorization": f"Bearer {secret}"}
-        assert (await stack.client.get(f"{stack.url}/requests", headers=keyed)).json()[
-            "requests"
-        ] == []
+        seen = await stack.client.get(f"{stack.url}/requests", headers=keyed)
+        assert seen.json()["requests"] == []

@@ -15,7 +15,7 @@ from router.pipeline.admission import Grant
 from router.pipeline.registry import OVER_QUOTA
 from router.policy.decide import decide
 from router.policy.decision import Decision, Refusal, RequestRefusedError, Sla
-from router.telemetry.logs import request_line
+from router.telemetry.log_format import request_line
 from router.telemetry.record import (
     Outcome,
     RequestRecord,

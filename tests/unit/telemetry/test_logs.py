@@ -18,7 +18,8 @@ import pytest
 
 from router.auth.api_keys import add_key
 from router.line_file import PrivateFile
-from router.telemetry.logs import JsonFormatter, TextFormatter, _Queued, begin_request
+from router.telemetry.log_format import JsonFormatter, TextFormatter
+from router.telemetry.logs import PreparingHandler, begin_request
 from tests.unit.own_router import QARR, own_router
 from tests.waiting import until
 
@@ -30,9 +31,16 @@ def made(
 ) -> logging.LogRecord:
     queue: Queue[Any] = Queue()
     record = logging.getLogger("qarr.router").makeRecord(
-        "qarr.router", level, "f", 1, message, args, None, extra=extra
+        "qarr.router",
+        level,
+        fn="f",
+        lno=1,
+        msg=message,
+        args=args,
+        exc_info=None,
+        extra=extra,
     )
-    return _Queued(queue).prepare(record)
+    return PreparingHandler(queue).prepare(record)
 
 
 async def test_lines_of_a_request_carry_its_ids() -> None:
@@ -60,11 +68,10 @@ async def test_lines_of_a_request_carry_its_ids() -> None:
     lines = [
         json.loads(JsonFormatter().format(record)) for record in (first, second, alone)
     ]
-    assert [(line.get("request_id"), line.get("trace_id")) for line in lines] == [
-        ("request-1", "trace-1"),
-        ("request-2", "trace-2"),
-        (None, None),
-    ]
+    request_ids = [line.get("request_id") for line in lines]
+    trace_ids = [line.get("trace_id") for line in lines]
+    assert request_ids == ["request-1", "request-2", None]
+    assert trace_ids == ["trace-1", "trace-2", None]
     assert (
         TextFormatter()
         .format(first)
@@ -94,24 +101,25 @@ def test_long_lines_are_cut() -> None:
 
 def test_files_rotate(tmp_path: Path) -> None:
     """By size, with so many old ones kept; every line is whole."""
-    file = PrivateFile(tmp_path / "deep/router-1.log", 2000, 2, "the log")
+    path = tmp_path / "deep/router-1.log"
+    file = PrivateFile(path, max_bytes=2000, kept=2, what="the log")
     file.setFormatter(JsonFormatter())
     for number in range(100):
         file.handle(made("line %d", number))
     file.close()
-    files = sorted((tmp_path / "deep").iterdir(), reverse=True)
-    assert [f.name for f in files] == [
+    oldest_first = sorted((tmp_path / "deep").iterdir(), reverse=True)
+    assert [log_file.name for log_file in oldest_first] == [
         "router-1.log.2",
         "router-1.log.1",
         "router-1.log",
     ]
-    assert all(f.stat().st_size <= 2000 for f in files)
-    kept = [
-        json.loads(line)["message"]
-        for f in files
-        for line in f.read_text().splitlines()
-    ]
-    assert kept == [f"line {n}" for n in range(100 - len(kept), 100)]
+    kept_lines = []
+    for log_file in oldest_first:
+        assert log_file.stat().st_size <= 2000
+        kept_lines += log_file.read_text().splitlines()
+    messages = [json.loads(line)["message"] for line in kept_lines]
+    first_kept = 100 - len(messages)
+    assert messages == [f"line {number}" for number in range(first_kept, 100)]
 
 
 async def test_a_folder_that_is_taken_away_comes_again(tmp_path: Path) -> None:
@@ -158,29 +166,28 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
         shown = router.errors.read_text("utf-8")
         lines = [json.loads(line) for line in log.splitlines()]
         about = [line for line in lines if line["logger"] == "qarr.request"]
-        assert [(e["event"], e.get("outcome"), e.get("status")) for e in about] == [
-            ("request", "ok", None),
-            ("request", "refused", None),
-            ("http", None, 400),
-            ("http", None, 404),
-            ("http", None, 401),
-        ]
-        ok, long = about[:2]
+        ok, too_long, *failures = about
+        assert ok["event"] == "request"
+        assert ok["outcome"] == "ok"
+        assert too_long["event"] == "request"
+        assert too_long["outcome"] == "refused"
+        assert [failure["event"] for failure in failures] == ["http"] * 3
+        assert [failure["status"] for failure in failures] == [400, 404, 401]
+        for line in (ok, too_long):
+            assert "status" not in line
+        for failure in failures:
+            assert "outcome" not in failure
         assert ok["request_id"] == served.headers["x-request-id"]
-        assert (ok["trace_id"], ok["tier"]) == (
-            served.headers["x-qarr-trace-id"],
-            served.headers["x-qarr-tier"],
-        )
+        assert ok["trace_id"] == served.headers["x-qarr-trace-id"]
+        assert ok["tier"] == served.headers["x-qarr-tier"]
         assert (
             served.headers["x-qarr-reason"]
             .removeprefix("probably ")
             .startswith(f"{ok['class']}, ")
         )
-        assert (long["level"], long["error"], long["served_by"]) == (
-            "warning",
-            "too_long",
-            None,
-        )
+        assert too_long["level"] == "warning"
+        assert too_long["error"] == "too_long"
+        assert too_long["served_by"] is None
         assert "tiers" not in ok
         assert [line["message"] for line in lines].count("fast-0 is ready") == 1
         for text in (log, shown):
@@ -189,12 +196,12 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
             assert "GET /no%1Bthing 404" in text
         assert f"trace={ok['trace_id']}" in shown
         assert f"POST /generate ok class={ok['class']} tier={ok['tier']}" in shown
-        found = await router.qarr("logs", "router", "--trace", ok["trace_id"][:12])
-        assert found.stdout.count("\n") == 1
-        assert "POST /generate ok" in found.stdout
-        assert (
-            await router.qarr("logs", "--request", ok["request_id"])
-        ).stdout == found.stdout
+        trace_id = ok["trace_id"][:12]
+        by_trace = await router.qarr("logs", "router", "--trace", trace_id)
+        assert by_trace.stdout.count("\n") == 1
+        assert "POST /generate ok" in by_trace.stdout
+        by_request = await router.qarr("logs", "--request", ok["request_id"])
+        assert by_request.stdout == by_trace.stdout
         assert (await router.qarr("logs", "--level", "error")).stdout == ""
 
 
@@ -212,7 +219,7 @@ async def test_a_stopped_terminal_holds_no_request_up(tmp_path: Path) -> None:
                 answers = await asyncio.gather(
                     *(router.client.get(f"{router.url}/{'x' * 100}") for _ in range(50))
                 )
-                assert {a.status_code for a in answers} == {404}
+                assert {answer.status_code for answer in answers} == {404}
             assert (await router.generate()).status_code == 200
             process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(process.wait, 20) == 0

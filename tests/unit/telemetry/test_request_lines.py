@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from router.telemetry.logs import Logging, log_request, request_line
+from router.telemetry.log_format import request_line
+from router.telemetry.logs import Logging, log_request
 from router.telemetry.record import KeptFor, Outcome, RequestRecord, render_summary
 from router.telemetry.settings import TelemetrySettings
 from tests.unit.own_router import own_router
@@ -39,36 +41,39 @@ BAD = record(
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
     """Let a test take over the log of this process, and give it back."""
-    root, ours = logging.getLogger(), logging.getLogger("qarr")
-    handlers, levels = root.handlers[:], (root.level, ours.level)
+    root = logging.getLogger()
+    ours = logging.getLogger("qarr")
+    handlers = root.handlers[:]
+    root_level = root.level
+    our_level = ours.level
     root.handlers = []
     yield
     assert Logging.current is None
     root.handlers = handlers
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
+    root.setLevel(root_level)
+    ours.setLevel(our_level)
 
 
 class Log:
     """A log in a folder, of the records that are given to it."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder, self.file = folder, folder / "router-1.log"
+        self.file = folder / "router-1.log"
         self.logging = Logging(TelemetrySettings(**settings))
-        self.told = self.logging.also_to_file(folder, 1)
+        self.place_of_requests = self.logging.also_to_file(folder, 1)
 
     def end(self) -> list[dict[str, Any]]:
         """End the log, and return the file's lines."""
         assert self.logging.stop()
-        return (
-            [json.loads(line) for line in self.file.read_text("utf-8").splitlines()]
-            if self.file.exists()
-            else []
-        )
+        if not self.file.exists():
+            return []
+        lines = self.file.read_text("utf-8").splitlines()
+        return [json.loads(line) for line in lines]
 
     def hold(self) -> threading.Event:
         """Let the thread wait as on a stopped terminal, until the event is set."""
-        holding, released = threading.Event(), threading.Event()
+        holding = threading.Event()
+        released = threading.Event()
 
         def wait() -> None:
             holding.set()
@@ -109,13 +114,14 @@ def test_a_request_has_its_line_where_the_settings_say(
     has_file = settings.get("log_file_mb") != 0
     kept = [line["request_id"] for line in log.end()]
     written = capsys.readouterr().err.splitlines()
-    seen = [name for line in written for name in ("good-1", "bad-1") if name in line]
+    seen = re.findall("good-1|bad-1", "\n".join(written))
     assert kept == ["good-1"] * in_file + ["bad-1"] * has_file
     assert seen == ["good-1"] * shown + ["bad-1"]
-    assert settings.get("log_format") != "json" or all(
-        isinstance(json.loads(line), dict) for line in written
-    )
-    assert log.told == (log.file if in_file and not shown else None)
+    if settings.get("log_format") == "json":
+        for line in written:
+            assert isinstance(json.loads(line), dict)
+    is_in_file_alone = in_file and not shown
+    assert log.place_of_requests == (log.file if is_in_file_alone else None)
 
 
 def test_what_is_printed_is_json_too(
@@ -131,35 +137,38 @@ def test_what_is_printed_is_json_too(
     )
 
 
-@pytest.mark.parametrize("each", [GOOD, BAD], ids=["good", "bad"])
+@pytest.mark.parametrize(
+    ("ended", "level", "beginning"),
+    [
+        pytest.param(GOOD, "info", "ok class=chat tier=", id="good"),
+        pytest.param(BAD, "warning", "refused (too_long) ", id="bad"),
+    ],
+)
 def test_a_line_has_the_whole_record(
-    each: RequestRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ended: RequestRecord,
+    level: str,
+    beginning: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Every field in the file; for a person the text on standard error is made of the same fields."""
     log = Log(tmp_path, request_lines="both")
-    log_request(each)
+    log_request(ended)
     (line,) = log.end()
-    fields = json.loads(json.dumps(render_summary(each)))
-    assert line["arrived_at"] == fields.pop("at") == 1e9
+    fields = json.loads(json.dumps(render_summary(ended)))
+    assert fields.pop("at") == 1e9
+    assert line["arrived_at"] == 1e9
     assert {name: line[name] for name in fields} == fields
-    wrong = each is BAD
-    assert (line["event"], line["logger"], line["level"]) == (
-        "request",
-        "qarr.request",
-        "warning" if wrong else "info",
-    )
+    assert line["event"] == "request"
+    assert line["logger"] == "qarr.request"
+    assert line["level"] == level
     assert line["at"] > line["arrived_at"]
     (shown,) = capsys.readouterr().err.splitlines()
     text = request_line(line)
-    assert shown.partition(" ")[2] == (
-        f"{'WARNING' if wrong else 'INFO'} {text} trace={each.trace_id} request={each.request_id}"
-    )
-    assert text.startswith(
-        "POST /generate refused (too_long) "
-        if wrong
-        else "POST /generate ok class=chat tier="
-    )
-    assert ("why: the cheapest" in text) is wrong
+    ids = f"trace={ended.trace_id} request={ended.request_id}"
+    assert shown.partition(" ")[2] == f"{level.upper()} {text} {ids}"
+    assert text.startswith(f"POST /generate {beginning}")
+    assert ("why: the cheapest" in text) is (ended is BAD)
 
 
 @pytest.mark.parametrize(

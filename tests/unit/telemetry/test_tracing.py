@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,15 +22,14 @@ from opentelemetry.trace import Span
 
 from router.policy.decide import decide
 from router.policy.decision import Sla
+from router.telemetry.otel_environment import engine_target, resource_of
 from router.telemetry.record import Hop, Journey, Outcome, RequestRecord
 from router.telemetry.settings import TelemetrySettings
 from router.telemetry.tracing import (
     ANSWERED,
     Telemetry,
     end_span,
-    engine_target,
     make_telemetry,
-    resource_of,
     server_span,
 )
 from tests.unit.policy.fleets import MEASURED, SCARCE, TABLE, fleet, query
@@ -38,12 +37,12 @@ from tests.unit.records import record
 from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaStatus
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
-TRACES_ENDPOINT, TRACES_PROTOCOL = (
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
-)
-EXPORTER, DISABLED = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
+TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+EXPORTER = "OTEL_TRACES_EXPORTER"
+DISABLED = "OTEL_SDK_DISABLED"
 ATTRIBUTES = "OTEL_RESOURCE_ATTRIBUTES"
 
 
@@ -77,7 +76,8 @@ def telemetry(
     *, sampled: bool = True, prompts: bool = False
 ) -> tuple[Telemetry, InMemorySpanExporter, TracerProvider]:
     exporter = InMemorySpanExporter()
-    provider = TracerProvider(sampler=ParentBased(ALWAYS_ON if sampled else ALWAYS_OFF))
+    root_sampler = ALWAYS_ON if sampled else ALWAYS_OFF
+    provider = TracerProvider(sampler=ParentBased(root_sampler))
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     return Telemetry(provider, record_prompts=prompts), exporter, provider
 
@@ -159,18 +159,17 @@ def test_the_environment_names_the_service(
     assert described["service.name"] == service
     assert described["service.version"] == version
     is_prod = "environment.name=prod" in variables.get(ATTRIBUTES, "")
-    assert described.get("deployment.environment.name") == ("prod" if is_prod else None)
+    environment = "prod" if is_prod else None
+    assert described.get("deployment.environment.name") == environment
 
 
 def test_no_variable_of_opentelemetry_that_is_empty_stands_in_the_way() -> None:
     """Its specification equates empty with not set; its libraries fail at several."""
-    sources = (environment_variables, opentelemetry.environment_variables)
-    empty = {
-        name: ""
-        for source in sources
-        for name in vars(source)
-        if name.startswith("OTEL_")
+    names = {
+        *vars(environment_variables),
+        *vars(opentelemetry.environment_variables),
     }
+    empty = {name: "" for name in names if name.startswith("OTEL_")}
     code = "from router.telemetry.tracing import make_telemetry as m; from router.telemetry.settings import *; "
     code += "print(m('0', TelemetrySettings()).exports)"
     env = {**os.environ, **empty, ENDPOINT: "http://127.0.0.1:9"}
@@ -227,7 +226,8 @@ def test_a_variable_that_cannot_be_used_is_named(
         for entry in caplog.records
         if entry.name == "qarr.router.telemetry.tracing"
     ]
-    assert (says in said.getMessage(), said.exc_info) == (True, None)
+    assert says in said.getMessage()
+    assert said.exc_info is None
     assert not made.exports
     made.shutdown()
 
@@ -283,13 +283,10 @@ def test_no_attribute_is_computed_for_a_request_that_is_not_traced(
     made_of: str,
 ) -> None:
     """Neither without tracing nor where the sampler said no."""
-    made, exporter, provider = (
-        Telemetry(None),
-        InMemorySpanExporter(),
-        TracerProvider(sampler=ALWAYS_OFF),
-    )
-    if made_of != "nothing":
-        made, exporter, provider = telemetry(sampled=False)
+    made, exporter, provider = telemetry(sampled=False)
+    if made_of == "nothing":
+        made = Telemetry(None)
+        provider = TracerProvider(sampler=ALWAYS_OFF)
     never: Any = Untouchable()
     with request_span(provider) as root:
         assert not root.is_recording()
@@ -317,6 +314,20 @@ def test_engines_are_told_of_a_trace_that_is_not_sampled() -> None:
     )
 
 
+def post_scope(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """Return the ASGI scope of a request to /generate."""
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": "/generate",
+        "query_string": b"",
+        "scheme": "http",
+        "http_version": "1.1",
+        "headers": list(headers),
+        "server": ("127.0.0.1", 80),
+    }
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("parent", ["", f"00-{'a' * 32}-{'b' * 16}-01"])
 @pytest.mark.parametrize("sampler", [ALWAYS_ON, ALWAYS_OFF])
@@ -327,46 +338,41 @@ async def test_the_sampler_decides_once_for_router_and_engines(
 
     One that it takes has its route, status and key on its span.
     """
-    exporter, provider = InMemorySpanExporter(), TracerProvider(sampler=sampler)
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(sampler=sampler)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    made, told = Telemetry(provider), list[tuple[str, str]]()
+    made = Telemetry(provider)
+    passed: list[tuple[str, str]] = []
 
     async def app(scope: Any, _receive: Any, send: Any) -> None:
         (_, trace_id) = made.request_ids({})
         ((name, value),) = made.context_headers(trace.get_current_span())
         assert name == b"traceparent"
-        told.append((trace_id, value.decode()))
+        passed.append((trace_id, value.decode()))
         # bodies pass no middleware
         await send({"type": "http.response.start", "status": 503, "headers": []})
         scope[ANSWERED] = "/generate", 503, "k1"
 
     async def nothing(*_: Any) -> None: ...
 
-    scope = {
-        "type": "http", "method": "POST", "path": "/generate", "query_string": b"", "scheme": "http", "http_version": "1.1",
-        "headers": [(b"traceparent", parent.encode())] if parent else [], "server": ("127.0.0.1", 80),
-        "endpoint": app,
-    }  # fmt: skip
+    headers = [(b"traceparent", parent.encode())] if parent else []
+    scope = {**post_scope(headers), "endpoint": app}
     await made.instrument(app)(scope, nothing, nothing)
-    ((trace_id, header),) = told
+    ((trace_id, header),) = passed
     assert header.split("-")[1] == trace_id
     assert not parent or trace_id == "a" * 32
-    assert bool(int(header[-2:], 16) & trace.TraceFlags.SAMPLED) is (
-        sampler is ALWAYS_ON
-    )
-    assert [
-        f"{s.context.trace_id:032x}" for s in exporter.get_finished_spans() if s.context
-    ] == ([trace_id] if sampler is ALWAYS_ON else [])
-    for span in exporter.get_finished_spans():
+    is_chosen = sampler is ALWAYS_ON
+    flags = int(header[-2:], 16)
+    assert bool(flags & trace.TraceFlags.SAMPLED) is is_chosen
+    spans = exporter.get_finished_spans()
+    trace_ids = [f"{span.context.trace_id:032x}" for span in spans if span.context]
+    assert trace_ids == [trace_id] * is_chosen
+    for span in spans:
         found = span.attributes or {}
-        assert (span.name, span.status.status_code) == (
-            "POST /generate",
-            trace.StatusCode.ERROR,
-        )
-        assert (found["http.route"], found["http.response.status_code"]) == (
-            "/generate",
-            503,
-        )
+        assert span.name == "POST /generate"
+        assert span.status.status_code is trace.StatusCode.ERROR
+        assert found["http.route"] == "/generate"
+        assert found["http.response.status_code"] == 503
         assert found["qarr.key.id"] == "k1"
 
 
@@ -378,12 +384,13 @@ async def test_lines_of_baggage_and_trace_state_are_joined(
 ) -> None:
     """In the order sent, sampled or not; two lines of ``traceparent`` are none, and then no trace state counts either."""
     provider = TracerProvider(sampler=sampler) if sampler else None
-    made, told = Telemetry(provider), list[dict[bytes, bytes]]()
+    made = Telemetry(provider)
+    passed: list[dict[bytes, bytes]] = []
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
         headers = made.context_headers(trace.get_current_span())
         assert len(headers) == len(dict(headers))
-        told.append(dict(headers))
+        passed.append(dict(headers))
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     async def nothing(*_: Any) -> None: ...
@@ -393,15 +400,14 @@ async def test_lines_of_baggage_and_trace_state_are_joined(
         (b"baggage", b"user=ann"), *[(b"traceparent", parent)] * parents, (b"tracestate", b"a=1"),
         (b"x-request-id", b"r"), (b"baggage", b"tenant=acme,region=eu"), (b"tracestate", b"b=2"),
     ]  # fmt: skip
-    scope = {
-        "type": "http", "method": "POST", "path": "/generate", "query_string": b"", "scheme": "http", "http_version": "1.1",
-        "headers": sent, "server": ("127.0.0.1", 80),
-    }  # fmt: skip
+    scope = post_scope(sent)
     await made.instrument(app)(scope, nothing, nothing)
-    (headers,) = told
+    (headers,) = passed
+    is_continued = parents == 1
+    trace_id = headers[b"traceparent"].split(b"-")[1]
     assert headers[b"baggage"] == b"user=ann,tenant=acme,region=eu"
-    assert headers.get(b"tracestate") == (b"a=1,b=2" if parents == 1 else None)
-    assert (headers[b"traceparent"].split(b"-")[1] == b"a" * 32) is (parents == 1)
+    assert headers.get(b"tracestate") == (b"a=1,b=2" if is_continued else None)
+    assert (trace_id == b"a" * 32) is is_continued
     assert (b"x-request-id", b"r") in scope["headers"]
 
 
@@ -409,8 +415,8 @@ def attempt(number: int) -> Hop:
     return Hop(
         "chat",
         "m",
-        "https://engine.example",
-        0.0,
+        url="https://engine.example",
+        began=0.0,
         tier=FAST,
         replica="fast-0",
         number=number,
@@ -423,23 +429,17 @@ def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
     with request_span(provider):
         hop = attempt(2)
         made.start(hop, asked)
-        span, headers = hop.span, dict(hop.headers)
+        span = hop.span
+        headers = dict(hop.headers)
         assert span is not None
         end_span(hop, span, None)
         assert hop.span is None
-    (name,) = [
-        s.name for s in exporter.get_finished_spans() if s.name.startswith("chat")
-    ]
-    found = attributes(exporter, name)
-    assert (found["gen_ai.operation.name"], found["gen_ai.request.temperature"]) == (
-        "chat",
-        0.5,
-    )
-    assert (found["server.address"], found["qarr.tier"], found["qarr.attempt"]) == (
-        "engine.example",
-        "fast",
-        2,
-    )
+    found = attributes(exporter, "chat m")
+    assert found["gen_ai.operation.name"] == "chat"
+    assert found["gen_ai.request.temperature"] == 0.5
+    assert found["server.address"] == "engine.example"
+    assert found["qarr.tier"] == "fast"
+    assert found["qarr.attempt"] == 2
     assert found["gen_ai.provider.name"] == "vllm"
     assert found["gen_ai.request.stream"] is True
     context = span.get_span_context()
@@ -465,7 +465,8 @@ def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
 
 
 def ended(prompt: str = "", **fields: Any) -> RequestRecord:
-    return record(**fields, journey=Journey(1.0, 1.0, 1.001, 1.002, prompt))
+    journey = Journey(1.0, 1.0, classified=1.001, decided=1.002, prompt=prompt)
+    return record(**fields, journey=journey)
 
 
 def test_prompts_are_on_spans_only_where_that_is_switched_on() -> None:
@@ -482,7 +483,8 @@ def test_prompts_are_on_spans_only_where_that_is_switched_on() -> None:
             made.record_outcome(kept)
         found = attributes(exporter, "classify")
         assert json.loads(found.get("gen_ai.input.messages", "null")) == expected
-        assert (found["qarr.class"], found["qarr.prompt.tokens"]) == ("chat", 1)
+        assert found["qarr.class"] == "chat"
+        assert found["qarr.prompt.tokens"] == 1
         assert "qarr.language" not in found
         assert kept.journey is not None
         assert not kept.journey.prompt
@@ -495,11 +497,9 @@ def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
     with request_span(provider):
         made.record_outcome(ended(decision=decision))
     found = attributes(exporter, "POST")
-    assert (found["qarr.tier"], found["qarr.hint"], found["qarr.sla.tpot_ms"]) == (
-        "fast",
-        "fast",
-        1000,
-    )
+    assert found["qarr.tier"] == "fast"
+    assert found["qarr.hint"] == "fast"
+    assert found["qarr.sla.tpot_ms"] == 1000
     assert found["qarr.fallbacks"] == ("balanced", "precise")
     assert {"qarr.sla.ttft_ms", "qarr.refusal"}.isdisjoint(found)
     found = attributes(exporter, "route")
@@ -512,14 +512,10 @@ def test_a_decision_is_told_with_what_it_expects() -> None:
     made, exporter, provider = telemetry()
     decision = decide(query(), fleet(speeds=MEASURED), SCARCE)
     with request_span(provider):
-        made.record_outcome(
-            record(decision=decision, journey=Journey(1.0, 1.0, 1.001, 1.002))
-        )
-    found, chosen = attributes(exporter, "POST"), decision.estimate(FAST)
-    assert (found["qarr.loss.expected"], found["qarr.cost"]) == (
-        0.08,
-        chosen.rounded_cost,
-    )
+        made.record_outcome(ended(decision=decision))
+    found = attributes(exporter, "POST")
+    assert found["qarr.loss.expected"] == 0.08
+    assert found["qarr.cost"] == decision.estimate(FAST).rounded_cost
 
 
 def test_a_refusal_has_no_tier() -> None:
