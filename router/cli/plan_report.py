@@ -194,9 +194,9 @@ def _cost_of_million(
 
 def _active(report: PlanReport) -> str:
     model = report.target.model
-    if model.quantizable == model.active:
+    if model.quantizable_parameters == model.active_parameters:
         return ""
-    return f", {model.active / 1e9:.1f} of them a token"
+    return f", {model.active_parameters / 1e9:.1f} of them a token"
 
 
 def _hardware(report: PlanReport) -> str:

@@ -66,7 +66,7 @@ def test_sliding_windows_keep_their_last_tokens() -> None:
     """Of Gemma 3's 62 layers, ten hold the whole context and 52 the last 1,024 tokens."""
     model = architecture(read("gemma-3-27b"))
     each = 2 * 16 * 128 * 2
-    assert [layer.window for layer in model.layers].count(1024) == 52
+    assert [layer.window_tokens for layer in model.layers].count(1024) == 52
     assert model.sequence_bytes(1000) == 1000 * 62 * each
     assert model.sequence_bytes(32_768) == (10 * 32_768 + 52 * 1024) * each
 
@@ -91,21 +91,23 @@ def test_a_hybrid_keeps_a_state_beside_its_kv_cache() -> None:
     assert model.sequence_bytes(1) == 24_576 + state
     assert model.sequence_bytes(100_001) - model.sequence_bytes(1) == 100_000 * 24_576
     assert model.parameters == pytest.approx(80e9, rel=0.02)
-    assert model.active == pytest.approx(3e9, rel=0.1)
+    assert model.active_parameters == pytest.approx(3e9, rel=0.1)
 
 
 def test_experts_are_read_as_tokens_ask_for_them() -> None:
     """One token reads its own, many read all; a token computes eight of 128."""
     model = architecture(read("qwen3-30b-a3b"))
-    assert model.read(1) == pytest.approx(model.active)
+    assert model.parameters_read(1) == pytest.approx(model.active_parameters)
     assert (
-        model.active
-        < model.read(16)
-        < model.read(1000)
-        == pytest.approx(model.quantizable, rel=1e-6)
+        model.active_parameters
+        < model.parameters_read(16)
+        < model.parameters_read(1000)
+        == pytest.approx(model.quantizable_parameters, rel=1e-6)
     )
     # "A3B": 3.3 billion with both embeddings
-    assert model.active + 2 * model.head == pytest.approx(3.3e9, rel=0.02)
+    assert model.active_parameters + 2 * model.output_parameters == pytest.approx(
+        3.3e9, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_kinds_of_attention(changed: dict[str, Any], kept: int) -> None:
 )
 def test_which_layers_slide(changed: dict[str, Any], windows: list[int | None]) -> None:
     assert [
-        layer.window for layer in architecture({**LLAMA, **changed}).layers
+        layer.window_tokens for layer in architecture({**LLAMA, **changed}).layers
     ] == windows
 
 

@@ -151,18 +151,18 @@ def test_the_roofline_follows_the_hardware() -> None:
     """Small batches are bound by memory, large ones by computing; without FP8 units, FP8 computes as BF16 does."""
     h100, a100 = parse_gpus("H100")[0], parse_gpus("A100")[0]
     int4, fp8, bf16 = (
-        Roofline(SMALL, h100, precision, context=10) for precision in Precision
+        Roofline(SMALL, h100, precision, context_tokens=10) for precision in Precision
     )
     # as measured: benchmarks/results/gpu_speed.jsonl
     assert bf16.step_ms(1) > int4.step_ms(1) > fp8.step_ms(1)
     assert bf16.prefill_ms_per_token > fp8.prefill_ms_per_token
     int4, unpacked, plain = (
-        Roofline(SMALL, a100, precision, context=10) for precision in Precision
+        Roofline(SMALL, a100, precision, context_tokens=10) for precision in Precision
     )
     assert unpacked.prefill_ms_per_token >= plain.prefill_ms_per_token
     assert (
         int4.step_ms(1) < plain.step_ms(1),
         int4.step_ms(2000) > plain.step_ms(2000),
     ) == (True, True)
-    two = Roofline(SMALL, h100, Precision.BF16, gpus=2, context=10)
+    two = Roofline(SMALL, h100, Precision.BF16, gpus=2, context_tokens=10)
     assert bf16.step_ms(64) / 2 < two.step_ms(64) < bf16.step_ms(64)
