@@ -41,7 +41,7 @@ from router.policy.losses import losses
 from router.policy.profiles import load_latency, percentile
 from tiers.simulated.gpu import Hardware, Job, Scheduler, hardware
 from tiers.sizing.architecture import architecture
-from tiers.sizing.capacity import Demand, engines_on_gpus
+from tiers.sizing.capacity import ServingDemand, engines_on_gpus
 from tiers.sizing.find_config import find_config
 from tiers.sizing.fleet import EngineType, Fleet, Load
 from tiers.sizing.named_gpus import parse_gpus
@@ -565,7 +565,7 @@ def checked(options: argparse.Namespace) -> list[dict[str, Any]]:
         "model          GPUs    tier       tokens/s, never idle    requests/s  TTFT ms, mean       ms/token, mean"
     )
     found = []
-    demand = Demand(PROMPT, OUTPUT, PROMPT + OUTPUT)
+    demand = ServingDemand(PROMPT, OUTPUT, PROMPT + OUTPUT)
     for name, gpus in (
         ("llama-3.1-8b", "1xH100"),
         ("llama-3.1-8b", "1xA10"),

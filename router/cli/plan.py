@@ -42,7 +42,7 @@ from tiers.checkpoints.prepare import DEFAULT_MODEL, finished
 from tiers.errors import PlanError
 from tiers.plan import GIB, held_bytes, read_machine, usual_kv_cache_gib
 from tiers.sizing.architecture import Architecture, architecture
-from tiers.sizing.capacity import Demand, engines_on_cpu, engines_on_gpus
+from tiers.sizing.capacity import ServingDemand, engines_on_cpu, engines_on_gpus
 from tiers.sizing.find_config import find_config
 from tiers.sizing.fleet import (
     EngineType,
@@ -183,7 +183,7 @@ class _Inputs:
     settings: Settings
     options: Options
     target: Target
-    demand: Demand
+    demand: ServingDemand
     policy: Policy
     set_engines: Sequence[EngineType] | None
 
@@ -249,7 +249,11 @@ def tiers_for_gpus(settings: Settings) -> tuple[dict[str, dict[str, int]], str] 
 
 
 def _planned(
-    settings: Settings, options: Options, target: Target, demand: Demand, prices: Prices
+    settings: Settings,
+    options: Options,
+    target: Target,
+    demand: ServingDemand,
+    prices: Prices,
 ) -> Plan:
     """Plan for the load that is given, or for a share of the largest one."""
     priced = _priced(target.gpus, prices)
@@ -405,7 +409,7 @@ def _engines(
     settings: Settings,
     options: Options,
     target: Target,
-    demand: Demand,
+    demand: ServingDemand,
     priced: Mapping[GpuKind, float],
 ) -> tuple[list[EngineType], list[str]]:
     """Return the engines that fit, and why there is none of some precision."""
@@ -414,8 +418,8 @@ def _engines(
         plans = engines_on_cpu(
             target.model,
             demand,
-            kv_cache=cache,
-            weights=target.weights,
+            kv_cache_bytes=cache,
+            weights_bytes=target.weights,
             paces=target.paces,
         )
         return [EngineType(gpu="", plan=plan, price=1.0) for plan in plans], []
@@ -424,7 +428,12 @@ def _engines(
     kv_bytes = 1 if options.kv_fp8 else 2
     for gpu, count in target.gpus.items():
         plans, missing = engines_on_gpus(
-            target.model, gpu, count, demand, kv_bytes=kv_bytes, paces=target.paces
+            target.model,
+            gpu,
+            count,
+            demand,
+            kv_bytes_per_value=kv_bytes,
+            paces=target.paces,
         )
         price = priced.get(gpu) or 1.0
         engines += [
@@ -440,7 +449,7 @@ def _engines_as_set(
     settings: Settings,
     options: Options,
     target: Target,
-    demand: Demand,
+    demand: ServingDemand,
     priced: Mapping[GpuKind, float],
 ) -> list[EngineType] | None:
     """Return the engines as the settings have them: with their context and sequences; None: the settings name none.
@@ -613,7 +622,7 @@ def _notes(
     return notes
 
 
-def _assumed(options: Options, demand: Demand, load: Load) -> list[str]:
+def _assumed(options: Options, demand: ServingDemand, load: Load) -> list[str]:
     """Return, for people, what the plan takes for given where no option says otherwise."""
     assumed = (
         [f"prompts of the mix {options.mix} (--mix)"] if options.mix in MIXES else []
@@ -731,7 +740,7 @@ def _mix(text: str) -> dict[Kind, float]:
     return dict(found)
 
 
-def _demand(settings: Settings, options: Options, target: Target) -> Demand:
+def _demand(settings: Settings, options: Options, target: Target) -> ServingDemand:
     means = options.prompt + options.output
     most = target.model.context
     longest = options.context or means
@@ -747,7 +756,7 @@ def _demand(settings: Settings, options: Options, target: Target) -> Demand:
             f"--context {longest} is shorter than a mean prompt and answer, {means} tokens"
         )
     usual = USUAL_SEQUENCES if target.gpus else settings.tiers.precise.max_num_seqs
-    return Demand(
+    return ServingDemand(
         prompt_tokens=options.prompt,
         output_tokens=options.output,
         context=longest,

@@ -19,7 +19,7 @@ from router.cli.plan_result import (
     alone_name,
 )
 from tiers.plan import machine_name
-from tiers.sizing.capacity import MOST_BUSY
+from tiers.sizing.capacity import MOST_BUSY_SHARE
 from tiers.sizing.fleet import EngineType, Fleet, Load
 from tiers.sizing.hardware import GpuKind
 from tiers.sizing.largest import shown_load
@@ -42,7 +42,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "hardware": ", ".join(gpu.name for gpu in plan.gpus) or machine_name(),
         "gpus": [_gpu_json(gpu, count) for gpu, count in plan.gpus.items()],
         "speed": target.speed,
-        "engines_busy": MOST_BUSY,
+        "engines_busy": MOST_BUSY_SHARE,
         "losses": "measured" if target.answers else "published",
         "prices": plan.prices,
         **asdict(report.demand),
@@ -91,7 +91,7 @@ def show(report: PlanReport) -> None:
     print_table(_engines_table(report))
     if plan.largest:
         say(
-            f"\nThe largest loads{_course_words(report)}, engines {MOST_BUSY:.0%} busy:",
+            f"\nThe largest loads{_course_words(report)}, engines {MOST_BUSY_SHARE:.0%} busy:",
             soft_wrap=False,
         )
         print_table(_largest_table(report))
@@ -240,9 +240,9 @@ def _notes(report: PlanReport) -> list[str]:
     if target.speed is None:
         speed = "not known"
     elif target.speed == ROOFLINE:
-        speed = f"computed (roofline), not measured; engines {MOST_BUSY:.0%} busy"
+        speed = f"computed (roofline), not measured; engines {MOST_BUSY_SHARE:.0%} busy"
     else:
-        speed = f"{target.speed}; engines {MOST_BUSY:.0%} busy"
+        speed = f"{target.speed}; engines {MOST_BUSY_SHARE:.0%} busy"
     losses = "measured" if target.answers else "published"
     priced = [] if plan.prices is None else [f"prices: {plan.prices}"]
     return [

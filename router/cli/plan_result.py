@@ -9,7 +9,7 @@ from classifier import Complexity, PromptClass
 from router.cli.plan_settings import IgnoredSetting
 from router.policy.profiles import AnswerCount
 from tiers.sizing.architecture import Architecture
-from tiers.sizing.capacity import Demand
+from tiers.sizing.capacity import ServingDemand
 from tiers.sizing.fleet import EngineType, Fleet, Load
 from tiers.sizing.hardware import GpuKind
 from tiers.sizing.largest import LargestLoad
@@ -97,5 +97,5 @@ class PlanReport:
     """All that is shown: the plan, and what it is of."""
 
     target: Target
-    demand: Demand
+    demand: ServingDemand
     plan: Plan

@@ -49,7 +49,9 @@ def hardware(
 ) -> Hardware:
     """Return what an engine of a tier runs on."""
     weights = model.weight_bytes(BYTES_PER_WEIGHT[PRECISIONS[tier]])
-    free = gpus * (gpu.memory * (1 - GPU_RESERVE) - GPU_OVERHEAD_GIB * GIB) - weights
+    free = (
+        gpus * (gpu.memory_bytes * (1 - GPU_RESERVE) - GPU_OVERHEAD_GIB * GIB) - weights
+    )
     kv_tokens = int(free // (model.kv_bytes_per_token() * BLOCK)) * BLOCK
     return Hardware(Roofline(model, gpu, PRECISIONS[tier], gpus), kv_tokens)
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tiers.errors import PlanError
-from tiers.sizing.capacity import MOST_BUSY, EnginePlan
+from tiers.sizing.capacity import MOST_BUSY_SHARE, EnginePlan
 from tiers.spec import PRECISIONS, TierName
 
 _Row = tuple[dict[int, float], float, float]  # a sum of columns, and its bounds
@@ -60,7 +60,7 @@ class EngineType:
     @property
     def rate(self) -> float:
         """Return the requests a second that one engine serves, as busy as planned."""
-        return MOST_BUSY * (self.plan.requests_per_s or 0.0)
+        return MOST_BUSY_SHARE * (self.plan.requests_per_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The largest load that GPUs carry: by one precision alone, by any mix within the loss budget, or by given engines.
 
-Engines are as busy as planned (``tiers.sizing.capacity.MOST_BUSY``) at the day's peak, and each keeps the bounds on times.
+At the peak of the day engines are as busy as planned (``tiers.sizing.capacity.MOST_BUSY_SHARE``), and each keeps the bounds
+on TTFT and TPOT.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tiers.spec import PRECISIONS, TierName
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from tiers.sizing.capacity import Demand
+    from tiers.sizing.capacity import ServingDemand
 
 # of the largest load: engines that are busier by a rounding error would not carry it
 WITHIN = 1 - 1e-6
@@ -65,7 +66,7 @@ def largest_planned(
     engines: Sequence[EngineType],
     load: Load,
     available: Mapping[str, int],
-    demand: Demand,
+    demand: ServingDemand,
     policy: Policy,
 ) -> LargestLoad | None:
     """Return the largest load that any mix of precisions carries within the loss budget; None: none keeps the budget."""

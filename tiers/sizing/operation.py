@@ -18,7 +18,7 @@ from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiers.sizing.capacity import Demand, between_ms
+from tiers.sizing.capacity import ServingDemand, mean_tpot_ms
 from tiers.sizing.fleet import EngineType, Fleet, Load, cheapest
 from tiers.spec import PRECISIONS, TierName
 from tiers.speed import Load as Busy
@@ -89,7 +89,9 @@ class _Seen:
     tpot: float = 0.0
 
 
-def in_operation(fleet: Fleet, load: Load, demand: Demand, policy: Policy) -> Fleet:
+def in_operation(
+    fleet: Fleet, load: Load, demand: ServingDemand, policy: Policy
+) -> Fleet:
     """Return a fleet with what it loses, its shares and its mean TTFT and TPOT under the router's policy."""
     seen, whole = _Seen(), sum(load.course)
     stations = [_station(engine, count, demand) for engine, count in fleet.counts]
@@ -114,7 +116,7 @@ def cheapest_in_operation(
     engines: Sequence[EngineType],
     load: Load,
     available: Mapping[str, int | None],
-    demand: Demand,
+    demand: ServingDemand,
     policy: Policy,
 ) -> Fleet | None:
     """Return the cheapest fleet that keeps the budget under the router's policy too; None: there is none."""
@@ -139,7 +141,7 @@ def cheapest_in_operation(
     return best
 
 
-def _part(chain: _Chain, load: Load, demand: Demand, factor: float) -> _Seen:
+def _part(chain: _Chain, load: Load, demand: ServingDemand, factor: float) -> _Seen:
     """Return what becomes of requests in a part of the day."""
     source, kinds = random.Random(1), list(load.by_kind)  # noqa: S311  a simulation
     heavy, rate, stations = (
@@ -306,7 +308,7 @@ class _Chain:
         )
 
 
-def _station(engine: EngineType, count: int, demand: Demand) -> _Station:
+def _station(engine: EngineType, count: int, demand: ServingDemand) -> _Station:
     pace = engine.plan.pace
     assert pace is not None
     prefill, tokens = (
@@ -314,7 +316,7 @@ def _station(engine: EngineType, count: int, demand: Demand) -> _Station:
         demand.output_tokens,
     )
     step = cache(pace.step_ms)
-    between = cache(lambda n: between_ms(pace, demand, n))
+    between = cache(lambda n: mean_tpot_ms(pace, demand, n))
     return _Station(
         engine=engine,
         count=count,
@@ -329,7 +331,7 @@ def _station(engine: EngineType, count: int, demand: Demand) -> _Station:
     )
 
 
-def _finish_ms(pace: Pace, demand: Demand, sequences: int) -> float:
+def _finish_ms(pace: Pace, demand: ServingDemand, sequences: int) -> float:
     """Return when the router expects a request to have its whole answer, on an engine with so many sequences then."""
     if isinstance(pace, SpeedModel):
         times = pace.times(
@@ -345,7 +347,7 @@ def _finish_ms(pace: Pace, demand: Demand, sequences: int) -> float:
     )
 
 
-def _sums(chain: _Chain, demand: Demand, now: float, waited: float) -> _Seen:
+def _sums(chain: _Chain, demand: ServingDemand, now: float, waited: float) -> _Seen:
     """Return the shares, and the means of TTFT and TPOT (Little's law)."""
     seen, whole = chain.seen, sum(station.admitted for station in chain.stations)
     for station in chain.stations:

@@ -9,14 +9,19 @@ import pytest
 from tests.unit.tiers.sizing.test_architecture import PUBLISHED, read
 from tiers.plan import GIB
 from tiers.sizing.architecture import architecture
-from tiers.sizing.capacity import Demand, EnginePlan, engines_on_cpu, engines_on_gpus
+from tiers.sizing.capacity import (
+    EnginePlan,
+    ServingDemand,
+    engines_on_cpu,
+    engines_on_gpus,
+)
 from tiers.sizing.named_gpus import parse_gpus
 from tiers.sizing.roofline import Roofline
 from tiers.spec import STANDARD_TIERS, Precision, TierName
 from tiers.speed import SpeedModel
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-DEMAND = Demand(800, 250, 1050)
+DEMAND = ServingDemand(800, 250, 1050)
 SMALL = architecture(read("llama-3.1-8b"))
 
 
@@ -34,7 +39,7 @@ class Steady:
 
 
 def engines(
-    name: str, gpus: str, demand: Demand = DEMAND, **options: object
+    name: str, gpus: str, demand: ServingDemand = DEMAND, **options: object
 ) -> dict[TierName, list[EnginePlan]]:
     """Return the engines of each tier, from the fewest GPUs."""
     kind, count = parse_gpus(gpus)
@@ -45,7 +50,11 @@ def engines(
 
 
 def engine(
-    name: str, gpus: str, tier: TierName, demand: Demand = DEMAND, **options: object
+    name: str,
+    gpus: str,
+    tier: TierName,
+    demand: ServingDemand = DEMAND,
+    **options: object,
 ) -> EnginePlan:
     return engines(name, gpus, demand, **options)[tier][0]
 
@@ -72,7 +81,7 @@ def test_the_kv_cache_bounds_the_batch() -> None:
     assert found.max_sequences == free // (1050 * 131_072)
     assert found.batch == found.max_sequences
     assert (
-        engine("llama-3.1-8b", "H100", PRECISE, kv_bytes=1).max_sequences
+        engine("llama-3.1-8b", "H100", PRECISE, kv_bytes_per_value=1).max_sequences
         == 2 * found.max_sequences
     )
 
@@ -123,12 +132,12 @@ def test_large_models_take_several_gpus() -> None:
 def test_on_a_processor_speeds_are_measured_or_unknown() -> None:
     """Memory is what it is told; a tier without a profile has no times."""
     speed = SpeedModel(20.0, 1.0, 30.0, 2.0, profiled=True)
-    demand = Demand(100, 50, 150, max_num_seqs=16)
+    demand = ServingDemand(100, 50, 150, max_num_seqs=16)
     found = engines_on_cpu(
         SMALL,
         demand,
-        kv_cache=dict.fromkeys(STANDARD_TIERS, GIB),
-        weights={FAST: 123},
+        kv_cache_bytes=dict.fromkeys(STANDARD_TIERS, GIB),
+        weights_bytes={FAST: 123},
         paces={PRECISE: speed},
     )
     assert [each.max_sequences for each in found] == [GIB // (150 * 131_072)] * 3
@@ -143,7 +152,7 @@ def test_on_a_processor_speeds_are_measured_or_unknown() -> None:
 @pytest.mark.parametrize(("gpu", "published"), [("H100", 5777), ("L40S", 1642)])
 def test_the_roofline_is_near_published_results(gpu: str, published: float) -> None:
     """FP8 Llama 3.1 8B, summaries of news, tokens/s in MLPerf 5.1; ``benchmarks/roofline.py`` has more."""
-    balanced = engine("llama-3.1-8b", gpu, BALANCED, Demand(800, 128, 928))
+    balanced = engine("llama-3.1-8b", gpu, BALANCED, ServingDemand(800, 128, 928))
     assert 0.9 < (balanced.tokens_per_s or 0) / published < 1.25
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.sizing.capacity import MOST_BUSY, EnginePlan
+from tiers.sizing.capacity import MOST_BUSY_SHARE, EnginePlan
 from tiers.sizing.fleet import EngineType, Load, alone, cheapest
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -26,7 +26,9 @@ def engine(
     """Return an engine that serves ``rate`` requests a second, as busy as planned."""
     return EngineType(
         gpu,
-        EnginePlan(tier, "p", 1, 1, 1, gpus, 1, 1, 1.0, 1.0, rate / MOST_BUSY, 1.0),
+        EnginePlan(
+            tier, "p", 1, 1, 1, gpus, 1, 1, 1.0, 1.0, rate / MOST_BUSY_SHARE, 1.0
+        ),
         price,
     )
 

@@ -12,7 +12,7 @@ from router.policy.decision import PolicyParameters, latest_unnoticed_ms
 from tests.unit.policy.test_decide import fleet as snapshot
 from tests.unit.policy.test_decide import losing, query
 from tests.unit.tiers.sizing.test_capacity import Steady
-from tiers.sizing.capacity import Demand, EnginePlan
+from tiers.sizing.capacity import EnginePlan, ServingDemand
 from tiers.sizing.fleet import EngineType, Fleet, Load
 from tiers.sizing.operation import (
     Policy,
@@ -26,7 +26,7 @@ from tiers.speed import Load as Busy
 from tiers.speed import SpeedModel
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-DEMAND = Demand(20, 100, 120)
+DEMAND = ServingDemand(20, 100, 120)
 LOSS = {kind: 0.004 * n for n, kind in enumerate(PromptClass)}
 LOSSES = {
     tier: {kind: share * part for kind, share in LOSS.items()}
