@@ -43,7 +43,7 @@ from tiers.simulated.gpu import Hardware, Job, Scheduler, hardware
 from tiers.sizing.architecture import architecture
 from tiers.sizing.capacity import ServingDemand, engines_on_gpus
 from tiers.sizing.find_config import find_config
-from tiers.sizing.fleet import EngineType, Fleet, Load
+from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.named_gpus import parse_gpus
 from tiers.sizing.operation import Policy, in_operation
 from tiers.sizing.roofline import Roofline
@@ -586,9 +586,9 @@ def checked(options: argparse.Namespace) -> list[dict[str, Any]]:
                 USUAL * each.requests_per_s,
                 hardware(each.tier, model, kind, count),
             )
-            load = Load({"": rate}, {each.tier: {"": 0.0}})
+            load = DailyLoad({"": rate}, {each.tier: {"": 0.0}})
             fleet = in_operation(
-                Fleet(
+                PlannedFleet(
                     ((EngineType(gpus, each, 1.0), 1),), 1, 0, {("", each.tier): 1.0}
                 ),
                 load,

@@ -45,9 +45,9 @@ from tiers.sizing.architecture import Architecture, architecture
 from tiers.sizing.capacity import ServingDemand, engines_on_cpu, engines_on_gpus
 from tiers.sizing.find_config import find_config
 from tiers.sizing.fleet import (
+    DailyLoad,
     EngineType,
-    Fleet,
-    Load,
+    PlannedFleet,
     alone,
     as_set,
     fullest,
@@ -303,7 +303,7 @@ def _for_load(inputs: _Inputs, found: Plan) -> Plan:
     load = found.load
     assert load is not None
     available = {gpu.name: count for gpu, count in found.gpus.items()}
-    singles: dict[TierName, Fleet | None] = {}
+    singles: dict[TierName, PlannedFleet | None] = {}
     for tier, fleet in alone(found.engines, load, available).items():
         singles[tier] = (
             in_operation(fleet, load, inputs.demand, inputs.policy)
@@ -333,7 +333,7 @@ def _for_load(inputs: _Inputs, found: Plan) -> Plan:
     )
 
 
-def _for_share(inputs: _Inputs, found: Plan, load: Load) -> Plan:
+def _for_share(inputs: _Inputs, found: Plan, load: DailyLoad) -> Plan:
     """Add the largest load of each fleet, and the fleets for a share of the planned one's.
 
     Args:
@@ -370,7 +370,7 @@ def _for_share(inputs: _Inputs, found: Plan, load: Load) -> Plan:
     return _for_load(inputs, replace(found, load=wanted, share=share))
 
 
-def _missing(inputs: _Inputs, found: Plan, load: Load) -> str:
+def _missing(inputs: _Inputs, found: Plan, load: DailyLoad) -> str:
     """Return, for people, why no fleet carries a load, and what would."""
     available = {gpu.name: count for gpu, count in found.gpus.items()}
     unbounded = dict.fromkeys(available)
@@ -386,7 +386,7 @@ def _missing(inputs: _Inputs, found: Plan, load: Load) -> str:
     )
     if largest is None:
         return verdict
-    peak = shown_load(largest.requests_per_s * load.peak / load.mean)
+    peak = shown_load(largest.requests_per_s * load.peak_per_s / load.mean_per_s)
     return f"{verdict} These GPUs carry at most {peak:g} a second at the peak within the loss budget."
 
 
@@ -477,7 +477,9 @@ def _is_of(engine: EngineType, tier: TierName, gpus: int) -> bool:
     return engine.tier is tier and engine.plan.gpus_per_replica == gpus
 
 
-def _as_set(settings: Settings, engines: Sequence[EngineType], load: Load) -> AsSet:
+def _as_set(
+    settings: Settings, engines: Sequence[EngineType], load: DailyLoad
+) -> AsSet:
     """Return what the engines that the settings name do."""
     replicas = {tier: settings.tiers.of(tier).replicas_here for tier in PRECISIONS}
     mine = [engine for engine in engines if replicas[engine.tier]]
@@ -494,7 +496,9 @@ def _as_set(settings: Settings, engines: Sequence[EngineType], load: Load) -> As
     )
 
 
-def _as_set_in_operation(inputs: _Inputs, fleet: Fleet, load: Load) -> Fleet:
+def _as_set_in_operation(
+    inputs: _Inputs, fleet: PlannedFleet, load: DailyLoad
+) -> PlannedFleet:
     """Return what the router makes of the engines as set; a loss budget that is a number is the settings' own."""
     budget = inputs.settings.policy.loss_budget
     if isinstance(budget, float):
@@ -503,7 +507,7 @@ def _as_set_in_operation(inputs: _Inputs, fleet: Fleet, load: Load) -> Fleet:
 
 
 def _largest_as_set(
-    settings: Settings, engines: Sequence[EngineType], load: Load
+    settings: Settings, engines: Sequence[EngineType], load: DailyLoad
 ) -> LargestLoad | None:
     """Return the largest load of the engines that the settings name; None: they cannot be planned."""
     slowest = min((engine.rate for engine in _rated(engines)), default=1.0)
@@ -562,7 +566,7 @@ def _policy(settings: Settings) -> Policy:
     objective = settings.policy.objective
     least = settings.policy.negligible_loss
     return Policy(
-        allowed=lambda budget, taken: (
+        allowed_loss=lambda budget, taken: (
             least + scarcity_at(objective, taken) * max(budget - least, 0.0)
         ),
         latest_unnoticed_ms=latest_unnoticed_ms if objective == "best" else None,
@@ -622,7 +626,7 @@ def _notes(
     return notes
 
 
-def _assumed(options: Options, demand: ServingDemand, load: Load) -> list[str]:
+def _assumed(options: Options, demand: ServingDemand, load: DailyLoad) -> list[str]:
     """Return, for people, what the plan takes for given where no option says otherwise."""
     assumed = (
         [f"prompts of the mix {options.mix} (--mix)"] if options.mix in MIXES else []
@@ -692,7 +696,7 @@ def _unused_options(options: Options) -> list[str]:
     ]
 
 
-def _load(options: Options, target: Target, rate: float) -> Load:
+def _load(options: Options, target: Target, rate: float) -> DailyLoad:
     """Return so many requests a second as they are asked for, and how many answers may be lost."""
     mix = _mix(options.mix)
     whole = sum(mix.values())
@@ -708,7 +712,7 @@ def _load(options: Options, target: Target, rate: float) -> Load:
     by_kind: dict[Hashable, float] = {
         kind: rate * share / whole for kind, share in mix.items()
     }
-    load = Load(by_kind, loss, course=parse_course(options.day))
+    load = DailyLoad(by_kind, loss, course=parse_course(options.day))
     budget = (
         load.lost_by(TierName.BALANCED) if options.loss is None else options.loss / 100
     )

@@ -10,7 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiers.sizing.fleet import BISECTIONS, EngineType, Fleet, Load, alone, cheapest
+from tiers.sizing.fleet import (
+    BISECTIONS,
+    DailyLoad,
+    EngineType,
+    PlannedFleet,
+    alone,
+    cheapest,
+)
 from tiers.sizing.operation import Policy, cheapest_in_operation
 from tiers.spec import PRECISIONS, TierName
 
@@ -36,11 +43,11 @@ class LargestLoad:
     """
 
     requests_per_s: float
-    fleet: Fleet
+    fleet: PlannedFleet
 
 
 def largest_alone(
-    engines: Sequence[EngineType], load: Load, available: Mapping[str, int]
+    engines: Sequence[EngineType], load: DailyLoad, available: Mapping[str, int]
 ) -> dict[TierName, LargestLoad | None]:
     """Return the largest load that each precision carries alone, whatever it loses; None: it does not fit.
 
@@ -64,7 +71,7 @@ def largest_alone(
 
 def largest_planned(
     engines: Sequence[EngineType],
-    load: Load,
+    load: DailyLoad,
     available: Mapping[str, int],
     demand: ServingDemand,
     policy: Policy,
@@ -89,7 +96,7 @@ def largest_planned(
     within = [
         largest.requests_per_s
         for largest in singles
-        if largest.fleet.lost <= load.budget + ROUNDING
+        if largest.fleet.lost_share <= load.budget + ROUNDING
     ]
     single = max(within, default=0.0)
     highest = WITHIN * _most(engines, available) / max(load.course)
@@ -103,7 +110,9 @@ def largest_planned(
     return LargestLoad(rate, fleet) if fleet is not None else None
 
 
-def largest_of_engines(counts: Iterable[tuple[EngineType, int]], load: Load) -> float:
+def largest_of_engines(
+    counts: Iterable[tuple[EngineType, int]], load: DailyLoad
+) -> float:
     """Return the largest load that given engines carry together, in requests a second in the mean of the day."""
     rates = [(engine, engine.rate * count) for engine, count in counts]
     if any(not engine.gpu for engine, _ in rates):  # they share one processor
@@ -151,7 +160,7 @@ def _largest(
     return low
 
 
-def _is_there(fleet: Fleet | None) -> bool:
+def _is_there(fleet: PlannedFleet | None) -> bool:
     """Tell whether a fleet was found, and on a processor whether one machine is enough for it."""
     if fleet is None:
         return False

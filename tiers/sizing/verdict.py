@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from rich.table import Table
 
 from classifier import Complexity
-from tiers.sizing.fleet import EngineType, Fleet, Load
+from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ LEAST_SHOWN = 0.005  # of a kind's requests
 NAMES = {"awq-int4": "4 bits", "fp8": "FP8", "bf16": "BF16"}
 
 
-def counted(fleet: Fleet) -> str:
+def counted(fleet: PlannedFleet) -> str:
     """Return what a fleet consists of: ``2 x FP8 and 1 x BF16``."""
     found: Counter[str] = Counter()
     for engine, count in fleet.counts:
@@ -29,7 +29,7 @@ def counted(fleet: Fleet) -> str:
     return " and ".join(f"{count} x {name}" for name, count in found.items())
 
 
-def _costs(fleet: Fleet, currency: str | None) -> str:
+def _costs(fleet: PlannedFleet, currency: str | None) -> str:
     if currency is not None:
         return f"{fleet.price:,.2f} {currency} an hour"
     what = "GPU" if fleet.counts[0][0].gpu else "machine"
@@ -41,9 +41,9 @@ def _answers(lost: float) -> str:
 
 
 def verdict_on(
-    best: Fleet,
-    singles: Mapping[TierName, Fleet | None],
-    load: Load,
+    best: PlannedFleet,
+    singles: Mapping[TierName, PlannedFleet | None],
+    load: DailyLoad,
     currency: str | None,
 ) -> str:
     """Return the plan in a sentence, beside each precision alone; without a currency GPUs or machines are counted."""
@@ -51,11 +51,11 @@ def verdict_on(
     if len(used) == 1:
         name = NAMES[best.counts[0][0].plan.precision]
         return (
-            f"{name} alone is best here: it costs {_costs(best, currency)} and loses {_answers(best.lost)}, within the "
-            f"{_answers(load.budget)} allowed; further precisions would not pay."
+            f"{name} alone is best here: it costs {_costs(best, currency)} and loses {_answers(best.lost_share)}, within "
+            f"the {_answers(load.budget)} allowed; further precisions would not pay."
         )
     said = [
-        f"{counted(best)} cost {_costs(best, currency)} and lose {_answers(best.lost)}"
+        f"{counted(best)} cost {_costs(best, currency)} and lose {_answers(best.lost_share)}"
     ]
     for tier, fleet in singles.items():
         name = NAMES[str(PRECISIONS[tier])]
@@ -67,18 +67,18 @@ def verdict_on(
                 if abs(fleet.price - best.price) < 0.005  # noqa: PLR2004  a cent's half
                 else _costs(fleet, currency)
             )
-            over = ", over the budget" if fleet.lost > load.budget + 1e-9 else ""
+            over = ", over the budget" if fleet.lost_share > load.budget + 1e-9 else ""
             said.append(
-                f"{name} alone costs {same} and loses {_answers(fleet.lost)}{over}"
+                f"{name} alone costs {same} and loses {_answers(fleet.lost_share)}{over}"
             )
     return "; ".join(said) + "."
 
 
 def missing_for(
     engines: Sequence[EngineType],
-    load: Load,
+    load: DailyLoad,
     available: Mapping[str, int | None],
-    more: Fleet | None,
+    more: PlannedFleet | None,
 ) -> str:
     """Return what is missing; ``more``: the cheapest fleet of as many GPUs as it takes."""
     if more is None:
@@ -88,10 +88,13 @@ def missing_for(
         f"{count} x {gpu}" for gpu, count in available.items() if count is not None
     )
     needed = ", ".join(f"{count} x {gpu}" for gpu, count in more.gpus.items())
-    return f"{load.peak:g} requests a second at the peak are too many for {there}: the cheapest that would do is {needed}."
+    return (
+        f"{load.peak_per_s:g} requests a second at the peak are too many for {there}: the cheapest that would do is "
+        f"{needed}."
+    )
 
 
-def tiers_of(fleet: Fleet) -> dict[str, dict[str, int]]:
+def tiers_of(fleet: PlannedFleet) -> dict[str, dict[str, int]]:
     """Return the settings of each tier."""
     found: dict[str, dict[str, int]] = {}
     for tier in PRECISIONS:
@@ -122,7 +125,7 @@ class WrittenSettings:
     kv_cache_dtype: str | None = None
 
 
-def settings_for(fleet: Fleet, verdict: str, written: WrittenSettings) -> str:
+def settings_for(fleet: PlannedFleet, verdict: str, written: WrittenSettings) -> str:
     """Return the tiers as settings that ``qarr up`` takes, and the loss budget by which the router uses them so."""
     lines = [f"# {verdict}", "[policy]", f"loss_budget = {fleet.loss_budget:g}"]
     if written.model is not None:
@@ -145,10 +148,10 @@ def settings_for(fleet: Fleet, verdict: str, written: WrittenSettings) -> str:
     return "\n".join(lines) + "\n"
 
 
-def kinds_table(best: Fleet) -> Table:
+def kinds_table(best: PlannedFleet) -> Table:
     """Return which precision the plan has for which prompts."""
     kinds: dict[tuple[PromptClass, Complexity], dict[TierName, float]] = {}
-    for (kind, tier), share in best.sent.items():
+    for (kind, tier), share in best.share_by_flow.items():
         kinds.setdefault(cast("tuple[PromptClass, Complexity]", kind), {})[tier] = share
     table = Table("planned for", *Complexity, box=None)
     for name in dict.fromkeys(prompt_class for prompt_class, _ in kinds):

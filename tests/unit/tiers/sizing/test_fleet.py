@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.sizing.capacity import MOST_BUSY_SHARE, EnginePlan
-from tiers.sizing.fleet import EngineType, Load, alone, cheapest
+from tiers.sizing.fleet import DailyLoad, EngineType, alone, cheapest
 from tiers.spec import STANDARD_TIERS, TierName
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -38,8 +38,8 @@ THREE = [engine(FAST, 20, 1), engine(BALANCED, 12, 1), engine(PRECISE, 10, 1)]
 
 def load(
     easy: float, hard: float, budget: float = 1.0, course: tuple[float, ...] = (1.0,)
-) -> Load:
-    return Load({"easy": easy, "hard": hard}, LOSS, course, budget)
+) -> DailyLoad:
+    return DailyLoad({"easy": easy, "hard": hard}, LOSS, course, budget)
 
 
 def test_easy_prompts_go_to_the_fast_engine_and_hard_ones_to_the_precise() -> None:
@@ -49,7 +49,7 @@ def test_easy_prompts_go_to_the_fast_engine_and_hard_ones_to_the_precise() -> No
     assert (
         [found.replicas(tier) for tier in STANDARD_TIERS],
         found.price,
-        found.lost,
+        found.lost_share,
     ) == ([1, 0, 1], 2, 0)
     assert found.shares == pytest.approx({FAST: 2 / 3, BALANCED: 0, PRECISE: 1 / 3})
     singles = alone(THREE, load(20, 10), {"H100": None})
@@ -65,7 +65,7 @@ def test_easy_prompts_go_to_the_fast_engine_and_hard_ones_to_the_precise() -> No
 def test_of_fleets_with_one_price_the_one_that_loses_least() -> None:
     found = cheapest(THREE, load(0, 5), {"H100": None})
     assert found is not None
-    assert (found.price, found.lost, found.replicas(PRECISE)) == (1, 0, 1)
+    assert (found.price, found.lost_share, found.replicas(PRECISE)) == (1, 0, 1)
 
 
 def test_what_cannot_be_carried() -> None:
@@ -81,7 +81,7 @@ def test_the_peak_is_served_by_lower_precisions_within_the_days_budget() -> None
     found = cheapest(THREE[::2], load(0, 10, budget=0.06, course=day), {"H100": None})
     assert found is not None
     assert [found.replicas(tier) for tier in STANDARD_TIERS] == [1, 0, 1]
-    assert found.lost == pytest.approx(15 * 0.1 / 30)
+    assert found.lost_share == pytest.approx(15 * 0.1 / 30)
     strict = cheapest(THREE, load(0, 10, budget=0.0, course=day), {"H100": None})
     assert strict is not None
     assert strict.price == 3

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.tiers.sizing.test_fleet import THREE, load
 from tests.unit.tiers.sizing.test_fleet import engine as fleet_engine
 from tests.unit.tiers.sizing.test_operation import DEMAND, LOSSES, POLICY, engine
-from tiers.sizing.fleet import Load, cheapest
+from tiers.sizing.fleet import DailyLoad, cheapest
 from tiers.sizing.largest import (
     fewest_gpus,
     largest_alone,
@@ -81,10 +81,10 @@ def test_the_largest_is_carried_and_more_is_not(
         for tier, step in zip(STANDARD_TIERS, (10, 14, 20), strict=True)
     ]
     kinds = list(LOSSES[FAST])
-    wanted = Load(dict.fromkeys(kinds, 1.0), LOSSES, course, budget)
+    wanted = DailyLoad(dict.fromkeys(kinds, 1.0), LOSSES, course, budget)
     largest = largest_planned(engines, wanted, {"H100": gpus}, DEMAND, POLICY)
     assert largest is not None
-    assert largest.fleet.lost <= budget + 1e-9
+    assert largest.fleet.lost_share <= budget + 1e-9
     assert sum(largest.fleet.gpus.values()) <= gpus
     rounded = wanted.scaled_to(shown_load(largest.requests_per_s))
     assert cheapest(engines, rounded, {"H100": gpus}) is not None
@@ -103,14 +103,14 @@ def test_a_processor_is_one_machine() -> None:
         replace(engine(tier, step), gpu="")
         for tier, step in zip(STANDARD_TIERS, (10, 14, 20), strict=True)
     ]
-    wanted = Load(dict.fromkeys(LOSSES[FAST], 1.0), LOSSES, budget=1.0)
+    wanted = DailyLoad(dict.fromkeys(LOSSES[FAST], 1.0), LOSSES, budget=1.0)
     largest = largest_planned(shared, wanted, {}, DEMAND, POLICY)
     assert largest is not None
     assert largest.requests_per_s == pytest.approx(shared[0].rate, rel=1e-3)
 
 
 def test_a_budget_that_nothing_keeps() -> None:
-    wanted = Load(dict.fromkeys(LOSSES[FAST], 1.0), LOSSES, budget=0.0)
+    wanted = DailyLoad(dict.fromkeys(LOSSES[FAST], 1.0), LOSSES, budget=0.0)
     assert (
         largest_planned([engine(FAST, 10)], wanted, {"H100": 2}, DEMAND, POLICY) is None
     )

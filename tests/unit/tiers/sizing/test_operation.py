@@ -13,17 +13,16 @@ from tests.unit.policy.test_decide import fleet as snapshot
 from tests.unit.policy.test_decide import losing, query
 from tests.unit.tiers.sizing.test_capacity import Steady
 from tiers.sizing.capacity import EnginePlan, ServingDemand
-from tiers.sizing.fleet import EngineType, Fleet, Load
+from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.operation import (
     Policy,
     _Chain,
-    _station,
+    _make_station,
     cheapest_in_operation,
     in_operation,
 )
 from tiers.spec import STANDARD_TIERS, TierName
-from tiers.speed import Load as Busy
-from tiers.speed import SpeedModel
+from tiers.speed import Load, SpeedModel
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 DEMAND = ServingDemand(20, 100, 120)
@@ -58,8 +57,12 @@ WORK = [kind for kind in PromptClass if kind is not PromptClass.SMALL_TALK]
 def test_one_engine_by_hand() -> None:
     """Prompts of 2 ms, 100 steps of 20 ms at any batch: ten a second are 20 sequences, each with 0.2 ms a token of others."""
     plan = EnginePlan(PRECISE, "p", 1, 1, 1, 1, 200, 200, 1, 1, 90, 9000, Steady())
-    one = Fleet(((EngineType("H100", plan, 1.0), 1),), 1, 0.0, {("", PRECISE): 1.0})
-    found = in_operation(one, Load({"": 10.0}, {PRECISE: {"": 0.0}}), DEMAND, POLICY)
+    one = PlannedFleet(
+        ((EngineType("H100", plan, 1.0), 1),), 1, 0.0, {("", PRECISE): 1.0}
+    )
+    found = in_operation(
+        one, DailyLoad({"": 10.0}, {PRECISE: {"": 0.0}}), DEMAND, POLICY
+    )
     assert found.tpot_ms == pytest.approx(20 + 20 * 2 / 100, rel=0.1)
     assert found.ttft_ms == pytest.approx(30 + 2 / (1 - 0.02), rel=0.1)
 
@@ -76,17 +79,15 @@ def test_the_plan_chooses_as_the_router_does(
         engine(tier, step)
         for tier, step in zip(STANDARD_TIERS, (10, 14, 20), strict=True)
     ]
-    stations = [_station(each, 1, DEMAND) for each in engines]
+    stations = [_make_station(each, 1, DEMAND) for each in engines]
     for station, now in zip(stations, busy, strict=True):
-        station.now = now
-    chain = _Chain(
-        Fleet((), 3, 0.0, {}, budget), Load({kind: 1.0}, LOSSES), stations, POLICY
-    )
+        station.sequences = now
+    chain = _Chain(budget, DailyLoad({kind: 1.0}, LOSSES), stations, policy=POLICY)
     chain.arrive(kind)
     now = snapshot(
         None,
         {e.tier: e.plan.pace for e in engines},
-        loads=dict(zip(STANDARD_TIERS, map(Busy, busy), strict=True)),
+        loads=dict(zip(STANDARD_TIERS, map(Load, busy), strict=True)),
         limit=16,
     )
     table = PolicyParameters(
@@ -95,7 +96,8 @@ def test_the_plan_chooses_as_the_router_does(
         loss_budget=budget,
     )
     went = next(
-        (s.engine.tier for s, n in zip(stations, busy, strict=True) if s.now > n), None
+        (s.engine.tier for s, n in zip(stations, busy, strict=True) if s.sequences > n),
+        None,
     )
     assert went is decide(query(kind), now, table).tier
 
@@ -104,18 +106,18 @@ def test_a_budget_that_the_policy_would_exceed_buys_a_dearer_fleet() -> None:
     """The optimum loses little; the router, which meets bursts, more: then one precision within the budget is planned."""
     engines, load = (
         [engine(FAST, 10), engine(PRECISE, 20)],
-        Load({PromptClass.CHAT: 6.0, PromptClass.CODE: 6.0}, LOSSES),
+        DailyLoad({PromptClass.CHAT: 6.0, PromptClass.CODE: 6.0}, LOSSES),
     )
     found = {}
     for budget in (0.0, 0.002, 1.0):
         best = cheapest_in_operation(
             engines,
-            Load(load.by_kind, LOSSES, budget=budget),
+            DailyLoad(load.per_s_by_kind, LOSSES, budget=budget),
             {"H100": None},
             DEMAND,
             POLICY,
         )
         assert best is not None
-        assert best.lost <= budget
+        assert best.lost_share <= budget
         found[budget] = best.price
     assert found[0.0] >= found[0.002] >= found[1.0]
