@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiers.sizing.layers import ATTENTION, Layer, kv_layout, layer_kinds, make_layer
+from tiers.sizing.layers import ATTENTION, Layer, kv_layout, layer_kinds, make_layers
 from tiers.sizing.model_config import ModelConfig, text_config
 
 if TYPE_CHECKING:
@@ -162,15 +162,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     hidden = text.positive_int("hidden_size")
     layer_count = text.positive_int("num_hidden_layers")
     vocabulary = text.positive_int("vocab_size")
-    kinds = layer_kinds(text, layer_count)
-    window_tokens = text.window_tokens
-    layers = tuple(
-        make_layer(text, number, kind, window_tokens=window_tokens)
-        for number, kind in enumerate(kinds)
-    )
-    is_output_tied = text.get("tie_word_embeddings")
-    if is_output_tied is None:
-        is_output_tied = text.model_type.startswith(TIED)
+    layers = make_layers(text, layer_count)
     vision = config.get("vision_config")
     vision_parameters = 0
     if isinstance(vision, dict):
@@ -182,7 +174,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         layers=layers,
         embedding_parameters=vocabulary * hidden,
         output_parameters=vocabulary * hidden,
-        is_output_tied=bool(is_output_tied),
+        is_output_tied=_is_output_tied(text),
         vision_parameters=vision_parameters,
         final_norm_parameters=hidden,
         experts_per_token=experts_per_token or 0,
@@ -191,6 +183,13 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
             "max_position_embeddings", "max_sequence_length", "n_positions"
         ),
     )
+
+
+def _is_output_tied(config: ModelConfig) -> bool:
+    stated = config.get("tie_word_embeddings")
+    if stated is None:
+        return config.model_type.startswith(TIED)
+    return bool(stated)
 
 
 def kv_bytes_per_token(
@@ -228,11 +227,20 @@ def _vision_parameters(config: ModelConfig, text_hidden: int) -> int:
     patches = (image_size // patch_size) ** 2
     patch_embedding = 3 * patch_size * patch_size * hidden + hidden
     position_embedding = patches * hidden
+    layers = layer_count * _vision_layer_parameters(hidden, intermediate)
+    final_norm = 2 * hidden
+    projection_with_norm = hidden * text_hidden + hidden
+    return (
+        patch_embedding
+        + position_embedding
+        + layers
+        + final_norm
+        + projection_with_norm
+    )
+
+
+def _vision_layer_parameters(hidden: int, intermediate: int) -> int:
     attention = 4 * (hidden * hidden + hidden)
     feed_forward = 2 * hidden * intermediate + intermediate + hidden
     layer_norms = 4 * hidden
-    layer = attention + feed_forward + layer_norms
-    final_norm = 2 * hidden
-    projection_with_norm = hidden * text_hidden + hidden
-    embeddings = patch_embedding + position_embedding
-    return embeddings + layer_count * layer + final_norm + projection_with_norm
+    return attention + feed_forward + layer_norms

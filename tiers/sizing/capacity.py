@@ -111,6 +111,12 @@ class _EngineSetup:
     kv_bytes_per_value: int
     pace: Pace | None
 
+    def sequence_bytes(self, model: Architecture, tokens: int) -> int:
+        """Return what each GPU, or the processor, keeps of one sequence of so many tokens."""
+        return model.sequence_bytes(
+            tokens, self.kv_bytes_per_value, gpus=max(self.gpus, 1)
+        )
+
 
 def engines_on_gpus(
     model: Architecture,
@@ -315,10 +321,9 @@ def _plan_engine(
     setup: _EngineSetup, model: Architecture, demand: ServingDemand
 ) -> EnginePlan:
     """Find an engine's batch, and how fast it serves with it."""
-    gpus = max(setup.gpus, 1)
-    kv_bytes_per_value = setup.kv_bytes_per_value
-    longest_bytes = model.sequence_bytes(demand.context, kv_bytes_per_value, gpus)
+    longest_bytes = setup.sequence_bytes(model, demand.context)
     max_sequences = setup.kv_cache_bytes // longest_bytes
+    kv_bytes_per_value = setup.kv_bytes_per_value
     plan = EnginePlan(
         tier=setup.tier,
         precision=str(setup.precision),
@@ -358,10 +363,7 @@ def _most_mean_sequences(
     More of them fit into the KV cache than of the longest sequences. At a given moment long answers are computed more often
     than short ones, so the length counts that a mean sequence has at its end.
     """
-    mean_bytes = model.sequence_bytes(
-        demand.prompt_tokens + demand.output_tokens,
-        setup.kv_bytes_per_value,
-        max(setup.gpus, 1),
-    )
+    mean_tokens = demand.prompt_tokens + demand.output_tokens
+    mean_bytes = setup.sequence_bytes(model, mean_tokens)
     fitting = setup.kv_cache_bytes // max(mean_bytes, 1)
     return max(min(fitting, demand.max_num_seqs), 1)

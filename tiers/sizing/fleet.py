@@ -325,17 +325,25 @@ class _FleetProgram:
         price = sum(engine.price * count for engine, count in counts)
         if self.shares_machines:
             price = float(round(solution[0]))
-        lost = sum(
-            solution[column] * loss for column, loss in self.loss_by_column.items()
-        )
-        highest_loss = max(self.load.loss[tier][kind] for kind, tier in used_flows)
         return PlannedFleet(
             counts=counts,
             price=price,
-            lost_share=lost / self.sum_of_flows_per_s,
+            lost_share=self._lost_share(solution),
             share_by_flow=share_by_flow,
-            loss_budget=math.ceil(highest_loss * 1e4) / 1e4,
+            loss_budget=self._loss_budget(used_flows),
         )
+
+    def _lost_share(self, solution: Sequence[float]) -> float:
+        """Return the share of all answers that is lost."""
+        lost_per_s = sum(
+            solution[column] * loss for column, loss in self.loss_by_column.items()
+        )
+        return lost_per_s / self.sum_of_flows_per_s
+
+    def _loss_budget(self, used_flows: Iterable[tuple[Hashable, TierName]]) -> float:
+        """Return the smallest loss budget with which the policy uses these flows, in hundredths of a percent."""
+        highest_loss = max(self.load.loss[tier][kind] for kind, tier in used_flows)
+        return math.ceil(highest_loss * 1e4) / 1e4
 
     def _share_by_flow(
         self, solution: Sequence[float]

@@ -182,20 +182,27 @@ def _mixed_kinds(
     return kinds
 
 
-def make_layer(
-    config: ModelConfig, number: int, kind: str, window_tokens: int | None
-) -> Layer:
-    """Count what one layer has.
+def make_layers(config: ModelConfig, count: int) -> tuple[Layer, ...]:
+    """Count what each layer has.
 
     Args:
         config: The model's.
-        number: The layer's, from 0.
-        kind: As ``layer_kinds`` names it.
-        window_tokens: The window of layers that slide.
+        count: How many layers it states.
 
     Raises:
-        PlanError: The configuration lacks a field, or the kind is not known.
+        PlanError: The configuration lacks a field, or a kind of layer is not known.
     """
+    kinds = layer_kinds(config, count)
+    window_tokens = config.window_tokens
+    return tuple(
+        _make_layer(config, number, kind, window_tokens=window_tokens)
+        for number, kind in enumerate(kinds)
+    )
+
+
+def _make_layer(
+    config: ModelConfig, number: int, kind: str, window_tokens: int | None
+) -> Layer:
     hidden = config.positive_int("hidden_size")
     # In Nemotron-H mixers and MLPs are layers of their own, each with one norm.
     is_nemotron_h = bool(config.get("hybrid_override_pattern"))

@@ -40,12 +40,12 @@ class Policy(NamedTuple):
     latest_unnoticed_ms: Callable[[float], float] | None
 
 
-ARRIVALS = 4000  # of a part of the day, where tiers share it
+ARRIVALS = 4000  # counted in each part of the day, where tiers share it
 # All sequences are replaced so many times until the fleet is as full as it stays.
 WARM_UP_TURNS = 4
 TRIES = 4
 HIGHEST_UTILIZATION = 0.99  # a queue with more does not settle
-ROUNDING = 1e-9  # of a share of answers
+ROUNDING = 1e-9  # error of a share of answers
 # A new sequence waits for its own first step; beside others it also waits for half of the step that is being computed.
 STEPS_ALONE = 1.0
 STEPS_BESIDE_OTHERS = 1.5
@@ -145,7 +145,7 @@ def _expected_finish_ms(pace: Pace, demand: ServingDemand, sequences: int) -> fl
 
 
 @dataclass(slots=True)
-class _PartOutcome:
+class _SimulatedOutcome:
     """What became of the requests of a part of the day, or of a whole day.
 
     Attributes:
@@ -157,6 +157,13 @@ class _PartOutcome:
     share_by_flow: dict[tuple[Hashable, TierName], float] = field(default_factory=dict)
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
+
+    def add(self, part: _SimulatedOutcome, weight: float) -> None:
+        """Add a part of the day to the day's outcome, by its share of the requests."""
+        self.ttft_ms += weight * part.ttft_ms
+        self.tpot_ms += weight * part.tpot_ms
+        for flow, share in part.share_by_flow.items():
+            self.share_by_flow[flow] += weight * share
 
 
 def in_operation(
@@ -224,29 +231,25 @@ def _cheapest_single(
 
 def _simulate_day(
     fleet: PlannedFleet, load: DailyLoad, demand: ServingDemand, policy: Policy
-) -> _PartOutcome:
+) -> _SimulatedOutcome:
     """Return what becomes of the requests of a day. Each of its parts begins as full as it stays."""
     idle_stations = [
         _make_station(engine, count, demand) for engine, count in fleet.counts
     ]
-    day = _PartOutcome(dict.fromkeys(fleet.share_by_flow, 0.0))
+    day = _SimulatedOutcome(dict.fromkeys(fleet.share_by_flow, 0.0))
     sum_of_factors = sum(load.course)
     for factor in load.course:
         if factor > 0:
             stations = [replace(station) for station in idle_stations]
             chain = _Chain(fleet.loss_budget, load, stations, policy=policy)
             part = _simulate_part(chain, load, demand, load.mean_per_s * factor)
-            weight = factor / sum_of_factors
-            day.ttft_ms += weight * part.ttft_ms
-            day.tpot_ms += weight * part.tpot_ms
-            for flow, share in part.share_by_flow.items():
-                day.share_by_flow[flow] += weight * share
+            day.add(part, weight=factor / sum_of_factors)
     return day
 
 
 def _simulate_part(
     chain: _Chain, load: DailyLoad, demand: ServingDemand, arrivals_per_s: float
-) -> _PartOutcome:
+) -> _SimulatedOutcome:
     """Return what becomes of the requests of a part of the day."""
     stations = chain.stations
     if len(stations) == 1:
@@ -330,19 +333,11 @@ class _Chain:
         state.
         """
         [station] = self.stations
-        logs = [0.0]
-        for sequences in range(1, station.slots + 1):
-            growth = arrivals_per_s / station.ends_per_s(sequences)
-            logs.append(logs[-1] + math.log(growth))
-        utilization = min(
-            arrivals_per_s / station.ends_per_s(station.slots), HIGHEST_UTILIZATION
-        )
-        # The exponentials of larger logarithms would overflow.
-        largest_log = max(logs)
-        weights = [math.exp(log - largest_log) for log in logs]
-        full_weight = weights[-1] / (1 - utilization)
-        sum_of_weights = sum(weights[:-1]) + full_weight
-        weights[-1] = full_weight
+        weights = _weights_of_states(station, arrivals_per_s)
+        utilization = arrivals_per_s / station.ends_per_s(station.slots)
+        utilization = min(utilization, HIGHEST_UTILIZATION)
+        weights[-1] /= 1 - utilization
+        sum_of_weights = sum(weights)
         for sequences, weight in enumerate(weights):
             self._note_state(
                 station,
@@ -353,7 +348,8 @@ class _Chain:
             )
         station.admitted = arrivals_per_s
         self.duration_s = 1.0
-        self.waited_s = full_weight / sum_of_weights * utilization / (1 - utilization)
+        full_share = weights[-1] / sum_of_weights
+        self.waited_s = full_share * utilization / (1 - utilization)
 
     @staticmethod
     def _note_state(
@@ -364,7 +360,7 @@ class _Chain:
         weight: float,
         sum_of_weights: float,
     ) -> None:
-        """Note what a station does in a second, as far as it has so many sequences: ``weight`` of the time."""
+        """Add what a station does in a second while it has so many sequences, which is ``weight`` of the time."""
         after_arrival = min(sequences + 1, station.slots)
         step_ms = station.step_ms(_busiest_sequences(after_arrival, station.count))
         steps = STEPS_BESIDE_OTHERS if sequences else STEPS_ALONE
@@ -476,13 +472,19 @@ class _Chain:
         candidates = [tier for tier in acceptable if losses[tier] <= allowed_loss]
         if not candidates:
             candidates = [min(acceptable, key=losses.__getitem__)]
-        if self._latest_unnoticed_ms is not None:
-            finish_ms = {
-                tier: free_stations[tier].finish_of_next_ms for tier in candidates
-            }
-            latest_ms = self._latest_unnoticed_ms(min(finish_ms.values()))
-            candidates = [tier for tier in candidates if finish_ms[tier] <= latest_ms]
-        return self._least_engine_time([free_stations[tier] for tier in candidates])
+        stations = [free_stations[tier] for tier in candidates]
+        return self._least_engine_time(self._soonest(stations))
+
+    def _soonest(self, stations: Sequence[_Station]) -> Sequence[_Station]:
+        """Return the stations that finish so soon that nobody notices a difference, or all if only engine time counts."""
+        if self._latest_unnoticed_ms is None:
+            return stations
+        finishes_ms = [station.finish_of_next_ms for station in stations]
+        latest_ms = self._latest_unnoticed_ms(min(finishes_ms))
+        with_finishes = zip(stations, finishes_ms, strict=True)
+        return [
+            station for station, finish_ms in with_finishes if finish_ms <= latest_ms
+        ]
 
     def _least_engine_time(self, stations: Sequence[_Station]) -> _Station:
         """Return the station that needs the least engine time for one more request.
@@ -498,27 +500,40 @@ class _Chain:
         )
 
 
-def _outcome(chain: _Chain, demand: ServingDemand) -> _PartOutcome:
+def _weights_of_states(station: _Station, arrivals_per_s: float) -> list[float]:
+    """Return how often a station has each number of sequences up to its slots, if no request waits; the sum is not 1."""
+    logs = [0.0]
+    for sequences in range(1, station.slots + 1):
+        growth = arrivals_per_s / station.ends_per_s(sequences)
+        logs.append(logs[-1] + math.log(growth))
+    # The exponentials of larger logarithms would overflow.
+    largest_log = max(logs)
+    return [math.exp(log - largest_log) for log in logs]
+
+
+def _outcome(chain: _Chain, demand: ServingDemand) -> _SimulatedOutcome:
     """Return the shares, and the means of TTFT and TPOT (Little's law), after all arrivals."""
     admitted = sum(station.admitted for station in chain.stations)
-    outcome = _PartOutcome()
+    outcome = _SimulatedOutcome()
     for station in chain.stations:
-        if not station.admitted:
-            continue
-        pace = station.engine.plan.pace
-        assert pace is not None
-        prefill_ms = pace.prefill_ms_per_token * demand.prompt_tokens
-        prompts_s = prefill_ms / 1000 * station.admitted
-        utilization = prompts_s / chain.duration_s / station.count
-        utilization = min(utilization, HIGHEST_UTILIZATION)
-        first_step_ms = station.first_steps_ms / station.admitted
-        ttft_ms = prefill_ms / (1 - utilization) + first_step_ms
-        engine_ms = 1000 * station.sequence_s / station.admitted
-        share = station.admitted / admitted
-        outcome.ttft_ms += share * ttft_ms
-        outcome.tpot_ms += share * (engine_ms - prefill_ms) / demand.output_tokens
+        if station.admitted:
+            pace = station.engine.plan.pace
+            assert pace is not None
+            prefill_ms = pace.prefill_ms_per_token * demand.prompt_tokens
+            engine_ms = 1000 * station.sequence_s / station.admitted
+            share = station.admitted / admitted
+            outcome.ttft_ms += share * _ttft_ms(station, prefill_ms, chain.duration_s)
+            outcome.tpot_ms += share * (engine_ms - prefill_ms) / demand.output_tokens
     outcome.ttft_ms += 1000 * chain.waited_s / admitted
-    outcome.share_by_flow = {
-        flow: requests / admitted for flow, requests in chain.requests_by_flow.items()
-    }
+    for flow, requests in chain.requests_by_flow.items():
+        outcome.share_by_flow[flow] = requests / admitted
     return outcome
+
+
+def _ttft_ms(station: _Station, prefill_ms: float, duration_s: float) -> float:
+    """Return the mean TTFT of a station's requests from their admission on: prompts wait for one another (M/M/1 queue)."""
+    prompts_s = prefill_ms / 1000 * station.admitted
+    utilization = prompts_s / duration_s / station.count
+    utilization = min(utilization, HIGHEST_UTILIZATION)
+    first_step_ms = station.first_steps_ms / station.admitted
+    return prefill_ms / (1 - utilization) + first_step_ms

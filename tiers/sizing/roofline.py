@@ -30,9 +30,9 @@ MACHETE_LAYER_MS = 0.05
 ALL_REDUCE_MS = 0.015
 ALL_REDUCES_PER_LAYER = 2  # after attention, and after the feed-forward part
 PREFILL_CHUNK_TOKENS = 8192  # vLLM's default on a GPU
-FLOP_PER_PARAMETER = 2  # of each token: a multiplication and an addition
-# The size of a weight in a linear layer. Published AWQ checkpoints have groups of 128: a scale of 16 bits and a zero point
-# of 4.
+FLOP_PER_PARAMETER = 2  # a multiplication and an addition, for each token
+# The size of a weight in a linear layer. Published AWQ checkpoints have groups of 128 weights, each group with a scale of
+# 16 bits and a zero point of 4 bits.
 BYTES_PER_WEIGHT = {
     Precision.BF16: 2.0,
     Precision.FP8: 1.0,

@@ -18,8 +18,8 @@ from tiers.spec import PRECISIONS, TierName
 if TYPE_CHECKING:
     from classifier import PromptClass
 
-LEAST_SHOWN_SHARE = 0.005  # of a kind's requests
-LEAST_SHOWN_LOSS = 5e-5  # of all answers
+LEAST_SHOWN_SHARE = 0.005  # share of a kind's requests
+LEAST_SHOWN_LOSS = 5e-5  # share of all answers
 SAME_PRICE = 0.005  # half a cent: the smallest difference that is shown
 NAMES = {"awq-int4": "4 bits", "fp8": "FP8", "bf16": "BF16"}
 
@@ -178,10 +178,7 @@ def _gpu_comment(fleet: PlannedFleet, tier: str) -> str:
 
 def kinds_table(best: PlannedFleet) -> Table:
     """Return which precision the plan has for which prompts."""
-    shares_by_kind: dict[tuple[PromptClass, Complexity], dict[TierName, float]] = {}
-    for (hashable_kind, tier), share in best.share_by_flow.items():
-        kind = cast("tuple[PromptClass, Complexity]", hashable_kind)
-        shares_by_kind.setdefault(kind, {})[tier] = share
+    shares_by_kind = _shares_by_kind(best)
     table = Table("planned for", *Complexity, box=None)
     prompt_classes = dict.fromkeys(prompt_class for prompt_class, _ in shares_by_kind)
     for prompt_class in prompt_classes:
@@ -191,6 +188,17 @@ def kinds_table(best: PlannedFleet) -> Table:
             cells.append(_tiers_cell(shares))
         table.add_row(prompt_class, *cells)
     return table
+
+
+def _shares_by_kind(
+    fleet: PlannedFleet,
+) -> dict[tuple[PromptClass, Complexity], dict[TierName, float]]:
+    """Return each tier's share of all requests, by their kind."""
+    shares_by_kind: dict[tuple[PromptClass, Complexity], dict[TierName, float]] = {}
+    for (hashable_kind, tier), share in fleet.share_by_flow.items():
+        kind = cast("tuple[PromptClass, Complexity]", hashable_kind)
+        shares_by_kind.setdefault(kind, {})[tier] = share
+    return shares_by_kind
 
 
 def _tiers_cell(shares: Mapping[TierName, float]) -> str:
