@@ -56,7 +56,7 @@ from tiers.sizing.fleet import (
 )
 from tiers.sizing.hardware import PRICES, GpuKind, Prices, known_gpus, read_prices
 from tiers.sizing.largest import (
-    WITHIN,
+    CARRIED_SHARE,
     LargestLoad,
     fewest_gpus,
     largest_alone,
@@ -526,7 +526,7 @@ def _largest_as_set(
         if nearly_idle.fleet.gpus.keys() != {""}
         else [(engine, 1) for engine in mine]
     )
-    rate = WITHIN * largest_of_engines(counts, load)
+    rate = CARRIED_SHARE * largest_of_engines(counts, load)
     full = _as_set(settings, engines, load.scaled_to(rate))
     return LargestLoad(rate, full.fleet) if full.fleet is not None else None
 

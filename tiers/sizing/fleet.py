@@ -248,8 +248,9 @@ class _FleetProgram:
             yield _Constraint(engines, lower=count, upper=count)
         yield from self._tiers_have_one_size()
         yield from self._engines_have_their_tiers_size()
-        budget = self.load.budget * self.load.mean_per_s * len(self.load.course)
-        yield _Constraint(self.loss_by_column, lower=0.0, upper=budget)
+        mean_budget_per_s = self.load.budget * self.load.mean_per_s
+        day_budget_per_s = mean_budget_per_s * len(self.load.course)
+        yield _Constraint(self.loss_by_column, lower=0.0, upper=day_budget_per_s)
 
     def _all_requests_are_served(self, part: int) -> Iterator[_Constraint]:
         factor = self.load.course[part]

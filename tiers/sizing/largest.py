@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tiers.sizing.capacity import ServingDemand
 
 # This much of the largest load is planned for: engines that are busier by a rounding error would not carry it.
-WITHIN = 1 - 1e-6
+CARRIED_SHARE = 1 - 1e-6
 SHOWN_DIGITS = 3
 OPERATION_BISECTIONS = 6
 
@@ -73,7 +73,7 @@ def _largest_of_tier(
     for size in engine_sizes:
         size_per_s = _per_s_of_size(tier_engines, size, available)
         peak_per_s = max(peak_per_s, size_per_s)
-    mean_per_s = WITHIN * peak_per_s / max(load.course)
+    mean_per_s = CARRIED_SHARE * peak_per_s / max(load.course)
     if not mean_per_s:
         return None
     scaled_load = load.scaled_to(mean_per_s)
@@ -110,7 +110,7 @@ def largest_planned(
         return _is_available(fleet_in_operation(mean_per_s))
 
     single_per_s = _largest_single_per_s(engines, load, available)
-    bound_per_s = WITHIN * _bound_per_s(engines, available) / max(load.course)
+    bound_per_s = CARRIED_SHARE * _bound_per_s(engines, available) / max(load.course)
     optimum_per_s = _bisect(
         optimum_carries, single_per_s, bound_per_s, bisections=BISECTIONS
     )
