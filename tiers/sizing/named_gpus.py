@@ -11,7 +11,7 @@ import tomllib
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiers.errors import PlanError
 from tiers.sizing.hardware import GpuKind, known_gpus, plain_name
@@ -261,13 +261,15 @@ def _value(field: str, written: str, where: str) -> float:
 
 def _make_kind(name: str, values: Mapping[str, float], where: str) -> GpuKind:
     """Return a known kind with the figures that are given, or one that is made of figures alone."""
-    figures = {FIELDS[field].attribute: value for field, value in values.items()}
+    figures: dict[str, Any] = {
+        FIELDS[field].attribute: value for field, value in values.items()
+    }
     known = next((gpu for gpu in known_gpus() if gpu.is_called(name)), None)
     if known is not None:
         kind = known.model_copy(update=figures)
     else:
         _check_unknown_kind(name, values, where)
-        kind = GpuKind.model_validate({"name": name, **figures})
+        kind = GpuKind(name=name, **figures)
     if kind.fp8_tflops is not None and kind.fp8_tflops < kind.bf16_tflops:
         raise PlanError(
             f"{where}: fp8 is {kind.fp8_tflops:g}TF, less than bf16's {kind.bf16_tflops:g}TF; as much or more is allowed. "
