@@ -43,9 +43,10 @@ def engines_by_tier(
         kv_bytes_per_value=kv_bytes_per_value,
         paces=paces,
     )
-    return {
-        tier: [plan for plan in plans if plan.tier is tier] for tier in STANDARD_TIERS
-    }
+    plans_by_tier: dict[TierName, list[EnginePlan]] = {}
+    for tier in STANDARD_TIERS:
+        plans_by_tier[tier] = [plan for plan in plans if plan.tier is tier]
+    return plans_by_tier
 
 
 def smallest_engine(
