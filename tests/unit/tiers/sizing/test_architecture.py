@@ -100,7 +100,7 @@ def test_experts_are_read_as_tokens_ask_for_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "kept"),
+    ("changed_fields", "kv_values"),
     [
         ({"num_key_value_heads": 8}, 4 * 2 * 8 * 8),  # multi-head
         ({"num_key_value_heads": None}, 4 * 2 * 8 * 8),
@@ -114,13 +114,13 @@ def test_experts_are_read_as_tokens_ask_for_them() -> None:
         ({"hybrid_override_pattern": "M-*-"}, 2 * 2 * 8),
     ],
 )
-def test_kinds_of_attention(changed: dict[str, Any], kept: int) -> None:
+def test_kinds_of_attention(changed_fields: dict[str, Any], kv_values: int) -> None:
     """Values a token: layers that attend x 2 x KV heads x head dimension; two bytes each."""
-    assert kv_bytes_per_token({**LLAMA, **changed}) == 2 * kept
+    assert kv_bytes_per_token({**LLAMA, **changed_fields}) == 2 * kv_values
 
 
 @pytest.mark.parametrize(
-    ("changed", "windows"),
+    ("changed_fields", "windows"),
     [
         ({"sliding_window": 16}, [16] * 4),  # Mistral's first
         (
@@ -145,13 +145,15 @@ def test_kinds_of_attention(changed: dict[str, Any], kept: int) -> None:
         ),
     ],
 )
-def test_which_layers_slide(changed: dict[str, Any], windows: list[int | None]) -> None:
-    model = architecture({**LLAMA, **changed})
+def test_which_layers_slide(
+    changed_fields: dict[str, Any], windows: list[int | None]
+) -> None:
+    model = architecture({**LLAMA, **changed_fields})
     assert [layer.window_tokens for layer in model.layers] == windows
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed_fields", "error_text"),
     [
         ({"num_hidden_layers": None}, "has no num_hidden_layers"),
         ({"vocab_size": 0}, "has no vocab_size"),
@@ -169,6 +171,8 @@ def test_which_layers_slide(changed: dict[str, Any], windows: list[int | None]) 
         ({"layer_types": ["mamba"] * 4}, "has no mamba_d_conv or conv_kernel"),
     ],
 )
-def test_what_is_not_known_is_an_error(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
-        architecture({**LLAMA, **changed})
+def test_what_is_not_known_is_an_error(
+    changed_fields: dict[str, Any], error_text: str
+) -> None:
+    with pytest.raises(PlanError, match=error_text):
+        architecture({**LLAMA, **changed_fields})

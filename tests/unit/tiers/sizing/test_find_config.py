@@ -116,7 +116,7 @@ def test_a_token_is_sent(local_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "error_text"),
     [
         ("none/model", "answered 404; check the id"),
         ("open/list", "must be a JSON object"),
@@ -127,8 +127,8 @@ def test_a_token_is_sent(local_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Non
         ("a/b/c", "there is no such file or folder"),
     ],
 )
-def test_faults_are_told(model: str, said: str, local_hub: Hub) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_faults_are_told(model: str, error_text: str, local_hub: Hub) -> None:
+    with pytest.raises(PlanError, match=error_text):
         find_config(model)
     assert all(".." not in path for path in local_hub.requested_paths)
 

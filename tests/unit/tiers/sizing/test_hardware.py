@@ -63,7 +63,7 @@ def test_fp8_units_are_faster_than_bf16_units() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "error_text"),
     [
         ("{", "not JSON"),
         ("[]", "the file: .*per_gpu_hour"),
@@ -72,9 +72,11 @@ def test_fp8_units_are_faster_than_bf16_units() -> None:
         ('{"per_gpu_hour": {}, "per_hour": 1}', "per_hour"),
     ],
 )
-def test_a_file_of_prices_is_checked(tmp_path: Path, content: str, said: str) -> None:
+def test_a_file_of_prices_is_checked(
+    tmp_path: Path, content: str, error_text: str
+) -> None:
     (tmp_path / "prices.json").write_text(content)
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=error_text):
         read_prices(tmp_path / "prices.json")
 
 

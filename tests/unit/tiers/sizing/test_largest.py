@@ -136,7 +136,7 @@ def test_as_many_gpus_as_an_engine_of_each_precision_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "shown"),
+    ("rate", "shown_rate"),
     [
         (13.3333, 13.3),
         (0.0, 0.0),
@@ -146,5 +146,5 @@ def test_as_many_gpus_as_an_engine_of_each_precision_takes() -> None:
         (20.0, 20.0),
     ],
 )
-def test_loads_are_rounded_down(rate: float, shown: float) -> None:
-    assert shown_load(rate) == shown
+def test_loads_are_rounded_down(rate: float, shown_rate: float) -> None:
+    assert shown_load(rate) == shown_rate

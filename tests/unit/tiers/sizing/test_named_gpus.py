@@ -85,7 +85,7 @@ def test_a_known_gpu_takes_what_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "error_text"),
     [
         ("Mine:96GB", "lacks bandwidth as 1792GB/s, bf16 as 500TF"),
         ("Mine:96GB,1792GB/s", "lacks bf16 as 500TF"),
@@ -122,14 +122,14 @@ def test_a_known_gpu_takes_what_is_given() -> None:
         ("L40S:price=1,2xL40S", "L40S is named twice"),
     ],
 )
-def test_faults_name_the_figure_and_what_is_allowed(text: str, said: str) -> None:
-    with pytest.raises(PlanError, match=said) as error:
+def test_faults_name_the_figure_and_what_is_allowed(text: str, error_text: str) -> None:
+    with pytest.raises(PlanError, match=error_text) as error:
         parse_all_gpus(text)
     assert str(error.value).startswith("--gpus ")
 
 
 @pytest.mark.parametrize(
-    ("name", "first"),
+    ("name", "most_similar"),
     [
         ("RTX6000", "A6000"),
         ("H100-SXM5", "H100"),
@@ -138,10 +138,10 @@ def test_faults_name_the_figure_and_what_is_allowed(text: str, said: str) -> Non
     ],
 )
 def test_an_unknown_gpu_is_told_the_similar_ones_and_where_to_look(
-    name: str, first: str
+    name: str, most_similar: str
 ) -> None:
     text = unknown_gpu(name)
-    assert f"Known are, most similar first: {first}, " in text
+    assert f"Known are, most similar first: {most_similar}, " in text
     for kind in known_gpus():
         assert kind.name in text
     assert '"GPU memory"' in text
@@ -169,7 +169,7 @@ def test_a_file_has_the_same_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "error_text"),
     [
         ("", r"it names no GPU; it has the form \[NAME\]"),
         ("[Mine", "not TOML"),
@@ -189,10 +189,10 @@ def test_a_file_has_the_same_fields(tmp_path: Path) -> None:
         ("[L4]\n[l4]", "l4 is named|L4 is named twice"),
     ],
 )
-def test_faults_of_a_file(content: str, said: str, tmp_path: Path) -> None:
+def test_faults_of_a_file(content: str, error_text: str, tmp_path: Path) -> None:
     file = tmp_path / "gpus.toml"
     file.write_text(content)
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=error_text):
         parse_all_gpus(str(file))
 
 
