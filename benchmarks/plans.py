@@ -41,9 +41,9 @@ from router.policy.losses import losses
 from router.policy.profiles import load_latency, percentile
 from tiers.simulated.gpu import Hardware, Job, Scheduler, hardware
 from tiers.sizing.architecture import architecture
-from tiers.sizing.capacity import Demand, engines_on_gpus
+from tiers.sizing.capacity import ServingDemand, engines_on_gpus
 from tiers.sizing.find_config import find_config
-from tiers.sizing.fleet import EngineType, Fleet, Load
+from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.named_gpus import parse_gpus
 from tiers.sizing.operation import Policy, in_operation
 from tiers.sizing.roofline import Roofline
@@ -569,7 +569,7 @@ def checked(options: argparse.Namespace) -> list[dict[str, Any]]:
         "model          GPUs    tier       tokens/s, never idle    requests/s  TTFT ms, mean       ms/token, mean"
     )
     found = []
-    demand = Demand(PROMPT, OUTPUT, PROMPT + OUTPUT)
+    demand = ServingDemand(PROMPT, OUTPUT, PROMPT + OUTPUT)
     for name, gpus in (
         ("llama-3.1-8b", "1xH100"),
         ("llama-3.1-8b", "1xA10"),
@@ -590,9 +590,9 @@ def checked(options: argparse.Namespace) -> list[dict[str, Any]]:
                 USUAL * each.requests_per_s,
                 hardware(each.tier, model, kind, count),
             )
-            load = Load({"": rate}, {each.tier: {"": 0.0}})
+            load = DailyLoad({"": rate}, {each.tier: {"": 0.0}})
             fleet = in_operation(
-                Fleet(
+                PlannedFleet(
                     ((EngineType(gpus, each, 1.0), 1),), 1, 0, {("", each.tier): 1.0}
                 ),
                 load,

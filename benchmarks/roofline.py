@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tiers.sizing.architecture import Architecture, architecture  # noqa: E402
-from tiers.sizing.capacity import Demand, engines_on_gpus  # noqa: E402
+from tiers.sizing.capacity import ServingDemand, engines_on_gpus  # noqa: E402
 from tiers.sizing.find_config import find_config  # noqa: E402
 from tiers.sizing.hardware import known_gpus  # noqa: E402
 from tiers.sizing.roofline import Roofline  # noqa: E402
@@ -149,7 +149,7 @@ def between_tokens(pace: Roofline, each: Published, rate: float) -> float:
 def offline(model: Architecture, each: Published) -> float:
     """Return tokens a second of an engine that is never idle, as the plan computes it."""
     gpu = next(kind for kind in known_gpus() if kind.is_called(each.gpu))
-    demand = Demand(
+    demand = ServingDemand(
         each.prompt, each.output, each.prompt + each.output, max_num_seqs=1024
     )
     plans, _ = engines_on_gpus(model, gpu, each.gpus, demand)

@@ -42,12 +42,12 @@ from tiers.checkpoints.prepare import DEFAULT_MODEL, finished
 from tiers.errors import PlanError
 from tiers.plan import GIB, held_bytes, read_machine, usual_kv_cache_gib
 from tiers.sizing.architecture import Architecture, architecture
-from tiers.sizing.capacity import Demand, engines_on_cpu, engines_on_gpus
+from tiers.sizing.capacity import ServingDemand, engines_on_cpu, engines_on_gpus
 from tiers.sizing.find_config import find_config
 from tiers.sizing.fleet import (
+    DailyLoad,
     EngineType,
-    Fleet,
-    Load,
+    PlannedFleet,
     alone,
     as_set,
     fullest,
@@ -56,7 +56,7 @@ from tiers.sizing.fleet import (
 )
 from tiers.sizing.hardware import PRICES, GpuKind, Prices, known_gpus, read_prices
 from tiers.sizing.largest import (
-    WITHIN,
+    CARRIED_SHARE,
     LargestLoad,
     fewest_gpus,
     largest_alone,
@@ -183,7 +183,7 @@ class _Inputs:
     settings: Settings
     options: Options
     target: Target
-    demand: Demand
+    demand: ServingDemand
     policy: Policy
     set_engines: Sequence[EngineType] | None
 
@@ -249,7 +249,11 @@ def tiers_for_gpus(settings: Settings) -> tuple[dict[str, dict[str, int]], str] 
 
 
 def _planned(
-    settings: Settings, options: Options, target: Target, demand: Demand, prices: Prices
+    settings: Settings,
+    options: Options,
+    target: Target,
+    demand: ServingDemand,
+    prices: Prices,
 ) -> Plan:
     """Plan for the load that is given, or for a share of the largest one."""
     priced = _priced(target.gpus, prices)
@@ -299,7 +303,7 @@ def _for_load(inputs: _Inputs, found: Plan) -> Plan:
     load = found.load
     assert load is not None
     available = {gpu.name: count for gpu, count in found.gpus.items()}
-    singles: dict[TierName, Fleet | None] = {}
+    singles: dict[TierName, PlannedFleet | None] = {}
     for tier, fleet in alone(found.engines, load, available).items():
         singles[tier] = (
             in_operation(fleet, load, inputs.demand, inputs.policy)
@@ -329,7 +333,7 @@ def _for_load(inputs: _Inputs, found: Plan) -> Plan:
     )
 
 
-def _for_share(inputs: _Inputs, found: Plan, load: Load) -> Plan:
+def _for_share(inputs: _Inputs, found: Plan, load: DailyLoad) -> Plan:
     """Add the largest load of each fleet, and the fleets for a share of the planned one's.
 
     Args:
@@ -366,7 +370,7 @@ def _for_share(inputs: _Inputs, found: Plan, load: Load) -> Plan:
     return _for_load(inputs, replace(found, load=wanted, share=share))
 
 
-def _missing(inputs: _Inputs, found: Plan, load: Load) -> str:
+def _missing(inputs: _Inputs, found: Plan, load: DailyLoad) -> str:
     """Return, for people, why no fleet carries a load, and what would."""
     available = {gpu.name: count for gpu, count in found.gpus.items()}
     unbounded = dict.fromkeys(available)
@@ -382,7 +386,7 @@ def _missing(inputs: _Inputs, found: Plan, load: Load) -> str:
     )
     if largest is None:
         return verdict
-    peak = shown_load(largest.requests_per_s * load.peak / load.mean)
+    peak = shown_load(largest.requests_per_s * load.peak_per_s / load.mean_per_s)
     return f"{verdict} These GPUs carry at most {peak:g} a second at the peak within the loss budget."
 
 
@@ -405,7 +409,7 @@ def _engines(
     settings: Settings,
     options: Options,
     target: Target,
-    demand: Demand,
+    demand: ServingDemand,
     priced: Mapping[GpuKind, float],
 ) -> tuple[list[EngineType], list[str]]:
     """Return the engines that fit, and why there is none of some precision."""
@@ -414,8 +418,8 @@ def _engines(
         plans = engines_on_cpu(
             target.model,
             demand,
-            kv_cache=cache,
-            weights=target.weights,
+            kv_cache_bytes=cache,
+            weights_bytes=target.weights,
             paces=target.paces,
         )
         return [EngineType(gpu="", plan=plan, price=1.0) for plan in plans], []
@@ -424,7 +428,12 @@ def _engines(
     kv_bytes = 1 if options.kv_fp8 else 2
     for gpu, count in target.gpus.items():
         plans, missing = engines_on_gpus(
-            target.model, gpu, count, demand, kv_bytes=kv_bytes, paces=target.paces
+            target.model,
+            gpu,
+            count,
+            demand,
+            kv_bytes_per_value=kv_bytes,
+            paces=target.paces,
         )
         price = priced.get(gpu) or 1.0
         engines += [
@@ -440,7 +449,7 @@ def _engines_as_set(
     settings: Settings,
     options: Options,
     target: Target,
-    demand: Demand,
+    demand: ServingDemand,
     priced: Mapping[GpuKind, float],
 ) -> list[EngineType] | None:
     """Return the engines as the settings have them: with their context and sequences; None: the settings name none.
@@ -468,7 +477,9 @@ def _is_of(engine: EngineType, tier: TierName, gpus: int) -> bool:
     return engine.tier is tier and engine.plan.gpus_per_replica == gpus
 
 
-def _as_set(settings: Settings, engines: Sequence[EngineType], load: Load) -> AsSet:
+def _as_set(
+    settings: Settings, engines: Sequence[EngineType], load: DailyLoad
+) -> AsSet:
     """Return what the engines that the settings name do."""
     replicas = {tier: settings.tiers.of(tier).replicas_here for tier in PRECISIONS}
     mine = [engine for engine in engines if replicas[engine.tier]]
@@ -485,7 +496,9 @@ def _as_set(settings: Settings, engines: Sequence[EngineType], load: Load) -> As
     )
 
 
-def _as_set_in_operation(inputs: _Inputs, fleet: Fleet, load: Load) -> Fleet:
+def _as_set_in_operation(
+    inputs: _Inputs, fleet: PlannedFleet, load: DailyLoad
+) -> PlannedFleet:
     """Return what the router makes of the engines as set; a loss budget that is a number is the settings' own."""
     budget = inputs.settings.policy.loss_budget
     if isinstance(budget, float):
@@ -494,7 +507,7 @@ def _as_set_in_operation(inputs: _Inputs, fleet: Fleet, load: Load) -> Fleet:
 
 
 def _largest_as_set(
-    settings: Settings, engines: Sequence[EngineType], load: Load
+    settings: Settings, engines: Sequence[EngineType], load: DailyLoad
 ) -> LargestLoad | None:
     """Return the largest load of the engines that the settings name; None: they cannot be planned."""
     slowest = min((engine.rate for engine in _rated(engines)), default=1.0)
@@ -513,7 +526,7 @@ def _largest_as_set(
         if nearly_idle.fleet.gpus.keys() != {""}
         else [(engine, 1) for engine in mine]
     )
-    rate = WITHIN * largest_of_engines(counts, load)
+    rate = CARRIED_SHARE * largest_of_engines(counts, load)
     full = _as_set(settings, engines, load.scaled_to(rate))
     return LargestLoad(rate, full.fleet) if full.fleet is not None else None
 
@@ -553,7 +566,7 @@ def _policy(settings: Settings) -> Policy:
     objective = settings.policy.objective
     least = settings.policy.negligible_loss
     return Policy(
-        allowed=lambda budget, taken: (
+        allowed_loss=lambda budget, taken: (
             least + scarcity_at(objective, taken) * max(budget - least, 0.0)
         ),
         latest_unnoticed_ms=latest_unnoticed_ms if objective == "best" else None,
@@ -613,7 +626,7 @@ def _notes(
     return notes
 
 
-def _assumed(options: Options, demand: Demand, load: Load) -> list[str]:
+def _assumed(options: Options, demand: ServingDemand, load: DailyLoad) -> list[str]:
     """Return, for people, what the plan takes for given where no option says otherwise."""
     assumed = (
         [f"prompts of the mix {options.mix} (--mix)"] if options.mix in MIXES else []
@@ -683,7 +696,7 @@ def _unused_options(options: Options) -> list[str]:
     ]
 
 
-def _load(options: Options, target: Target, rate: float) -> Load:
+def _load(options: Options, target: Target, rate: float) -> DailyLoad:
     """Return so many requests a second as they are asked for, and how many answers may be lost."""
     mix = _mix(options.mix)
     whole = sum(mix.values())
@@ -699,7 +712,7 @@ def _load(options: Options, target: Target, rate: float) -> Load:
     by_kind: dict[Hashable, float] = {
         kind: rate * share / whole for kind, share in mix.items()
     }
-    load = Load(by_kind, loss, course=parse_course(options.day))
+    load = DailyLoad(by_kind, loss, course=parse_course(options.day))
     budget = (
         load.lost_by(TierName.BALANCED) if options.loss is None else options.loss / 100
     )
@@ -731,7 +744,7 @@ def _mix(text: str) -> dict[Kind, float]:
     return dict(found)
 
 
-def _demand(settings: Settings, options: Options, target: Target) -> Demand:
+def _demand(settings: Settings, options: Options, target: Target) -> ServingDemand:
     means = options.prompt + options.output
     most = target.model.context
     longest = options.context or means
@@ -747,7 +760,7 @@ def _demand(settings: Settings, options: Options, target: Target) -> Demand:
             f"--context {longest} is shorter than a mean prompt and answer, {means} tokens"
         )
     usual = USUAL_SEQUENCES if target.gpus else settings.tiers.precise.max_num_seqs
-    return Demand(
+    return ServingDemand(
         prompt_tokens=options.prompt,
         output_tokens=options.output,
         context=longest,

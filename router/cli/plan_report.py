@@ -19,8 +19,8 @@ from router.cli.plan_result import (
     alone_name,
 )
 from tiers.plan import machine_name
-from tiers.sizing.capacity import MOST_BUSY
-from tiers.sizing.fleet import EngineType, Fleet, Load
+from tiers.sizing.capacity import MOST_BUSY_SHARE
+from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.hardware import GpuKind
 from tiers.sizing.largest import shown_load
 from tiers.sizing.named_gpus import is_as_built_in
@@ -42,7 +42,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "hardware": ", ".join(gpu.name for gpu in plan.gpus) or machine_name(),
         "gpus": [_gpu_json(gpu, count) for gpu, count in plan.gpus.items()],
         "speed": target.speed,
-        "engines_busy": MOST_BUSY,
+        "engines_busy": MOST_BUSY_SHARE,
         "losses": "measured" if target.answers else "published",
         "prices": plan.prices,
         **asdict(report.demand),
@@ -58,17 +58,17 @@ def as_json(report: PlanReport) -> dict[str, Any]:
     load = plan.load
     return facts | {
         "share_of_largest_load": plan.share,
-        "requests_per_s": load.mean,
-        "peak_per_s": load.peak,
+        "requests_per_s": load.mean_per_s,
+        "peak_per_s": load.peak_per_s,
         "course": list(load.course),
         "budget": load.budget,
         "currency": plan.currency,
-        "plan": _fleet_json(plan.best, load.mean, report),
+        "plan": _fleet_json(plan.best, load.mean_per_s, report),
         "alone": {
-            tier: _fleet_json(fleet, load.mean, report)
+            tier: _fleet_json(fleet, load.mean_per_s, report)
             for tier, fleet in plan.alone.items()
         },
-        "as_set": _fleet_json(plan.as_set.fleet, load.mean, report)
+        "as_set": _fleet_json(plan.as_set.fleet, load.mean_per_s, report)
         if plan.as_set is not None
         else None,
         "as_set_obstacle": _as_set_obstacle(plan),
@@ -91,7 +91,7 @@ def show(report: PlanReport) -> None:
     print_table(_engines_table(report))
     if plan.largest:
         say(
-            f"\nThe largest loads{_course_words(report)}, engines {MOST_BUSY:.0%} busy:",
+            f"\nThe largest loads{_course_words(report)}, engines {MOST_BUSY_SHARE:.0%} busy:",
             soft_wrap=False,
         )
         print_table(_largest_table(report))
@@ -129,7 +129,7 @@ def _engine_json(engine: EngineType) -> dict[str, Any]:
 
 
 def _fleet_json(
-    fleet: Fleet | None, requests_per_s: float, report: PlanReport
+    fleet: PlannedFleet | None, requests_per_s: float, report: PlanReport
 ) -> dict[str, Any] | None:
     if fleet is None:
         return None
@@ -137,7 +137,7 @@ def _fleet_json(
         # or GPUs, or machines, where there is no currency
         "cost_per_hour": fleet.price,
         "cost_per_million_tokens": _cost_of_million(fleet, requests_per_s, report),
-        "answers_lost": fleet.lost,
+        "answers_lost": fleet.lost_share,
         "ttft_ms": fleet.ttft_ms,
         "tpot_ms": fleet.tpot_ms,
         "loss_budget": fleet.loss_budget,  # of the policy
@@ -167,10 +167,10 @@ def _as_set_obstacle(plan: Plan) -> str | None:
     return plan.as_set.obstacle
 
 
-def _planned_for(best: Fleet | None) -> list[dict[str, Any]]:
+def _planned_for(best: PlannedFleet | None) -> list[dict[str, Any]]:
     """Return which share of all requests is of a kind and goes to a tier."""
     flows: list[dict[str, Any]] = []
-    for (kind, tier), share in best.sent.items() if best is not None else ():
+    for (kind, tier), share in best.share_by_flow.items() if best is not None else ():
         prompt_class, complexity = cast("Kind", kind)
         flows.append(
             {
@@ -184,7 +184,7 @@ def _planned_for(best: Fleet | None) -> list[dict[str, Any]]:
 
 
 def _cost_of_million(
-    fleet: Fleet, requests_per_s: float, report: PlanReport
+    fleet: PlannedFleet, requests_per_s: float, report: PlanReport
 ) -> float | None:
     if report.plan.currency is None:
         return None
@@ -194,9 +194,9 @@ def _cost_of_million(
 
 def _active(report: PlanReport) -> str:
     model = report.target.model
-    if model.quantizable == model.active:
+    if model.quantizable_parameters == model.active_parameters:
         return ""
-    return f", {model.active / 1e9:.1f} of them a token"
+    return f", {model.active_parameters / 1e9:.1f} of them a token"
 
 
 def _hardware(report: PlanReport) -> str:
@@ -215,23 +215,23 @@ def _load_words(plan: Plan) -> str:
     return f"{_rate_words(plan.load)}, "
 
 
-def _rate_words(load: Load) -> str:
-    if load.peak > load.mean * NO_CHANGE:
-        return f"{load.mean:,g} requests/s in the mean and {load.peak:,.3g} at the peak"
-    return f"{load.mean:,g} requests/s"
+def _rate_words(load: DailyLoad) -> str:
+    if load.peak_per_s > load.mean_per_s * NO_CHANGE:
+        return f"{load.mean_per_s:,g} requests/s in the mean and {load.peak_per_s:,.3g} at the peak"
+    return f"{load.mean_per_s:,g} requests/s"
 
 
 def _course_words(report: PlanReport) -> str:
     load = report.plan.load
-    if load is None or load.peak <= load.mean * NO_CHANGE:
+    if load is None or load.peak_per_s <= load.mean_per_s * NO_CHANGE:
         return ""
-    return f" in the mean of the day (its peak is {load.peak / load.mean:.3g} times as much)"
+    return f" in the mean of the day (its peak is {load.peak_per_s / load.mean_per_s:.3g} times as much)"
 
 
-def _share_words(report: PlanReport, load: Load, share: float) -> str:
+def _share_words(report: PlanReport, load: DailyLoad, share: float) -> str:
     return (
         f"No --load is given, so the fleets below are planned for {share:.0%} (--share) of the planned one's largest load: "
-        f"{_rate_words(load)}. --load {load.mean:g}/s on {_hardware(report)} plans the same."
+        f"{_rate_words(load)}. --load {load.mean_per_s:g}/s on {_hardware(report)} plans the same."
     )
 
 
@@ -240,9 +240,9 @@ def _notes(report: PlanReport) -> list[str]:
     if target.speed is None:
         speed = "not known"
     elif target.speed == ROOFLINE:
-        speed = f"computed (roofline), not measured; engines {MOST_BUSY:.0%} busy"
+        speed = f"computed (roofline), not measured; engines {MOST_BUSY_SHARE:.0%} busy"
     else:
-        speed = f"{target.speed}; engines {MOST_BUSY:.0%} busy"
+        speed = f"{target.speed}; engines {MOST_BUSY_SHARE:.0%} busy"
     losses = "measured" if target.answers else "published"
     priced = [] if plan.prices is None else [f"prices: {plan.prices}"]
     return [
@@ -334,7 +334,7 @@ def _largest_table(report: PlanReport) -> Table:
             f"{shown_load(largest.requests_per_s):,g}",
             _number(fleet.price, 2 if plan.currency else 0),
             _number(_cost_of_million(fleet, largest.requests_per_s, report), 3),
-            f"{fleet.lost * 100:.2g}",
+            f"{fleet.lost_share * 100:.2g}",
             style=style,
         )
     return table
@@ -348,7 +348,7 @@ def _without_largest(name: str, plan: Plan) -> str:
     return "does not fit" if plan.gpus else "its speed is not known"
 
 
-def _fleets_table(report: PlanReport, load: Load) -> Table:
+def _fleets_table(report: PlanReport, load: DailyLoad) -> Table:
     plan = report.plan
     table = Table("fleet", "engines", box=None)
     for name in (
@@ -370,8 +370,8 @@ def _fleets_table(report: PlanReport, load: Load) -> Table:
             _engines_of(fleet),
             " / ".join(f"{fleet.shares.get(tier, 0):.0%}" for tier in PRECISIONS),
             _number(fleet.price, 2 if plan.currency else 0),
-            _number(_cost_of_million(fleet, load.mean, report), 3),
-            f"{fleet.lost * 100:.2g}",
+            _number(_cost_of_million(fleet, load.mean_per_s, report), 3),
+            f"{fleet.lost_share * 100:.2g}",
             _number(fleet.ttft_ms),
             _number(fleet.tpot_ms, 1),
             style="bold" if name == PLANNED else "",
@@ -379,8 +379,8 @@ def _fleets_table(report: PlanReport, load: Load) -> Table:
     return table
 
 
-def _fleets(plan: Plan) -> Mapping[str, Fleet | None]:
-    fleets: dict[str, Fleet | None] = {PLANNED: plan.best}
+def _fleets(plan: Plan) -> Mapping[str, PlannedFleet | None]:
+    fleets: dict[str, PlannedFleet | None] = {PLANNED: plan.best}
     for tier, fleet in plan.alone.items():
         fleets[alone_name(tier)] = fleet
     if plan.as_set is not None:
@@ -394,7 +394,7 @@ def _price_title(plan: Plan) -> str:
     return "GPUs" if plan.gpus else "machines"
 
 
-def _engines_of(fleet: Fleet) -> str:
+def _engines_of(fleet: PlannedFleet) -> str:
     named: Sequence[str] = [
         _engine_words(engine, count) for engine, count in fleet.counts
     ]

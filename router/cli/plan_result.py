@@ -9,8 +9,8 @@ from classifier import Complexity, PromptClass
 from router.cli.plan_settings import IgnoredSetting
 from router.policy.profiles import AnswerCount
 from tiers.sizing.architecture import Architecture
-from tiers.sizing.capacity import Demand
-from tiers.sizing.fleet import EngineType, Fleet, Load
+from tiers.sizing.capacity import ServingDemand
+from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.hardware import GpuKind
 from tiers.sizing.largest import LargestLoad
 from tiers.spec import TierName
@@ -53,7 +53,7 @@ class AsSet:
         obstacle: Why there is no fleet, for people.
     """
 
-    fleet: Fleet | None
+    fleet: PlannedFleet | None
     obstacle: str = DOES_NOT_CARRY
 
 
@@ -81,13 +81,13 @@ class Plan:
     gpus: Mapping[GpuKind, int | None]
     notes: Sequence[str]
     ignored: Sequence[IgnoredSetting]
-    load: Load | None = None
+    load: DailyLoad | None = None
     share: float | None = None
     largest: Mapping[str, LargestLoad | None] = field(default_factory=dict)
     currency: str | None = None
     prices: str | None = None
-    best: Fleet | None = None
-    alone: Mapping[TierName, Fleet | None] = field(default_factory=dict)
+    best: PlannedFleet | None = None
+    alone: Mapping[TierName, PlannedFleet | None] = field(default_factory=dict)
     as_set: AsSet | None = None
     verdict: str = ""
 
@@ -97,5 +97,5 @@ class PlanReport:
     """All that is shown: the plan, and what it is of."""
 
     target: Target
-    demand: Demand
+    demand: ServingDemand
     plan: Plan

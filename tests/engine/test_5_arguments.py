@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from router.deployment.settings import EngineSettings
 from tests.deploy.charts import release
 from tests.engine.conftest import QARR
-from tests.unit.tiers.sizing.test_architecture import PUBLISHED, read
+from tests.unit.tiers.sizing.published_models import PUBLISHED, read_config
 from tiers.checkpoints.parsers import HERMES, REASONING, TOOLS
 from tiers.lifecycle.engine_args import ARGS_MAIN
 
@@ -35,7 +35,7 @@ def test_vllm_computes_the_same_kv_cache(tmp_path: Path) -> None:
     """From each published configuration, as its own code has it, in BF16; of a multimodal model, from its text part."""
     folders = []
     for name in PUBLISHED:
-        config = read(name)
+        config = read_config(name)
         config = {**config.get("text_config", config)}
         if config["model_type"] == "gemma3_text":
             config["architectures"] = ["Gemma3ForCausalLM"]

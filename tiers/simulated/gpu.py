@@ -1,7 +1,7 @@
 """A GPU's timing with vLLM on it: continuous batching, step times from a roofline.
 
 A simulation, not a measurement. ``Scheduler`` batches as vLLM 0.32 does (``v1/core/sched/scheduler.py``): each step computes
-one token of every running sequence and prompt chunks of the rest, up to ``CHUNK`` tokens in all; running sequences come
+one token of every running sequence and prompt chunks of the rest, up to 8,192 tokens in all; running sequences come
 first, then waiting ones in order. KV cache is given out in blocks; where none is free, the youngest sequence is preempted
 and computed again later. There is no prefix cache. Times are those of the plan's roofline (``tiers.sizing.roofline``).
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tiers.plan import GIB, GPU_OVERHEAD_GIB, GPU_RESERVE
 from tiers.sizing.architecture import Architecture, architecture
 from tiers.sizing.named_gpus import parse_gpus
-from tiers.sizing.roofline import BYTES_PER_WEIGHT, CHUNK, Roofline
+from tiers.sizing.roofline import BYTES_PER_WEIGHT, PREFILL_CHUNK_TOKENS, Roofline
 from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def hardware(
 ) -> Hardware:
     """Return what an engine of a tier runs on."""
     weights = model.weight_bytes(BYTES_PER_WEIGHT[PRECISIONS[tier]])
-    free = gpus * (gpu.memory * (1 - GPU_RESERVE) - GPU_OVERHEAD_GIB * GIB) - weights
+    free = (
+        gpus * (gpu.memory_bytes * (1 - GPU_RESERVE) - GPU_OVERHEAD_GIB * GIB) - weights
+    )
     kv_tokens = int(free // (model.kv_bytes_per_token() * BLOCK)) * BLOCK
     return Hardware(Roofline(model, gpu, PRECISIONS[tier], gpus), kv_tokens)
 
@@ -108,7 +110,7 @@ class Scheduler:
     def next_step(self) -> Step | None:
         """Take blocks for the next step, and return it; None: there is nothing to compute."""
         self._drop()
-        parts, budget, preempted, at = [], CHUNK, self.preemptions, 0
+        parts, budget, preempted, at = [], PREFILL_CHUNK_TOKENS, self.preemptions, 0
         while at < len(self.running) and budget > 0:
             job = self.running[at]
             tokens = min(job.prompt_tokens + job.produced - job.computed, budget)
@@ -140,7 +142,10 @@ class Scheduler:
         context = sum(job.computed for job, _ in parts)
         return Step(
             tuple(parts),
-            self._hardware.speed.mixed_ms(CHUNK - budget, sampled, context) / 1000,
+            self._hardware.speed.mixed_ms(
+                PREFILL_CHUNK_TOKENS - budget, sampled, context
+            )
+            / 1000,
         )
 
     def finish(self, step: Step) -> None:

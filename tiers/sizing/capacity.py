@@ -3,7 +3,7 @@
 An engine that decodes ``b`` sequences at once computes each one's prompt once, while the others wait. So an answer of ``n``
 tokens takes ``n * step(b) + b * prefill``, and the engine serves ``b`` requests in that time; the time between two tokens is
 that divided by ``n``. ``b`` is the largest batch for which there is KV cache, that the settings allow, and that keeps the
-bound on the time between tokens. Engines are planned to be busy for ``MOST_BUSY`` of the time: arrivals come in bursts.
+bounds on TTFT and TPOT. Engines are planned to be busy for ``MOST_BUSY_SHARE`` of the time: arrivals come in bursts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tiers.sizing.architecture import Architecture
     from tiers.sizing.hardware import GpuKind
 
-MOST_BUSY = 0.8
-MOST_GPUS = 16  # of one engine
+MOST_BUSY_SHARE = 0.8
+ENGINE_SIZES = (1, 2, 4, 8, 16)  # GPUs of one engine
 
 
 class Pace(Protocol):
@@ -40,241 +40,330 @@ class Pace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """What requests are like, and the bounds on their times."""
+class ServingDemand:
+    """What requests are like, and the bounds on their times.
 
-    prompt_tokens: int  # of a request, in the mean
-    output_tokens: int  # of an answer, in the mean; at least 1
-    context: int  # tokens that the longest sequences have
-    max_num_seqs: int = 256  # sequences that an engine decodes at once
-    # longest time to the first token, waiting left out; None: any
+    Attributes:
+        prompt_tokens: Mean length of a prompt.
+        output_tokens: Mean length of an answer, at least 1.
+        context: Tokens of the longest sequences, prompt and answer together.
+        max_num_seqs: Sequences that an engine decodes at once.
+        ttft_ms: Longest time to the first token, waiting left out; None: there is no bound.
+        tpot_ms: Longest time between two tokens; None: there is no bound.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    context: int
+    max_num_seqs: int = 256
     ttft_ms: float | None = None
-    tpot_ms: float | None = None  # longest time between two tokens; None: any
+    tpot_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """One engine. Sizes in bytes, of all its GPUs together; None: its speed is not known."""
-
-    tier: TierName
-    precision: str
-    weights_bytes: int
-    # of all layers; sliding windows hold their last tokens only
-    kv_bytes_per_token: int
-    # of a sequence as long as the context, its recurrent state included
-    kv_bytes_per_sequence: int
-    gpus_per_replica: int  # tensor parallelism; 0: the processor
-    max_sequences: int  # that the KV cache holds at once, each as long as the context
-    batch: int  # sequences decoded at once; 0: a bound cannot be kept even by one
-    ttft_ms: float | None = None  # of the mean prompt, without waiting
-    tpot_ms: float | None = None  # at this batch
-    requests_per_s: float | None = None  # that it can serve
-    tokens_per_s: float | None = None  # of output, likewise
-    pace: Pace | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """One tier's engine, before its load.
+    """One engine. Sizes are in bytes, of all its GPUs together. Times and rates are None if its speed is not known.
 
     Attributes:
-        weights: In bytes, in all.
-        kv_cache: In bytes, of one GPU.
-        pace: None: not known.
+        kv_bytes_per_token: In all layers, while every layer's window holds the token.
+        kv_bytes_per_sequence: Of a sequence as long as the context, its recurrent state included.
+        gpus_per_replica: The GPUs of tensor parallelism; 0: the engine runs on the processor.
+        max_sequences: Sequences as long as the context that the KV cache holds at once.
+        batch: Sequences decoded at once; 0: not even one keeps the bounds.
+        ttft_ms: Of the mean prompt, without waiting.
+        tpot_ms: At this batch.
+        requests_per_s: The most that the engine can serve.
+        tokens_per_s: The most output that the engine can produce.
     """
 
     tier: TierName
     precision: str
-    weights: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes_per_sequence: int
+    gpus_per_replica: int
+    max_sequences: int
+    batch: int
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    requests_per_s: float | None = None
+    tokens_per_s: float | None = None
+    pace: Pace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineSetup:
+    """One tier's engine, before its load.
+
+    Attributes:
+        weights_bytes: On all GPUs together.
+        gpus: The GPUs of tensor parallelism; 0: the engine runs on the processor.
+        kv_cache_bytes: On one GPU.
+        kv_bytes_per_value: 2 in BF16, 1 in FP8.
+        pace: None: the speed is not known.
+    """
+
+    tier: TierName
+    precision: str
+    weights_bytes: int
     gpus: int
-    kv_cache: int
-    kv_bytes: int
+    kv_cache_bytes: int
+    kv_bytes_per_value: int
     pace: Pace | None
+
+    def sequence_bytes(self, model: Architecture, tokens: int) -> int:
+        """Return what each GPU, or the processor, keeps of one sequence of so many tokens."""
+        return model.sequence_bytes(
+            tokens, self.kv_bytes_per_value, gpus=max(self.gpus, 1)
+        )
 
 
 def engines_on_gpus(
     model: Architecture,
     gpu: GpuKind,
     available: int | None,
-    demand: Demand,
+    demand: ServingDemand,
     *,
-    kv_bytes: int = 2,
+    kv_bytes_per_value: int = 2,
     paces: Mapping[TierName, Pace] | None = None,
 ) -> tuple[list[EnginePlan], dict[TierName, str]]:
     """Return the engines that GPUs of a kind hold, and with the arithmetic why there is none of a precision.
 
     Args:
-        model: What is served.
+        model: The model that is served.
         gpu: The kind.
         available: How many there are; None: as many as are needed.
         demand: What requests are like.
-        kv_bytes: Of a value in the KV cache: 2 in BF16, 1 in FP8.
-        paces: Measured speeds on this kind of GPU, by tier; for others, the roofline.
+        kv_bytes_per_value: 2 for a KV cache in BF16, 1 in FP8.
+        paces: Measured speeds on this kind of GPU; the speed of other tiers is computed by the roofline.
     """
-    site, found, lacks = _Site(model, gpu, demand, kv_bytes, paces or {}), [], {}
+    site = _GpuSite(
+        model=model,
+        gpu=gpu,
+        available=available,
+        demand=demand,
+        kv_bytes_per_value=kv_bytes_per_value,
+        paces=paces or {},
+    )
+    engines: list[EnginePlan] = []
+    obstacles: dict[TierName, str] = {}
     for tier in PRECISIONS:
-        engines = site.engines(tier, available)
-        plans = [_tier(engine, model, demand) for engine in engines]
-        found += [plan for plan in plans if plan.batch]
-        if not engines:
-            lacks[tier] = site.why_not(tier, available)
-        elif not any(plan.batch for plan in plans):
-            lacks[tier] = (
+        setups = site.engine_setups(tier)
+        plans = [_plan_engine(setup, model, demand) for setup in setups]
+        serving = [plan for plan in plans if plan.batch]
+        engines += serving
+        if not setups:
+            obstacles[tier] = site.lack_of_memory(tier)
+        elif not serving:
+            obstacles[tier] = (
                 f"{tier} on {gpu.name} cannot keep the bounds on TTFT and time between tokens for one sequence"
             )
-    return found, lacks
+    return engines, obstacles
 
 
 def engines_on_cpu(
     model: Architecture,
-    demand: Demand,
+    demand: ServingDemand,
     *,
-    kv_cache: Mapping[TierName, int],
-    weights: Mapping[TierName, int],
+    kv_cache_bytes: Mapping[TierName, int],
+    weights_bytes: Mapping[TierName, int],
     paces: Mapping[TierName, Pace],
 ) -> list[EnginePlan]:
     """Return the engine of each tier on this processor, which all of them share.
 
     Args:
-        model: What is served.
+        model: The model that is served.
         demand: What requests are like.
-        kv_cache: In bytes, by tier.
-        weights: In bytes, by tier; of those left out, as estimated.
-        paces: Measured speeds, by tier.
+        kv_cache_bytes: The KV cache of each tier.
+        weights_bytes: The weights of tiers whose checkpoint is there; those of other tiers are estimated.
+        paces: Measured speeds.
     """
-    held = {
-        tier: model.weight_bytes(BYTES_PER_WEIGHT[precision])
-        for tier, precision in PRECISIONS.items()
-    }
-    held.update(weights)
-    return [
-        _tier(
-            Engine(tier, precision, held[tier], 0, kv_cache[tier], 2, paces.get(tier)),
-            model,
-            demand,
+    engines = []
+    for tier, precision in PRECISIONS.items():
+        estimated_bytes = model.weight_bytes(BYTES_PER_WEIGHT[precision])
+        setup = _EngineSetup(
+            tier=tier,
+            precision=precision,
+            weights_bytes=weights_bytes.get(tier, estimated_bytes),
+            gpus=0,
+            kv_cache_bytes=kv_cache_bytes[tier],
+            kv_bytes_per_value=2,
+            pace=paces.get(tier),
         )
-        for tier, precision in PRECISIONS.items()
-    ]
+        engines.append(_plan_engine(setup, model, demand))
+    return engines
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
-    """Where engines are planned: the arguments of ``engines_on_gpus``."""
+class _GpuSite:
+    """The GPUs that engines are planned for, and what is planned: the arguments of ``engines_on_gpus``."""
 
     model: Architecture
     gpu: GpuKind
-    demand: Demand
-    kv_bytes: int
+    available: int | None
+    demand: ServingDemand
+    kv_bytes_per_value: int
     paces: Mapping[TierName, Pace]
 
-    def engines(self, tier: TierName, available: int | None) -> list[Engine]:
+    def engine_setups(self, tier: TierName) -> list[_EngineSetup]:
         """Return a tier's engine on each number of GPUs that holds it, from the fewest."""
-        weights, found = self._weights(tier), []
-        for gpus in self._numbers(available):
-            kv_cache = self._usable - int(GPU_OVERHEAD_GIB * GIB) - weights // gpus
-            if kv_cache >= self._sequence(gpus):
-                found.append(self._engine(tier, weights, gpus, kv_cache))
-        return found
+        weights_bytes = self._weights_bytes(tier)
+        overhead_bytes = int(GPU_OVERHEAD_GIB * GIB)
+        setups = []
+        for gpus in self._engine_sizes:
+            kv_cache_bytes = self._usable_bytes - overhead_bytes - weights_bytes // gpus
+            if kv_cache_bytes >= self._sequence_bytes(gpus):
+                setup = _EngineSetup(
+                    tier=tier,
+                    precision=PRECISIONS[tier],
+                    weights_bytes=weights_bytes,
+                    gpus=gpus,
+                    kv_cache_bytes=kv_cache_bytes,
+                    kv_bytes_per_value=self.kv_bytes_per_value,
+                    pace=self._pace(tier, gpus),
+                )
+                setups.append(setup)
+        return setups
 
-    def why_not(self, tier: TierName, available: int | None) -> str:
-        """Return, with the arithmetic, why a tier's engine fits on none of these numbers of GPUs."""
-        gpus, weights = self._numbers(available)[-1], self._weights(tier) / GIB
-        free = self._usable / GIB - GPU_OVERHEAD_GIB
+    def lack_of_memory(self, tier: TierName) -> str:
+        """Return, with the arithmetic, why a tier's engine fits on none of the numbers of GPUs."""
+        gpus = self._engine_sizes[-1]
+        weights_gib = self._weights_bytes(tier) / GIB
+        free_gib = self._usable_bytes / GIB - GPU_OVERHEAD_GIB
+        sequence_gib = self._sequence_bytes(gpus) / GIB
         return (
-            f"{tier} does not fit on {gpus} x {self.gpu.name}: its weights take {weights:.1f} GiB, {weights / gpus:.1f} a "
-            f"GPU, which has {free:.1f} for them and the KV cache, of which one sequence of {self.demand.context} tokens "
-            f"takes {self._sequence(gpus) / GIB:.2f}. Take larger GPUs, or more"
+            f"{tier} does not fit on {gpus} x {self.gpu.name}: its weights take {weights_gib:.1f} GiB, "
+            f"{weights_gib / gpus:.1f} a GPU, which has {free_gib:.1f} for them and the KV cache, of which one sequence of "
+            f"{self.demand.context} tokens takes {sequence_gib:.2f}. Take larger GPUs, or more"
         )
 
-    def _engine(self, tier: TierName, weights: int, gpus: int, kv_cache: int) -> Engine:
-        decoded = self.demand.prompt_tokens + self.demand.output_tokens // 2
-        roofline = Roofline(
-            self.model, self.gpu, PRECISIONS[tier], gpus, decoded, self.kv_bytes
-        )
-        return Engine(
-            tier,
-            PRECISIONS[tier],
-            weights,
-            gpus,
-            kv_cache,
-            self.kv_bytes,
-            self.paces.get(tier, roofline),
+    def _pace(self, tier: TierName, gpus: int) -> Pace:
+        """Return the measured speed of a tier's engine, or else the computed one."""
+        measured = self.paces.get(tier)
+        if measured is not None:
+            return measured
+        # While a sequence is decoded, half of its answer is there in the mean.
+        context_tokens = self.demand.prompt_tokens + self.demand.output_tokens // 2
+        return Roofline(
+            model=self.model,
+            gpu=self.gpu,
+            precision=PRECISIONS[tier],
+            gpus=gpus,
+            context_tokens=context_tokens,
+            kv_bytes_per_value=self.kv_bytes_per_value,
         )
 
-    def _weights(self, tier: TierName) -> int:
+    def _weights_bytes(self, tier: TierName) -> int:
         return self.model.weight_bytes(BYTES_PER_WEIGHT[PRECISIONS[tier]])
 
-    def _sequence(self, gpus: int) -> int:
-        """Return the KV cache, in bytes on each GPU, of one sequence as long as the context."""
-        return self.model.sequence_bytes(self.demand.context, self.kv_bytes, gpus)
-
-    @property
-    def _usable(self) -> int:
-        return int(self.gpu.memory * (1 - GPU_RESERVE))
-
-    def _numbers(self, available: int | None) -> list[int]:
-        """Return the numbers of GPUs that an engine may have: powers of two that divide the attention heads."""
-        most = min(available or MOST_GPUS, MOST_GPUS)
-        return [
-            n
-            for n in (1, 2, 4, 8, 16)
-            if n <= most and self.model.attention_heads % n == 0
-        ]
-
-
-def between_ms(pace: Pace, demand: Demand, batch: int) -> float:
-    """Return the mean time between two tokens, in milliseconds, of an engine with so many sequences."""
-    delay = batch * pace.prompt_ms(demand.prompt_tokens, batch)
-    return pace.step_ms(batch) + delay / demand.output_tokens
-
-
-def _tier(engine: Engine, model: Architecture, demand: Demand) -> EnginePlan:
-    gpus = max(engine.gpus, 1)
-    each = model.sequence_bytes(demand.context, engine.kv_bytes, gpus)
-    most = engine.kv_cache // each
-    found = EnginePlan(
-        engine.tier,
-        str(engine.precision),
-        engine.weights,
-        model.kv_bytes_per_token(engine.kv_bytes),
-        model.sequence_bytes(demand.context, engine.kv_bytes),
-        engine.gpus,
-        most,
-        min(most, demand.max_num_seqs),
-        pace=engine.pace,
-    )
-    pace = engine.pace
-    if pace is None:
-        return found
-    prefill, tokens = (
-        pace.prefill_ms_per_token * demand.prompt_tokens,
-        demand.output_tokens,
-    )
-
-    def between(batch: int) -> float:
-        return between_ms(pace, demand, batch)
-
-    def keeps(batch: int) -> bool:
-        slow = demand.tpot_ms is not None and between(batch) > demand.tpot_ms
-        return not slow and (
-            demand.ttft_ms is None or prefill + pace.step_ms(batch) <= demand.ttft_ms
+    def _sequence_bytes(self, gpus: int) -> int:
+        """Return the KV cache, on each GPU, of one sequence as long as the context."""
+        return self.model.sequence_bytes(
+            self.demand.context, self.kv_bytes_per_value, gpus
         )
 
-    # More sequences fit if they are as long as the mean, not as the longest. Long answers stay longer: of those that are
-    # computed, the mean is about as long as the mean answer at its end.
-    usual = model.sequence_bytes(demand.prompt_tokens + tokens, engine.kv_bytes, gpus)
-    largest = max(min(engine.kv_cache // max(usual, 1), demand.max_num_seqs), 1)
-    batch = next((b for b in range(largest, 0, -1) if keeps(b)), 0)
-    if not batch:
-        return replace(found, batch=0)
-    step = between(batch)
-    rate = batch / (tokens * step / 1000)
-    ttft = prefill + pace.step_ms(batch)
-    return replace(
-        found,
-        batch=batch,
-        ttft_ms=ttft,
-        tpot_ms=step,
-        requests_per_s=rate,
-        tokens_per_s=rate * tokens,
+    @property
+    def _usable_bytes(self) -> int:
+        return int(self.gpu.memory_bytes * (1 - GPU_RESERVE))
+
+    @property
+    def _engine_sizes(self) -> list[int]:
+        """Return the numbers of GPUs that an engine may have: they divide the attention heads."""
+        sizes = [
+            size for size in ENGINE_SIZES if self.model.attention_heads % size == 0
+        ]
+        if not self.available:
+            return sizes
+        return [size for size in sizes if size <= self.available]
+
+
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """The times of an engine's requests without waiting, by the number of sequences that it decodes at once."""
+
+    pace: Pace
+    demand: ServingDemand
+    prefill_ms: float
+
+    def ttft_ms(self, batch: int) -> float:
+        """Return the time to the first token of the mean prompt."""
+        return self.prefill_ms + self.pace.step_ms(batch)
+
+    def tpot_ms(self, batch: int) -> float:
+        """Return the mean time between two tokens."""
+        return mean_tpot_ms(self.pace, self.demand, batch)
+
+    def keeps_bounds(self, batch: int) -> bool:
+        """Tell whether TTFT and TPOT are short enough."""
+        demand = self.demand
+        if demand.tpot_ms is not None and self.tpot_ms(batch) > demand.tpot_ms:
+            return False
+        return demand.ttft_ms is None or self.ttft_ms(batch) <= demand.ttft_ms
+
+    def largest_batch(self, most: int) -> int:
+        """Return the largest batch up to ``most`` that keeps the bounds; 0: not even one sequence does."""
+        for batch in range(most, 0, -1):
+            if self.keeps_bounds(batch):
+                return batch
+        return 0
+
+
+def mean_tpot_ms(pace: Pace, demand: ServingDemand, batch: int) -> float:
+    """Return the mean time between two tokens, in milliseconds, of an engine that decodes so many sequences.
+
+    While an answer is decoded, the prompt of each sequence of the batch is computed once.
+    """
+    prompts_ms = batch * pace.prompt_ms(demand.prompt_tokens, batch)
+    return pace.step_ms(batch) + prompts_ms / demand.output_tokens
+
+
+def _plan_engine(
+    setup: _EngineSetup, model: Architecture, demand: ServingDemand
+) -> EnginePlan:
+    """Find an engine's batch, and how fast it serves with it."""
+    longest_bytes = setup.sequence_bytes(model, demand.context)
+    max_sequences = setup.kv_cache_bytes // longest_bytes
+    kv_bytes_per_value = setup.kv_bytes_per_value
+    plan = EnginePlan(
+        tier=setup.tier,
+        precision=str(setup.precision),
+        weights_bytes=setup.weights_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token(kv_bytes_per_value),
+        kv_bytes_per_sequence=model.sequence_bytes(demand.context, kv_bytes_per_value),
+        gpus_per_replica=setup.gpus,
+        max_sequences=max_sequences,
+        batch=min(max_sequences, demand.max_num_seqs),
+        pace=setup.pace,
     )
+    pace = setup.pace
+    if pace is None:
+        return plan
+    prefill_ms = pace.prefill_ms_per_token * demand.prompt_tokens
+    timing = _Timing(pace, demand, prefill_ms=prefill_ms)
+    batch = timing.largest_batch(_most_mean_sequences(setup, model, demand))
+    if not batch:
+        return replace(plan, batch=0)
+    tpot_ms = timing.tpot_ms(batch)
+    requests_per_s = batch / (demand.output_tokens * tpot_ms / 1000)
+    return replace(
+        plan,
+        batch=batch,
+        ttft_ms=timing.ttft_ms(batch),
+        tpot_ms=tpot_ms,
+        requests_per_s=requests_per_s,
+        tokens_per_s=requests_per_s * demand.output_tokens,
+    )
+
+
+def _most_mean_sequences(
+    setup: _EngineSetup, model: Architecture, demand: ServingDemand
+) -> int:
+    """Return how many sequences of mean length an engine may decode at once, at least one.
+
+    More of them fit into the KV cache than of the longest sequences. At a given moment long answers are computed more often
+    than short ones, so the length counts that a mean sequence has at its end.
+    """
+    mean_tokens = demand.prompt_tokens + demand.output_tokens
+    mean_bytes = setup.sequence_bytes(model, mean_tokens)
+    fitting = setup.kv_cache_bytes // max(mean_bytes, 1)
+    return max(min(fitting, demand.max_num_seqs), 1)

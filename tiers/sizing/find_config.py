@@ -35,31 +35,35 @@ def find_config(model: str) -> dict[str, Any]:
     if path.is_dir():
         path /= "config.json"
     if path.is_file():
-        return _object(path.read_bytes(), str(path))
+        return _parse_config(path.read_bytes(), str(path))
     if not _ID.fullmatch(model) or path.suffix == ".json":
         raise PlanError(
             f"--model {model}: there is no such file or folder, and it is not an id such as owner/name"
         )
-    cached = sorted(
-        (hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots").glob(
-            "*/config.json"
-        )
-    )
-    if cached:
-        return _object(
-            max(cached, key=lambda file: file.stat().st_mtime).read_bytes(), model
-        )
+    cached_file = _newest_cached_config(model)
+    if cached_file is not None:
+        return _parse_config(cached_file.read_bytes(), model)
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
         raise PlanError(
             f"--model {model}: it is not in the hub's cache, and HF_HUB_OFFLINE is set; give its config.json"
         )
-    return _object(_download(model), model)
+    return _parse_config(_download(model), model)
+
+
+def _newest_cached_config(model: str) -> Path | None:
+    snapshots = hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots"
+    # The order decides between files of the same time.
+    cached_files = sorted(snapshots.glob("*/config.json"))
+    return max(cached_files, key=lambda file: file.stat().st_mtime, default=None)
 
 
 def _download(model: str) -> bytes:
-    url = f"{os.environ.get('HF_ENDPOINT', HUB).rstrip('/')}/{model}/resolve/main/config.json"
+    hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    url = f"{hub}/{model}/resolve/main/config.json"
+    headers: dict[str, str] = {}
     token = os.environ.get("HF_TOKEN")
-    headers = {"authorization": f"Bearer {token}"} if token else {}
+    if token:
+        headers["authorization"] = f"Bearer {token}"
     try:
         answer = httpx.get(
             url,
@@ -72,7 +76,7 @@ def _download(model: str) -> bytes:
         raise PlanError(f"--model {model}: {url} cannot be asked: {error}") from error
     except httpx.HTTPError as error:
         raise PlanError(
-            f"--model {model}: {url} cannot be reached ({error or type(error).__name__}); give the model's config.json"
+            f"--model {model}: {url} cannot be reached ({error}); give the model's config.json"
         ) from error
     if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
         raise PlanError(
@@ -85,13 +89,13 @@ def _download(model: str) -> bytes:
     return answer.content
 
 
-def _object(content: bytes, where: str) -> dict[str, Any]:
+def _parse_config(content: bytes, model: str) -> dict[str, Any]:
     try:
-        found = json.loads(content[:MAX_BYTES])
+        config = json.loads(content[:MAX_BYTES])
     except (ValueError, RecursionError) as error:
         raise PlanError(
-            f"--model {where}: its config.json is not JSON: {error}"
+            f"--model {model}: its config.json is not JSON: {error}"
         ) from error
-    if not isinstance(found, dict):
-        raise PlanError(f"--model {where}: its config.json must be a JSON object")
-    return found
+    if not isinstance(config, dict):
+        raise PlanError(f"--model {model}: its config.json must be a JSON object")
+    return config

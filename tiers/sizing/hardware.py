@@ -20,15 +20,15 @@ class GpuKind(BaseModel):
     """A kind of GPU.
 
     Attributes:
-        also: Other names, as those of its driver.
+        also: Other names, such as those that its driver gives it.
         memory_gb: In units of 1e9 bytes.
-        bandwidth_gb_s: Of its memory, in 1e9 bytes a second.
-        bf16_tflops: Dense, in 1e12 operations a second.
-        fp8_tflops: Dense; None: it has no units for FP8.
+        bandwidth_gb_s: Memory bandwidth, in 1e9 bytes a second.
+        bf16_tflops: Dense throughput in BF16, in 1e12 operations a second.
+        fp8_tflops: Dense throughput in FP8; None: there are no units for FP8.
         int8_tops: Dense, in 1e12 operations a second; None: not known. No planned tier computes in INT8.
         int4_tops: Dense, in 1e12 operations a second; None: not known. No planned tier computes in INT4.
-        machete: vLLM computes 4-bit weights with Machete there, else with Marlin.
-        price_per_hour: Of one GPU, as given with it; None: as the file of prices says.
+        machete: Whether vLLM computes 4-bit weights with Machete there; it takes Marlin elsewhere.
+        price_per_hour: The price of one GPU, given together with its figures; None: the file of prices has it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,16 +45,19 @@ class GpuKind(BaseModel):
     price_per_hour: float | None = Field(None, ge=0)
 
     @property
-    def memory(self) -> float:
-        """Return its memory in bytes."""
+    def memory_bytes(self) -> float:
+        """Return the size of its memory."""
         return self.memory_gb * 1e9
 
     def is_called(self, name: str) -> bool:
         """Tell whether this is one of its names; case, spaces and hyphens do not count."""
-        return plain_name(name) in map(plain_name, (self.name, *self.also))
+        own_names = map(plain_name, (self.name, *self.also))
+        return plain_name(name) in own_names
 
 
-class _Gpus(BaseModel):
+class _GpuFile(BaseModel):
+    """The content of ``gpus.json``."""
+
     sources: str
     gpus: tuple[GpuKind, ...]
 
@@ -64,8 +67,8 @@ class Prices(BaseModel):
 
     Attributes:
         currency: For people.
-        sources: For people: where the prices are from, and of when.
-        per_gpu_hour: By the GPU's name.
+        sources: For people: who asks these prices, and since when they are known.
+        per_gpu_hour: The price of an hour by a GPU's name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,33 +81,33 @@ class Prices(BaseModel):
         """Return the price of an hour; None: it is not known."""
         if gpu.price_per_hour is not None:
             return gpu.price_per_hour
-        return next(
-            (price for name, price in self.per_gpu_hour.items() if gpu.is_called(name)),
-            None,
-        )
+        for name, price in self.per_gpu_hour.items():
+            if gpu.is_called(name):
+                return price
+        return None
 
 
 @lru_cache(maxsize=1)
 def known_gpus() -> tuple[GpuKind, ...]:
     """Return the kinds of GPU that are known."""
-    return _Gpus.model_validate_json(GPUS.read_bytes()).gpus
+    return _GpuFile.model_validate_json(GPUS.read_bytes()).gpus
 
 
 def read_prices(path: Path = PRICES) -> Prices:
     """Read a file of prices.
 
     Raises:
-        PlanError: It cannot be read, or is not as ``prices.json`` is.
+        PlanError: The file cannot be read, or has another form than ``prices.json``.
     """
     try:
         return Prices.model_validate(json.loads(path.read_bytes()))
     except OSError as error:
         raise PlanError(f"the prices cannot be read: {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+        fault = error.errors()[0]
+        field = ".".join(map(str, fault["loc"])) or "the file"
         raise PlanError(
-            f'{path}: {where}: {first["msg"]}. It has the form {{"per_gpu_hour": {{"H100": 3.5}}}}'
+            f'{path}: {field}: {fault["msg"]}. It has the form {{"per_gpu_hour": {{"H100": 3.5}}}}'
         ) from error
     except ValueError as error:
         raise PlanError(f"{path}: not JSON: {error}") from error

@@ -1,7 +1,7 @@
 """Read the GPUs that a person names: ``2xH100``, one that is not known with the figures of its data sheet, or a file.
 
-``2xNAME:96GB,1792GB/s,500TF`` gives memory, memory bandwidth and dense BF16 throughput. A TOML file has the same fields, a
-table for each kind of GPU. Of a kind that is known, the fields that are given replace the known ones.
+``2xNAME:96GB,1792GB/s,500TF`` gives memory, memory bandwidth and dense BF16 throughput. A TOML file has the same fields, in
+a table for each kind of GPU. If the kind is known, the fields that are given replace the known ones.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tiers.errors import PlanError
 from tiers.sizing.hardware import GpuKind, known_gpus, plain_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 GIB_IN_GB = (1 << 30) / 1e9
-MOST_GIVEN = 100_000  # GPUs of a kind
+MOST_GPUS_OF_A_KIND = 100_000
 _COUNTED = re.compile(
     r"\s*(?:(\d+)\s*[x*]\s*|(\d{1,3})\s+(?=[a-z]))?(\S.*?)\s*", re.IGNORECASE
 )
@@ -40,14 +40,14 @@ _WHERE_TO_LOOK = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
+class _Figure:
     """A figure that may be given for a GPU.
 
     Attributes:
-        attribute: Of ``GpuKind``.
-        units: What one of each unit is in the attribute's; the first is meant where none is written.
+        attribute: The name of the attribute of ``GpuKind``.
+        units: How many of the attribute's unit each unit is; the first one is meant where none is written.
         least: The smallest value that is allowed, in the attribute's unit.
-        most: The largest.
+        most: The largest value that is allowed, in the attribute's unit.
         example: As a person writes it.
     """
 
@@ -71,16 +71,16 @@ _FLOPS = {
 }
 _TOPS = {"tops": 1.0, "top/s": 1.0, "t": 1.0, "tf": 1.0, "pops": 1000.0}
 _HOUR = {"/h": 1.0, "/hour": 1.0}
-FIELDS: dict[str, _Field] = {
-    "memory": _Field("memory_gb", _MEMORY, least=1, most=10_000, example="96GB"),
-    "bandwidth": _Field(
+FIELDS: dict[str, _Figure] = {
+    "memory": _Figure("memory_gb", _MEMORY, least=1, most=10_000, example="96GB"),
+    "bandwidth": _Figure(
         "bandwidth_gb_s", _BANDWIDTH, least=10, most=100_000, example="1792GB/s"
     ),
-    "bf16": _Field("bf16_tflops", _FLOPS, least=1, most=100_000, example="500TF"),
-    "fp8": _Field("fp8_tflops", _FLOPS, least=1, most=100_000, example="1000TF"),
-    "int8": _Field("int8_tops", _TOPS, least=1, most=100_000, example="1000TOPS"),
-    "int4": _Field("int4_tops", _TOPS, least=1, most=200_000, example="2000TOPS"),
-    "price": _Field("price_per_hour", _HOUR, least=0, most=10_000, example="1.9"),
+    "bf16": _Figure("bf16_tflops", _FLOPS, least=1, most=100_000, example="500TF"),
+    "fp8": _Figure("fp8_tflops", _FLOPS, least=1, most=100_000, example="1000TF"),
+    "int8": _Figure("int8_tops", _TOPS, least=1, most=100_000, example="1000TOPS"),
+    "int4": _Figure("int4_tops", _TOPS, least=1, most=200_000, example="2000TOPS"),
+    "price": _Figure("price_per_hour", _HOUR, least=0, most=10_000, example="1.9"),
 }
 REQUIRED = ("memory", "bandwidth", "bf16")
 _FIELDS_ALLOWED = "allowed are 96GB, 1792GB/s, 500TF, fp8=1000TF, int8=1000TOPS, int4=2000TOPS and price=1.9"
@@ -92,15 +92,17 @@ def parse_gpus(text: str) -> tuple[GpuKind, int | None]:
     Raises:
         PlanError: The kind is not known and its figures are not given, a figure is wrong, or the number is 0.
     """
-    counted, _, figures = text.partition(":")
-    count, name = _count_and_name(counted)
-    given = dict[str, float]()
-    for written in figures.split(",") if ":" in text else ():
-        field, value = _field_of(written, f"--gpus {text}")
-        if field in given:
-            raise PlanError(f"--gpus {text}: {field} is given twice; {_FIELDS_ALLOWED}")
-        given[field] = value
-    return _kind(name, given, f"--gpus {text}"), count
+    counted_name, colon, written_figures = text.partition(":")
+    count, name = _count_and_name(counted_name)
+    where = f"--gpus {text}"
+    values: dict[str, float] = {}
+    if colon:
+        for written in written_figures.split(","):
+            field, value = _field_and_value(written, where)
+            if field in values:
+                raise PlanError(f"{where}: {field} is given twice; {_FIELDS_ALLOWED}")
+            values[field] = value
+    return _make_kind(name, values, where), count
 
 
 def parse_all_gpus(text: str) -> dict[GpuKind, int | None]:
@@ -109,9 +111,11 @@ def parse_all_gpus(text: str) -> dict[GpuKind, int | None]:
     Raises:
         PlanError: One cannot be read, or is named twice.
     """
+    where = f"--gpus {text}"
     if Path(text).suffix == ".toml":
-        return _once(_read_file(Path(text)), f"--gpus {text}")
-    return _once(map(parse_gpus, _split(text)), f"--gpus {text}")
+        return _without_repetition(_read_file(Path(text)), where)
+    kinds = (parse_gpus(kind) for kind in _split_kinds(text))
+    return _without_repetition(kinds, where)
 
 
 def is_as_built_in(kind: GpuKind) -> bool:
@@ -121,10 +125,9 @@ def is_as_built_in(kind: GpuKind) -> bool:
 
 def given_figures(kind: GpuKind) -> str:
     """Return, for people, the figures of a kind of GPU that were given, and what is assumed of those that were not."""
-    known = any(gpu.is_called(kind.name) for gpu in known_gpus())
     text = (
-        f"{kind.name} {'with other figures than those built in' if known else 'as given'}: {kind.memory_gb:,g} GB, "
-        f"{kind.bandwidth_gb_s:,g} GB/s, {kind.bf16_tflops:,g} TFLOP/s in BF16"
+        f"{kind.name} {_origin_words(kind)}: {kind.memory_gb:,g} GB, {kind.bandwidth_gb_s:,g} GB/s, "
+        f"{kind.bf16_tflops:,g} TFLOP/s in BF16"
     )
     if kind.fp8_tflops is None:
         text += (
@@ -139,23 +142,33 @@ def given_figures(kind: GpuKind) -> str:
     return text
 
 
+def _origin_words(kind: GpuKind) -> str:
+    if any(gpu.is_called(kind.name) for gpu in known_gpus()):
+        return "with other figures than those built in"
+    return "as given"
+
+
 def unknown_gpu(name: str) -> str:
     """Return, for people, which GPUs are known, those with similar names first, and how one that is not is given."""
-    by_likeness = sorted(known_gpus(), key=lambda kind: -_likeness(kind, name))
-    known = ", ".join(kind.name for kind in by_likeness)
-    example = _FORM.replace("NAME", plain_for_text(name) or "NAME")
-    counted_last = _COUNT_LAST.fullmatch(name)
-    hint = (
-        f"Write {counted_last[2]}x{counted_last[1]} for {counted_last[2]} of them.\n"
-        if counted_last
-        else ""
+    most_similar_first = sorted(
+        known_gpus(), key=lambda kind: _likeness(kind, name), reverse=True
     )
+    known_names = ", ".join(kind.name for kind in most_similar_first)
+    example = _FORM.replace("NAME", plain_for_text(name) or "NAME")
     return (
-        f"{name.strip() or 'an empty name'} is no GPU that is known here.\n{hint}"
-        f"Known are, most similar first: {known}.\n"
+        f"{name.strip() or 'an empty name'} is no GPU that is known here.\n{_count_hint(name)}"
+        f"Known are, most similar first: {known_names}.\n"
         f"Any other takes its own figures in place of these, or a TOML file with them: --gpus '2x{example}'\n"
         f"{_WHERE_TO_LOOK}"
     )
+
+
+def _count_hint(name: str) -> str:
+    """Return a line for a name that ends with a number of GPUs; empty: it does not."""
+    match = _COUNT_LAST.fullmatch(name)
+    if match is None:
+        return ""
+    return f"Write {match[2]}x{match[1]} for {match[2]} of them.\n"
 
 
 def plain_for_text(name: str) -> str:
@@ -163,14 +176,17 @@ def plain_for_text(name: str) -> str:
     return re.sub(r"[\s,:]+", "-", name.strip()).strip("-")
 
 
-def _split(text: str) -> list[str]:
-    """Divide the kinds of GPU at commas, of which those between the figures of one GPU are left."""
+def _split_kinds(text: str) -> list[str]:
+    """Divide a text at the commas between kinds of GPU, but not at those between the figures of one GPU."""
     kinds = [""]
     for part in text.split(","):
-        if kinds[-1] and (":" not in kinds[-1] or _BEGINS_A_KIND.match(part)):
+        has_figures = ":" in kinds[-1]
+        if not kinds[-1]:
+            kinds[-1] = part
+        elif not has_figures or _BEGINS_A_KIND.match(part):
             kinds.append(part)
         else:
-            kinds[-1] = f"{kinds[-1]},{part}" if kinds[-1] else part
+            kinds[-1] = f"{kinds[-1]},{part}"
     return kinds
 
 
@@ -179,85 +195,80 @@ def _count_and_name(text: str) -> tuple[int | None, str]:
     if match is None:
         return None, text.strip()
     count = match[1] or match[2]
-    return _checked_count(int(count), f"--gpus {text}") if count else None, match[3]
+    name = match[3]
+    if not count:
+        return None, name
+    return _checked_count(int(count), f"--gpus {text}"), name
 
 
 def _checked_count(count: int, where: str) -> int:
-    if not 1 <= count <= MOST_GIVEN:
+    if not 1 <= count <= MOST_GPUS_OF_A_KIND:
         raise PlanError(
-            f"{where}: the number of GPUs must be from 1 to {MOST_GIVEN:,}; leave it out for as many as are needed"
+            f"{where}: the number of GPUs must be from 1 to {MOST_GPUS_OF_A_KIND:,}; leave it out for as many as are needed"
         )
     return count
 
 
-def _field_of(written: str, where: str) -> tuple[str, float]:
+def _field_and_value(written: str, where: str) -> tuple[str, float]:
     """Read one figure, whose field is named or follows from its unit."""
     name, equals, value = written.partition("=")
     if equals:
-        return _named_field(name.strip().lower(), value, where)
-    match = _VALUE.fullmatch(written.strip())
+        field = name.strip().lower()
+        if field not in FIELDS:
+            raise PlanError(f"{where}: there is no figure {field}; {_FIELDS_ALLOWED}")
+        return field, _value(field, value, where)
+    figure = written.strip()
+    match = _VALUE.fullmatch(figure)
     unit = match[2].lower() if match else ""
     for field in REQUIRED:
         if unit in FIELDS[field].units:
             return field, _value(field, written, where)
-    if written.strip().isdecimal():
+    if figure.isdecimal():
         raise PlanError(
-            f"{where}: {written.strip()} has no unit; {_FIELDS_ALLOWED}. Write 2xH100 for two GPUs"
+            f"{where}: {figure} has no unit; {_FIELDS_ALLOWED}. Write 2xH100 for two GPUs"
         )
     raise PlanError(
-        f"{where}: {written.strip() or 'an empty figure'} cannot be read; {_FIELDS_ALLOWED}"
+        f"{where}: {figure or 'an empty figure'} cannot be read; {_FIELDS_ALLOWED}"
     )
 
 
-def _named_field(name: str, written: str, where: str) -> tuple[str, float]:
-    if name not in FIELDS:
-        raise PlanError(f"{where}: there is no figure {name}; {_FIELDS_ALLOWED}")
-    return name, _value(name, written, where)
+def _value(field: str, written: str, where: str) -> float:
+    """Return a figure in the unit of its attribute.
 
-
-def _value(name: str, written: str, where: str) -> float:
-    field = FIELDS[name]
-    match = _VALUE.fullmatch(written.strip())
+    Raises:
+        PlanError: It cannot be read, or is not allowed.
+    """
+    figure = FIELDS[field]
+    number_and_unit = written.strip()
+    match = _VALUE.fullmatch(number_and_unit)
     factor = None
     if match is not None:
-        factor = field.units.get(match[2].lower(), None if match[2] else 1.0)
+        without_unit = None if match[2] else 1.0
+        factor = figure.units.get(match[2].lower(), without_unit)
     if match is None or factor is None:
         raise PlanError(
-            f"{where}: {name} is {written.strip() or 'empty'}; a value like {field.example} is allowed"
+            f"{where}: {field} is {number_and_unit or 'empty'}; a value like {figure.example} is allowed"
         )
     value = float(match[1]) * factor
-    if not field.least <= value <= field.most:
-        unit = next(iter(field.units)).upper()
+    if not figure.least <= value <= figure.most:
+        unit = next(iter(figure.units)).upper()
         raise PlanError(
-            f"{where}: {name} is {written.strip()}; {field.least:,g} to {field.most:,g} {unit} is allowed: is the unit "
+            f"{where}: {field} is {number_and_unit}; {figure.least:,g} to {figure.most:,g} {unit} is allowed: is the unit "
             "right?"
         )
     return value
 
 
-def _kind(name: str, given: Mapping[str, float], where: str) -> GpuKind:
+def _make_kind(name: str, values: Mapping[str, float], where: str) -> GpuKind:
     """Return a known kind with the figures that are given, or one that is made of figures alone."""
     figures: dict[str, Any] = {
-        FIELDS[field].attribute: value for field, value in given.items()
+        FIELDS[field].attribute: value for field, value in values.items()
     }
     known = next((gpu for gpu in known_gpus() if gpu.is_called(name)), None)
     if known is not None:
         kind = known.model_copy(update=figures)
-    elif not given or not plain_name(name):
-        raise PlanError(f"{where}: {unknown_gpu(name)}")
-    elif not _NAME.fullmatch(name):
-        raise PlanError(
-            f"{where}: a GPU's name of up to 64 letters, digits, spaces and .+/()- is allowed"
-        )
     else:
-        missing = [field for field in REQUIRED if field not in given]
-        if missing:
-            examples = ", ".join(
-                f"{field} as {FIELDS[field].example}" for field in missing
-            )
-            raise PlanError(
-                f"{where}: {name} is not known here, and lacks {examples}.\n{_WHERE_TO_LOOK}"
-            )
+        _check_unknown_kind(name, values, where)
         kind = GpuKind(name=name, **figures)
     if kind.fp8_tflops is not None and kind.fp8_tflops < kind.bf16_tflops:
         raise PlanError(
@@ -265,6 +276,26 @@ def _kind(name: str, given: Mapping[str, float], where: str) -> GpuKind:
             "Leave it out for a GPU without FP8 units"
         )
     return kind
+
+
+def _check_unknown_kind(name: str, values: Mapping[str, float], where: str) -> None:
+    """Check that a GPU that is not known has a usable name, and all figures that are needed.
+
+    Raises:
+        PlanError: It does not.
+    """
+    if not values or not plain_name(name):
+        raise PlanError(f"{where}: {unknown_gpu(name)}")
+    if not _NAME.fullmatch(name):
+        raise PlanError(
+            f"{where}: a GPU's name of up to 64 letters, digits, spaces and .+/()- is allowed"
+        )
+    missing = [field for field in REQUIRED if field not in values]
+    if missing:
+        examples = ", ".join(f"{field} as {FIELDS[field].example}" for field in missing)
+        raise PlanError(
+            f"{where}: {name} is not known here, and lacks {examples}.\n{_WHERE_TO_LOOK}"
+        )
 
 
 def _read_file(path: Path) -> list[tuple[GpuKind, int | None]]:
@@ -283,44 +314,56 @@ def _read_file(path: Path) -> list[tuple[GpuKind, int | None]]:
 
 
 def _kind_of_table(name: str, table: object, path: Path) -> tuple[GpuKind, int | None]:
+    """Read the table of one kind of GPU."""
     if not isinstance(table, dict):
         raise PlanError(
             f"{path}: {name}: a table for each kind of GPU is needed; {_file_form()}"
         )
+    where = f"{path}: [{name}]"
     count: int | None = None
-    given = dict[str, float]()
-    for key, value in table.items():
-        where = f"{path}: [{name}]"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    values: dict[str, float] = {}
+    for key, written in table.items():
         if key == "count":
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise PlanError(
-                    f"{where}: count is {value!r}; a whole number is allowed"
-                )
-            count = _checked_count(value, where)
-        elif key not in FIELDS:
-            raise PlanError(
-                f"{where}: there is no field {key}; allowed are count, {', '.join(FIELDS)}"
-            )
-        elif not is_number and not isinstance(value, str):
-            raise PlanError(
-                f'{where}: {key} is {value!r}; "{FIELDS[key].example}" is allowed'
-            )
+            count = _count_in_table(written, where)
         else:
-            given[key] = _value(key, str(value), where)
-    return _kind(name, given, f"{path}: [{name}]"), count
+            values[key] = _value_in_table(key, written, where)
+    return _make_kind(name, values, where), count
+
+
+def _count_in_table(written: object, where: str) -> int:
+    if not isinstance(written, int) or isinstance(written, bool):
+        raise PlanError(f"{where}: count is {written!r}; a whole number is allowed")
+    return _checked_count(written, where)
+
+
+def _value_in_table(field: str, written: object, where: str) -> float:
+    if field not in FIELDS:
+        raise PlanError(
+            f"{where}: there is no field {field}; allowed are count, {', '.join(FIELDS)}"
+        )
+    is_number = isinstance(written, int | float) and not isinstance(written, bool)
+    if not is_number and not isinstance(written, str):
+        raise PlanError(
+            f'{where}: {field} is {written!r}; "{FIELDS[field].example}" is allowed'
+        )
+    return _value(field, str(written), where)
 
 
 def _file_form() -> str:
     return 'it has the form [NAME] count = 2, memory = "96GB", bandwidth = "1792GB/s", bf16 = "500TF", each on its own line'
 
 
-def _once(
+def _without_repetition(
     kinds: Iterable[tuple[GpuKind, int | None]], where: str
 ) -> dict[GpuKind, int | None]:
-    counts = dict[GpuKind, int | None]()
+    """Return the number of each kind of GPU.
+
+    Raises:
+        PlanError: A kind is named twice.
+    """
+    counts: dict[GpuKind, int | None] = {}
     for kind, count in kinds:
-        if any(other.is_called(kind.name) for other in counts):
+        if any(earlier_kind.is_called(kind.name) for earlier_kind in counts):
             raise PlanError(
                 f"{where}: {kind.name} is named twice; write how many there are in all"
             )
@@ -329,8 +372,10 @@ def _once(
 
 
 def _likeness(kind: GpuKind, name: str) -> float:
-    names: Sequence[str] = (kind.name, *kind.also)
-    return max(
-        SequenceMatcher(None, plain_name(name), plain_name(known)).ratio()
-        for known in names
-    )
+    """Return how similar a name is to one of a kind of GPU, 0..1."""
+    wanted = plain_name(name)
+    likeness = 0.0
+    for known_name in (kind.name, *kind.also):
+        matcher = SequenceMatcher(None, wanted, plain_name(known_name))
+        likeness = max(likeness, matcher.ratio())
+    return likeness

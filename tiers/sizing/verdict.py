@@ -11,100 +11,130 @@ from typing import TYPE_CHECKING, cast
 from rich.table import Table
 
 from classifier import Complexity
-from tiers.sizing.fleet import EngineType, Fleet, Load
+from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
+from tiers.sizing.operation import ROUNDING
 from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
     from classifier import PromptClass
 
-LEAST_SHOWN = 0.005  # of a kind's requests
+LEAST_SHOWN_SHARE = 0.005  # share of a kind's requests
+LEAST_SHOWN_LOSS = 5e-5  # share of all answers
+SAME_PRICE = 0.005  # half a cent: the smallest difference that is shown
 NAMES = {"awq-int4": "4 bits", "fp8": "FP8", "bf16": "BF16"}
 
 
-def counted(fleet: Fleet) -> str:
+def counted(fleet: PlannedFleet) -> str:
     """Return what a fleet consists of: ``2 x FP8 and 1 x BF16``."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for engine, count in fleet.counts:
-        found[NAMES[engine.plan.precision]] += count
-    return " and ".join(f"{count} x {name}" for name, count in found.items())
+        counts[NAMES[engine.plan.precision]] += count
+    return " and ".join(f"{count} x {name}" for name, count in counts.items())
 
 
-def _costs(fleet: Fleet, currency: str | None) -> str:
+def _cost_words(fleet: PlannedFleet, currency: str | None) -> str:
     if currency is not None:
         return f"{fleet.price:,.2f} {currency} an hour"
-    what = "GPU" if fleet.counts[0][0].gpu else "machine"
-    return f"{fleet.price:,.0f} {what}{'s' * (fleet.price > 1)}"
+    unit = "GPU" if fleet.counts[0][0].gpu else "machine"
+    if fleet.price > 1:
+        unit += "s"
+    return f"{fleet.price:,.0f} {unit}"
 
 
-def _answers(lost: float) -> str:
-    return "none" if lost < 5e-5 else f"{lost * 100:.2g} answers of 100"  # noqa: PLR2004  less is not told
+def _loss_words(lost_share: float) -> str:
+    if lost_share < LEAST_SHOWN_LOSS:
+        return "none"
+    return f"{lost_share * 100:.2g} answers of 100"
 
 
 def verdict_on(
-    best: Fleet,
-    singles: Mapping[TierName, Fleet | None],
-    load: Load,
+    best: PlannedFleet,
+    singles: Mapping[TierName, PlannedFleet | None],
+    load: DailyLoad,
     currency: str | None,
 ) -> str:
-    """Return the plan in a sentence, beside each precision alone; without a currency GPUs or machines are counted."""
-    used = {engine.tier for engine, _ in best.counts}
-    if len(used) == 1:
+    """Return the plan in a sentence, beside each precision alone.
+
+    Args:
+        best: The planned fleet.
+        singles: The cheapest fleet of each precision alone; None: it does not carry the load.
+        load: What they are planned for.
+        currency: That of prices; None: no price is known, so GPUs or machines are counted.
+    """
+    cost = _cost_words(best, currency)
+    loss = _loss_words(best.lost_share)
+    tiers = {engine.tier for engine, _ in best.counts}
+    if len(tiers) == 1:
         name = NAMES[best.counts[0][0].plan.precision]
         return (
-            f"{name} alone is best here: it costs {_costs(best, currency)} and loses {_answers(best.lost)}, within the "
-            f"{_answers(load.budget)} allowed; further precisions would not pay."
+            f"{name} alone is best here: it costs {cost} and loses {loss}, within the {_loss_words(load.budget)} allowed; "
+            "further precisions would not pay."
         )
-    said = [
-        f"{counted(best)} cost {_costs(best, currency)} and lose {_answers(best.lost)}"
-    ]
+    clauses = [f"{counted(best)} cost {cost} and lose {loss}"]
     for tier, fleet in singles.items():
         name = NAMES[str(PRECISIONS[tier])]
         if fleet is None:
-            said.append(f"{name} alone does not carry it on these GPUs")
+            clauses.append(f"{name} alone does not carry it on these GPUs")
         else:
-            same = (
-                "the same"
-                if abs(fleet.price - best.price) < 0.005  # noqa: PLR2004  a cent's half
-                else _costs(fleet, currency)
-            )
-            over = ", over the budget" if fleet.lost > load.budget + 1e-9 else ""
-            said.append(
-                f"{name} alone costs {same} and loses {_answers(fleet.lost)}{over}"
-            )
-    return "; ".join(said) + "."
+            comparison = _comparison(fleet, best, load, currency=currency)
+            clauses.append(f"{name} alone {comparison}")
+    return "; ".join(clauses) + "."
+
+
+def _comparison(
+    single: PlannedFleet, best: PlannedFleet, load: DailyLoad, currency: str | None
+) -> str:
+    """Return what a fleet of one precision costs and loses, beside the best fleet."""
+    cost = _cost_words(single, currency)
+    if abs(single.price - best.price) < SAME_PRICE:
+        cost = "the same"
+    comparison = f"costs {cost} and loses {_loss_words(single.lost_share)}"
+    if single.lost_share > load.budget + ROUNDING:
+        comparison += ", over the budget"
+    return comparison
 
 
 def missing_for(
     engines: Sequence[EngineType],
-    load: Load,
+    load: DailyLoad,
     available: Mapping[str, int | None],
-    more: Fleet | None,
+    sufficient: PlannedFleet | None,
 ) -> str:
-    """Return what is missing; ``more``: the cheapest fleet of as many GPUs as it takes."""
-    if more is None:
-        least = min(load.lost_by(tier) for tier in {engine.tier for engine in engines})
-        return f"Nothing keeps the budget of {_answers(load.budget)}: at least {_answers(least)} would be lost."
-    there = ", ".join(
-        f"{count} x {gpu}" for gpu, count in available.items() if count is not None
+    """Return what is missing for a load that no fleet carries.
+
+    Args:
+        engines: Those that may be started.
+        load: The load.
+        available: GPUs of each kind; None: as many as are needed.
+        sufficient: The cheapest fleet of as many GPUs as it takes; None: none keeps the loss budget.
+    """
+    if sufficient is None:
+        tiers = {engine.tier for engine in engines}
+        least_loss = min(load.lost_by(tier) for tier in tiers)
+        return f"Nothing keeps the budget of {_loss_words(load.budget)}: at least {_loss_words(least_loss)} would be lost."
+    counts = {gpu: count for gpu, count in available.items() if count is not None}
+    return (
+        f"{load.peak_per_s:g} requests a second at the peak are too many for {_gpu_words(counts)}: the cheapest that would "
+        f"do is {_gpu_words(sufficient.gpus)}."
     )
-    needed = ", ".join(f"{count} x {gpu}" for gpu, count in more.gpus.items())
-    return f"{load.peak:g} requests a second at the peak are too many for {there}: the cheapest that would do is {needed}."
 
 
-def tiers_of(fleet: Fleet) -> dict[str, dict[str, int]]:
+def _gpu_words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} x {gpu}" for gpu, count in counts.items())
+
+
+def tiers_of(fleet: PlannedFleet) -> dict[str, dict[str, int]]:
     """Return the settings of each tier."""
-    found: dict[str, dict[str, int]] = {}
+    settings: dict[str, dict[str, int]] = {}
     for tier in PRECISIONS:
-        mine = [engine for engine, _ in fleet.counts if engine.tier is tier]
-        found[tier] = {"replicas": fleet.replicas(tier)}
-        if mine:
-            batch = min(engine.plan.batch for engine in mine)
-            found[tier] |= {
-                "tensor_parallel": max(mine[0].plan.gpus_per_replica, 1),
-                "max_num_seqs": batch,
-            }
-            found[tier]["max_in_flight"] = 2 * batch
-    return found
+        settings[tier] = {"replicas": fleet.replicas(tier)}
+        plans = [engine.plan for engine, _ in fleet.counts if engine.tier is tier]
+        if plans:
+            batch = min(plan.batch for plan in plans)
+            settings[tier]["tensor_parallel"] = max(plans[0].gpus_per_replica, 1)
+            settings[tier]["max_num_seqs"] = batch
+            settings[tier]["max_in_flight"] = 2 * batch
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +144,7 @@ class WrittenSettings:
     Attributes:
         model: A folder or an id; None: the default model, or not known.
         context: Tokens of the longest request, as asked for; None: the tiers keep theirs.
-        kv_cache_dtype: Of the KV cache; None: the engines' own.
+        kv_cache_dtype: The format of the KV cache; None: the engines' own.
     """
 
     model: str | None = None
@@ -122,51 +152,62 @@ class WrittenSettings:
     kv_cache_dtype: str | None = None
 
 
-def settings_for(fleet: Fleet, verdict: str, written: WrittenSettings) -> str:
+def settings_for(fleet: PlannedFleet, verdict: str, written: WrittenSettings) -> str:
     """Return the tiers as settings that ``qarr up`` takes, and the loss budget by which the router uses them so."""
     lines = [f"# {verdict}", "[policy]", f"loss_budget = {fleet.loss_budget:g}"]
     if written.model is not None:
-        lines += ["[model]", f"name = {json.dumps(written.model, ensure_ascii=False)}"]
+        name = json.dumps(written.model, ensure_ascii=False)
+        lines += ["[model]", f"name = {name}"]
     if written.kv_cache_dtype is not None:
-        lines += [
-            "[engine]",
-            f'extra_args = ["--kv-cache-dtype", "{written.kv_cache_dtype}"]',
-        ]
+        extra_args = f'["--kv-cache-dtype", "{written.kv_cache_dtype}"]'
+        lines += ["[engine]", f"extra_args = {extra_args}"]
     for tier, settings in tiers_of(fleet).items():
-        on = ", ".join(
-            engine.gpu
-            for engine, _ in fleet.counts
-            if engine.tier == tier and engine.gpu
-        )
-        lines += [f"[tiers.{tier}]" + (f"  # on {on}" if on else "")]
+        lines.append(f"[tiers.{tier}]{_gpu_comment(fleet, tier)}")
         lines += [f"{name} = {value}" for name, value in settings.items()]
         if written.context is not None and settings["replicas"]:
-            lines += [f"max_model_len = {written.context}"]
+            lines.append(f"max_model_len = {written.context}")
     return "\n".join(lines) + "\n"
 
 
-def kinds_table(best: Fleet) -> Table:
+def _gpu_comment(fleet: PlannedFleet, tier: str) -> str:
+    """Return a comment on which GPUs a tier's engines are; empty: they are on none."""
+    gpus = [engine.gpu for engine, _ in fleet.counts if engine.tier == tier]
+    named_gpus = ", ".join(filter(None, gpus))
+    return f"  # on {named_gpus}" if named_gpus else ""
+
+
+def kinds_table(best: PlannedFleet) -> Table:
     """Return which precision the plan has for which prompts."""
-    kinds: dict[tuple[PromptClass, Complexity], dict[TierName, float]] = {}
-    for (kind, tier), share in best.sent.items():
-        kinds.setdefault(cast("tuple[PromptClass, Complexity]", kind), {})[tier] = share
+    shares_by_kind = _shares_by_kind(best)
     table = Table("planned for", *Complexity, box=None)
-    for name in dict.fromkeys(prompt_class for prompt_class, _ in kinds):
+    prompt_classes = dict.fromkeys(prompt_class for prompt_class, _ in shares_by_kind)
+    for prompt_class in prompt_classes:
         cells = []
-        for degree in Complexity:
-            shares = kinds.get((name, degree), {})
-            whole = sum(shares.values())
-            parts = {
-                tier: share / whole
-                for tier, share in shares.items()
-                if whole and share / whole > LEAST_SHOWN
-            }
-            cells.append(
-                " ".join(
-                    parts
-                    if len(parts) == 1
-                    else [f"{tier} {part:.0%}" for tier, part in parts.items()]
-                )
-            )
-        table.add_row(name, *cells)
+        for complexity in Complexity:
+            shares = shares_by_kind.get((prompt_class, complexity), {})
+            cells.append(_tiers_cell(shares))
+        table.add_row(prompt_class, *cells)
     return table
+
+
+def _shares_by_kind(
+    fleet: PlannedFleet,
+) -> dict[tuple[PromptClass, Complexity], dict[TierName, float]]:
+    """Return each tier's share of all requests, by their kind."""
+    shares_by_kind: dict[tuple[PromptClass, Complexity], dict[TierName, float]] = {}
+    for (hashable_kind, tier), share in fleet.share_by_flow.items():
+        kind = cast("tuple[PromptClass, Complexity]", hashable_kind)
+        shares_by_kind.setdefault(kind, {})[tier] = share
+    return shares_by_kind
+
+
+def _tiers_cell(shares: Mapping[TierName, float]) -> str:
+    """Return which tiers a kind of prompt goes to: one tier's name, or several with their parts."""
+    sum_of_shares = sum(shares.values())
+    if not sum_of_shares:
+        return ""
+    parts = {tier: share / sum_of_shares for tier, share in shares.items()}
+    shown = {tier: part for tier, part in parts.items() if part > LEAST_SHOWN_SHARE}
+    if len(shown) == 1:
+        return " ".join(shown)
+    return " ".join(f"{tier} {part:.0%}" for tier, part in shown.items())

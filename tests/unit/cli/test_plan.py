@@ -17,7 +17,7 @@ from router.policy.profiles import Fit, FitError, LatencyProfile, latency_name
 from router.settings import load_settings
 from tests.unit.cli.stub_router import qarr
 from tests.unit.own_router import QARR
-from tests.unit.tiers.sizing.test_architecture import CONFIGS
+from tests.unit.tiers.sizing.published_models import CONFIGS
 from tiers.errors import PlanError
 from tiers.snapshot import FleetSnapshot
 from tiers.spec import STANDARD_TIERS, TemplateTokens

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.tiers.sizing.published_models import (
+    PUBLISHED,
+    published_model,
+    read_config,
+)
 from tiers.errors import PlanError
 from tiers.sizing.architecture import architecture, kv_bytes_per_token
 
-CONFIGS = Path(__file__).with_name("configs")
-# Parameters as the models' pages on the hub count their checkpoints' tensors; of DeepSeek-V3 without its module for predicting
-# further tokens. KV cache: 2 x layers x KV heads x head dimension x 2 bytes; of DeepSeek-V3 as its authors give it (arXiv
-# 2505.09343, table 1: 70.272 KB).
-PUBLISHED = {
-    "llama-3.1-8b": (8_030_261_248, 131_072),
-    "llama-3.3-70b": (70_553_706_496, 327_680),
-    "qwen3-30b-a3b": (30_532_122_624, 98_304),
-    "gemma-3-27b": (27_432_406_640, 507_904),
-    "deepseek-v3": (671_026_419_200, 70_272),
-}
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -35,81 +27,80 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_bytes())
-    return found
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models(name: str) -> None:
     """Parameters are exact, and so is the KV cache of a token."""
-    model = architecture(read(name))
-    assert (model.parameters, model.kv_bytes_per_token()) == PUBLISHED[name]
-    assert kv_bytes_per_token(read(name)) == model.kv_bytes_per_token()
-    assert (
-        model.kv_bytes_per_token(bytes_per_value=1) == model.kv_bytes_per_token() // 2
-    )
+    parameters, kv_bytes = PUBLISHED[name]
+    model = published_model(name)
+    assert model.parameters == parameters
+    assert model.kv_bytes_per_token() == kv_bytes
+    assert model.kv_bytes_per_token(bytes_per_value=1) == kv_bytes // 2
+    assert kv_bytes_per_token(read_config(name)) == kv_bytes
 
 
 def test_weights_of_published_checkpoints() -> None:
     """BF16 takes two bytes a parameter; DeepSeek-V3's own FP8 checkpoint is 685 GB with its 14 billion for prediction."""
-    assert architecture(read("llama-3.1-8b")).weight_bytes(2) == 2 * 8_030_261_248
-    assert architecture(read("deepseek-v3")).weight_bytes(1) == pytest.approx(
-        671e9, rel=0.01
-    )
-    assert architecture(read("llama-3.1-8b")).weight_bytes(0.52) == pytest.approx(
-        5.7e9, rel=0.01
-    )
+    llama = published_model("llama-3.1-8b")
+    deepseek = published_model("deepseek-v3")
+    assert llama.weight_bytes(2) == 2 * 8_030_261_248
+    assert llama.weight_bytes(0.52) == pytest.approx(5.7e9, rel=0.01)
+    assert deepseek.weight_bytes(1) == pytest.approx(671e9, rel=0.01)
 
 
 def test_sliding_windows_keep_their_last_tokens() -> None:
     """Of Gemma 3's 62 layers, ten hold the whole context and 52 the last 1,024 tokens."""
-    model = architecture(read("gemma-3-27b"))
-    each = 2 * 16 * 128 * 2
-    assert [layer.window for layer in model.layers].count(1024) == 52
-    assert model.sequence_bytes(1000) == 1000 * 62 * each
-    assert model.sequence_bytes(32_768) == (10 * 32_768 + 52 * 1024) * each
+    model = published_model("gemma-3-27b")
+    layer_bytes = 2 * 16 * 128 * 2
+    assert [layer.window_tokens for layer in model.layers].count(1024) == 52
+    assert model.sequence_bytes(1000) == 1000 * 62 * layer_bytes
+    assert model.sequence_bytes(32_768) == (10 * 32_768 + 52 * 1024) * layer_bytes
 
 
 def test_a_latent_vector_is_copied_to_every_gpu() -> None:
-    """Heads are divided between GPUs, and copied where there are fewer; MLA's one vector is on each."""
-    assert architecture(read("deepseek-v3")).kv_bytes_per_token(gpus=8) == 70_272
-    llama = architecture(read("llama-3.1-8b"))
-    assert [llama.kv_bytes_per_token(gpus=n) for n in (1, 2, 8, 16)] == [
-        131_072,
-        65_536,
-        16_384,
-        16_384,
-    ]
+    """MLA's one vector is on each GPU."""
+    deepseek = published_model("deepseek-v3")
+    assert deepseek.kv_bytes_per_token(gpus=8) == 70_272
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kv_bytes"), [(1, 131_072), (2, 65_536), (8, 16_384), (16, 16_384)]
+)
+def test_heads_are_divided_between_gpus(gpus: int, kv_bytes: int) -> None:
+    """They are copied where there are fewer heads than GPUs."""
+    llama = published_model("llama-3.1-8b")
+    assert llama.kv_bytes_per_token(gpus=gpus) == kv_bytes
 
 
 def test_a_hybrid_keeps_a_state_beside_its_kv_cache() -> None:
     """Qwen3-Next: 12 of 48 layers attend, with 2 KV heads of 256; the others' state does not grow."""
-    model = architecture(read("qwen3-next-80b-a3b"))
-    assert model.kv_bytes_per_token() == 12 * 2 * 2 * 256 * 2
-    state = 36 * (3 * (2 * 2048 + 4096) * 2 + 32 * 128 * 128 * 4)
-    assert model.sequence_bytes(1) == 24_576 + state
-    assert model.sequence_bytes(100_001) - model.sequence_bytes(1) == 100_000 * 24_576
+    model = published_model("qwen3-next-80b-a3b")
+    token_bytes = 12 * 2 * 2 * 256 * 2
+    convolution_bytes = 3 * (2 * 2048 + 4096) * 2
+    recurrent_bytes = 32 * 128 * 128 * 4
+    state_bytes = 36 * (convolution_bytes + recurrent_bytes)
+    assert token_bytes == 24_576
+    assert model.kv_bytes_per_token() == token_bytes
+    assert model.sequence_bytes(1) == token_bytes + state_bytes
+    assert model.sequence_bytes(100_001) == 100_001 * token_bytes + state_bytes
     assert model.parameters == pytest.approx(80e9, rel=0.02)
-    assert model.active == pytest.approx(3e9, rel=0.1)
+    assert model.active_parameters == pytest.approx(3e9, rel=0.1)
 
 
 def test_experts_are_read_as_tokens_ask_for_them() -> None:
     """One token reads its own, many read all; a token computes eight of 128."""
-    model = architecture(read("qwen3-30b-a3b"))
-    assert model.read(1) == pytest.approx(model.active)
-    assert (
-        model.active
-        < model.read(16)
-        < model.read(1000)
-        == pytest.approx(model.quantizable, rel=1e-6)
-    )
+    model = published_model("qwen3-30b-a3b")
+    by_few = model.parameters_read(16)
+    by_many = model.parameters_read(1000)
+    assert model.parameters_read(1) == pytest.approx(model.active_parameters)
+    assert model.active_parameters < by_few < by_many
+    assert by_many == pytest.approx(model.quantizable_parameters, rel=1e-6)
     # "A3B": 3.3 billion with both embeddings
-    assert model.active + 2 * model.head == pytest.approx(3.3e9, rel=0.02)
+    with_embeddings = model.active_parameters + 2 * model.output_parameters
+    assert with_embeddings == pytest.approx(3.3e9, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("changed", "kept"),
+    ("changed_fields", "kv_values"),
     [
         ({"num_key_value_heads": 8}, 4 * 2 * 8 * 8),  # multi-head
         ({"num_key_value_heads": None}, 4 * 2 * 8 * 8),
@@ -123,13 +114,13 @@ def test_experts_are_read_as_tokens_ask_for_them() -> None:
         ({"hybrid_override_pattern": "M-*-"}, 2 * 2 * 8),
     ],
 )
-def test_kinds_of_attention(changed: dict[str, Any], kept: int) -> None:
+def test_kinds_of_attention(changed_fields: dict[str, Any], kv_values: int) -> None:
     """Values a token: layers that attend x 2 x KV heads x head dimension; two bytes each."""
-    assert kv_bytes_per_token({**LLAMA, **changed}) == 2 * kept
+    assert kv_bytes_per_token({**LLAMA, **changed_fields}) == 2 * kv_values
 
 
 @pytest.mark.parametrize(
-    ("changed", "windows"),
+    ("changed_fields", "windows"),
     [
         ({"sliding_window": 16}, [16] * 4),  # Mistral's first
         (
@@ -154,14 +145,15 @@ def test_kinds_of_attention(changed: dict[str, Any], kept: int) -> None:
         ),
     ],
 )
-def test_which_layers_slide(changed: dict[str, Any], windows: list[int | None]) -> None:
-    assert [
-        layer.window for layer in architecture({**LLAMA, **changed}).layers
-    ] == windows
+def test_which_layers_slide(
+    changed_fields: dict[str, Any], windows: list[int | None]
+) -> None:
+    model = architecture({**LLAMA, **changed_fields})
+    assert [layer.window_tokens for layer in model.layers] == windows
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed_fields", "error_text"),
     [
         ({"num_hidden_layers": None}, "has no num_hidden_layers"),
         ({"vocab_size": 0}, "has no vocab_size"),
@@ -179,6 +171,8 @@ def test_which_layers_slide(changed: dict[str, Any], windows: list[int | None]) 
         ({"layer_types": ["mamba"] * 4}, "has no mamba_d_conv or conv_kernel"),
     ],
 )
-def test_what_is_not_known_is_an_error(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
-        architecture({**LLAMA, **changed})
+def test_what_is_not_known_is_an_error(
+    changed_fields: dict[str, Any], error_text: str
+) -> None:
+    with pytest.raises(PlanError, match=error_text):
+        architecture({**LLAMA, **changed_fields})

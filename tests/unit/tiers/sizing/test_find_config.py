@@ -17,16 +17,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+ENVIRONMENT = (
+    "HF_TOKEN",
+    "HF_HUB_OFFLINE",
+    "HTTP_PROXY",
+    "http_proxy",
+    "ALL_PROXY",
+    "all_proxy",
+)
+
+
 class Hub(ThreadingHTTPServer):
     """A hub with one model that anybody may read, and one for which a token is needed.
 
     Attributes:
-        asked: Paths, in order.
+        requested_paths: Paths, in order.
     """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[str] = []
+        self.requested_paths: list[str] = []
 
     @property
     def url(self) -> str:
@@ -37,19 +47,17 @@ class _Handler(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        allowed = (
-            self.path.startswith("/open/")
-            or self.headers.get("authorization") == "Bearer right"
-        )
-        status = 404 if self.path.startswith("/none/") else 200 if allowed else 401
-        body = (
-            b"[1]"
-            if "list" in self.path
-            else b"{"
-            if "broken" in self.path
-            else b'{"model_type": "llama"}'
-        )
+        self.server.requested_paths.append(self.path)
+        has_token = self.headers.get("authorization") == "Bearer right"
+        allowed = has_token or self.path.startswith("/open/")
+        status = 200 if allowed else 401
+        if self.path.startswith("/none/"):
+            status = 404
+        body = b'{"model_type": "llama"}'
+        if "list" in self.path:
+            body = b"[1]"
+        elif "broken" in self.path:
+            body = b"{"
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -60,36 +68,26 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def asked_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with Hub() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-        for name in (
-            "HF_TOKEN",
-            "HF_HUB_OFFLINE",
-            "HTTP_PROXY",
-            "http_proxy",
-            "ALL_PROXY",
-            "all_proxy",
-        ):
+        for name in ENVIRONMENT:
             monkeypatch.delenv(name, raising=False)
         yield server
         server.shutdown()
 
 
-def test_a_file_or_a_folder(tmp_path: Path, asked_hub: Hub) -> None:
+def test_a_file_or_a_folder(tmp_path: Path, local_hub: Hub) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 7}))
-    assert (
-        find_config(str(tmp_path))
-        == find_config(str(tmp_path / "config.json"))
-        == {"hidden_size": 7}
-    )
-    assert asked_hub.asked == []
+    assert find_config(str(tmp_path)) == {"hidden_size": 7}
+    assert find_config(str(tmp_path / "config.json")) == {"hidden_size": 7}
+    assert local_hub.requested_paths == []
 
 
 def test_the_hubs_cache_comes_before_the_hub(
-    tmp_path: Path, asked_hub: Hub, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, local_hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the cache has is not asked for; offline, nothing is."""
     folder = tmp_path / "hub" / "models--open--cached" / "snapshots" / "1"
@@ -97,14 +95,14 @@ def test_the_hubs_cache_comes_before_the_hub(
     (folder / "config.json").write_text('{"cached": true}')
     assert find_config("open/cached") == {"cached": True}
     assert find_config("open/model") == {"model_type": "llama"}
-    assert asked_hub.asked == ["/open/model/resolve/main/config.json"]
+    assert local_hub.requested_paths == ["/open/model/resolve/main/config.json"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(PlanError, match="HF_HUB_OFFLINE is set"):
         find_config("open/model")
     assert find_config("open/cached") == {"cached": True}
 
 
-def test_a_token_is_sent(asked_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_sent(local_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that needs one says so without it; the token is in no error."""
     with pytest.raises(PlanError, match="wants a token that may read it in HF_TOKEN"):
         find_config("closed/model")
@@ -114,11 +112,11 @@ def test_a_token_is_sent(asked_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "wrong" not in str(error.value)
     monkeypatch.setenv("HF_TOKEN", "right")
     assert find_config("closed/model") == {"model_type": "llama"}
-    assert len(asked_hub.asked) == 3
+    assert len(local_hub.requested_paths) == 3
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "error_text"),
     [
         ("none/model", "answered 404; check the id"),
         ("open/list", "must be a JSON object"),
@@ -129,18 +127,18 @@ def test_a_token_is_sent(asked_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Non
         ("a/b/c", "there is no such file or folder"),
     ],
 )
-def test_faults_are_told(model: str, said: str, asked_hub: Hub) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_faults_are_told(model: str, error_text: str, local_hub: Hub) -> None:
+    with pytest.raises(PlanError, match=error_text):
         find_config(model)
-    assert all(".." not in path for path in asked_hub.asked)
+    assert all(".." not in path for path in local_hub.requested_paths)
 
 
 def test_a_hub_that_cannot_be_reached(
-    asked_hub: Hub, monkeypatch: pytest.MonkeyPatch
+    local_hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(
         PlanError, match=r"cannot be reached .*; give the model's config\.json"
     ):
         find_config("open/model")
-    assert asked_hub.asked == []
+    assert local_hub.requested_paths == []

@@ -7,61 +7,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from classifier import PromptClass
-from router.policy.decide import decide, scarcity_at
-from router.policy.decision import PolicyParameters, latest_unnoticed_ms
+from router.policy.decide import decide
+from router.policy.decision import PolicyParameters
 from tests.unit.policy.fleets import fleet as snapshot
 from tests.unit.policy.fleets import losing, query
-from tests.unit.tiers.sizing.test_capacity import Steady
-from tiers.sizing.capacity import Demand, EnginePlan
-from tiers.sizing.fleet import EngineType, Fleet, Load
+from tests.unit.tiers.sizing.builders import (
+    BALANCED,
+    FAST,
+    LOSS_BY_CLASS,
+    PRECISE,
+    ROUTER_POLICY,
+    SHORT_PROMPTS,
+    SteadyPace,
+    engine_plan,
+    load_of_classes,
+    paced_engine,
+    paced_engines,
+)
+from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.operation import (
-    Policy,
     _Chain,
-    _station,
+    _make_station,
     cheapest_in_operation,
     in_operation,
 )
 from tiers.spec import STANDARD_TIERS, TierName
-from tiers.speed import ReplicaLoad as Busy
-from tiers.speed import SpeedModel
+from tiers.speed import ReplicaLoad
 
-FAST, BALANCED, PRECISE = STANDARD_TIERS
-DEMAND = Demand(20, 100, 120)
-LOSS = {kind: 0.004 * n for n, kind in enumerate(PromptClass)}
-LOSSES = {
-    tier: {kind: share * part for kind, share in LOSS.items()}
-    for tier, part in zip(STANDARD_TIERS, (1, 0.3, 0))  # noqa: B905
-}
-
-
-def engine(
-    tier: TierName, step_ms: float, batch: int = 16, price: float = 1.0
-) -> EngineType:
-    pace = SpeedModel(1.0, 0.1, step_ms, 0.5, profiled=True)
-    rate = 1000 * batch / (100 * (pace.step_ms(batch) + batch * 0.02))
-    return EngineType(
-        "H100",
-        EnginePlan(tier, "p", 1, 1, 1, 1, batch, batch, 1, 1, rate, rate * 100, pace),
-        price,
-    )
-
-
-def allowed(budget: float, taken: float) -> float:
-    return 0.005 + scarcity_at("best", taken) * max(budget - 0.005, 0.0)
-
-
-POLICY = Policy(allowed, latest_unnoticed_ms)
 # the plan's mixes have no small talk
 WORK = [kind for kind in PromptClass if kind is not PromptClass.SMALL_TALK]
 
 
 def test_one_engine_by_hand() -> None:
     """Prompts of 2 ms, 100 steps of 20 ms at any batch: ten a second are 20 sequences, each with 0.2 ms a token of others."""
-    plan = EnginePlan(PRECISE, "p", 1, 1, 1, 1, 200, 200, 1, 1, 90, 9000, Steady())
-    one = Fleet(((EngineType("H100", plan, 1.0), 1),), 1, 0.0, {("", PRECISE): 1.0})
-    found = in_operation(one, Load({"": 10.0}, {PRECISE: {"": 0.0}}), DEMAND, POLICY)
-    assert found.tpot_ms == pytest.approx(20 + 20 * 2 / 100, rel=0.1)
-    assert found.ttft_ms == pytest.approx(30 + 2 / (1 - 0.02), rel=0.1)
+    plan = engine_plan(PRECISE, requests_per_s=90, batch=200, pace=SteadyPace())
+    planned = PlannedFleet(
+        counts=((EngineType("H100", plan, price=1.0), 1),),
+        price=1,
+        lost_share=0.0,
+        share_by_flow={("", PRECISE): 1.0},
+    )
+    load = DailyLoad({"": 10.0}, {PRECISE: {"": 0.0}})
+    fleet = in_operation(planned, load, SHORT_PROMPTS, ROUTER_POLICY)
+    assert fleet.tpot_ms == pytest.approx(20 + 20 * 2 / 100, rel=0.1)
+    assert fleet.ttft_ms == pytest.approx(30 + 2 / (1 - 0.02), rel=0.1)
 
 
 @given(
@@ -70,52 +59,52 @@ def test_one_engine_by_hand() -> None:
     st.sampled_from([0.0, 0.01, 0.05]),
 )
 def test_the_plan_chooses_as_the_router_does(
-    busy: tuple[int, ...], kind: PromptClass, budget: float
+    sequences: tuple[int, ...], kind: PromptClass, budget: float
 ) -> None:
-    engines = [
-        engine(tier, step)
-        for tier, step in zip(STANDARD_TIERS, (10, 14, 20), strict=True)
-    ]
-    stations = [_station(each, 1, DEMAND) for each in engines]
-    for station, now in zip(stations, busy, strict=True):
-        station.now = now
-    chain = _Chain(
-        Fleet((), 3, 0.0, {}, budget), Load({kind: 1.0}, LOSSES), stations, POLICY
-    )
-    chain.arrive(kind)
-    now = snapshot(
+    sequences_of_tier = dict(zip(STANDARD_TIERS, sequences, strict=True))
+    planned_tier = tier_in_simulation(sequences_of_tier, kind, budget)
+    fleet_now = snapshot(
         None,
-        {e.tier: e.plan.pace for e in engines},
-        loads=dict(zip(STANDARD_TIERS, map(Busy, busy), strict=True)),
+        {engine.tier: engine.plan.pace for engine in paced_engines()},
+        loads={tier: ReplicaLoad(count) for tier, count in sequences_of_tier.items()},
         limit=16,
     )
-    table = PolicyParameters(
-        losing(*(dict(LOSSES[tier]) for tier in (FAST, BALANCED))),
+    parameters = PolicyParameters(
+        losing(dict(LOSS_BY_CLASS[FAST]), dict(LOSS_BY_CLASS[BALANCED])),
         objective="best",
         loss_budget=budget,
     )
-    went = next(
-        (s.engine.tier for s, n in zip(stations, busy, strict=True) if s.now > n), None
-    )
-    assert went is decide(query(kind), now, table).tier
+    assert planned_tier is decide(query(kind), fleet_now, parameters).tier
+
+
+def tier_in_simulation(
+    sequences_of_tier: dict[TierName, int], kind: PromptClass, budget: float
+) -> TierName | None:
+    """Return the tier to which the simulation sends a request while its tiers have so many; None: the request waits."""
+    stations = [_make_station(engine, 1, SHORT_PROMPTS) for engine in paced_engines()]
+    for station in stations:
+        station.sequences = sequences_of_tier[station.engine.tier]
+    load = load_of_classes({kind: 1.0})
+    chain = _Chain(budget, load, stations, policy=ROUTER_POLICY)
+    chain.arrive(kind)
+    for station in stations:
+        if station.sequences > sequences_of_tier[station.engine.tier]:
+            return station.engine.tier
+    return None
 
 
 def test_a_budget_that_the_policy_would_exceed_buys_a_dearer_fleet() -> None:
     """The optimum loses little; the router, which meets bursts, more: then one precision within the budget is planned."""
-    engines, load = (
-        [engine(FAST, 10), engine(PRECISE, 20)],
-        Load({PromptClass.CHAT: 6.0, PromptClass.CODE: 6.0}, LOSSES),
-    )
-    found = {}
+    engines = [paced_engine(FAST, 10), paced_engine(PRECISE, 20)]
+    prices = {}
     for budget in (0.0, 0.002, 1.0):
+        load = load_of_classes(
+            {PromptClass.CHAT: 6.0, PromptClass.CODE: 6.0}, budget=budget
+        )
         best = cheapest_in_operation(
-            engines,
-            Load(load.by_kind, LOSSES, budget=budget),
-            {"H100": None},
-            DEMAND,
-            POLICY,
+            engines, load, {"H100": None}, demand=SHORT_PROMPTS, policy=ROUTER_POLICY
         )
         assert best is not None
-        assert best.lost <= budget
-        found[budget] = best.price
-    assert found[0.0] >= found[0.002] >= found[1.0]
+        assert best.lost_share <= budget
+        prices[budget] = best.price
+    assert prices[0.0] >= prices[0.002] >= prices[1.0]
