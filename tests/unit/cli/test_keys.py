@@ -25,7 +25,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_key_is_on_standard_output_alone(file: Path) -> None:
     """So that a script can take it; the first key says that requests need one from now on, the next ones do not."""
-    first, second = (qarr("keys", "add", name) for name in ("[red]Ann", "Ben"))
+    first = qarr("keys", "add", "[red]Ann")
+    second = qarr("keys", "add", "Ben")
     assert first.stdout.startswith("qarr-")
     assert len(first.stdout.split()) == 1
     assert "for [red]Ann, in " in first.stderr.replace("\n", " ")
@@ -36,39 +37,24 @@ def test_the_key_is_on_standard_output_alone(file: Path) -> None:
 
 def test_rights_come_from_the_options(file: Path) -> None:
     """What is not given stays at its default: all tiers, no limits, no operator."""
-    options = [
-        "--tier",
-        "fast",
-        "--tier",
-        "balanced",
-        "--over",
-        "refuse",
-        "--max-priority",
-        "batch",
-        "--admin",
-    ]
-    assert (
-        qarr("keys", "add", "a", *options, "--requests-per-minute", "7").exit_code == 0
+    options = (
+        "--tier fast --tier balanced --over refuse --max-priority batch --admin "
+        "--requests-per-minute 7"
     )
+    assert qarr("keys", "add", "a", *options.split()).exit_code == 0
     assert qarr("keys", "add", "b").exit_code == 0
     own, default = read_keys(file)
-    assert (own.tiers, own.over, own.max_priority, own.admin) == (
-        ("fast", "balanced"),
-        "refuse",
-        "batch",
-        True,
-    )
-    assert (
-        own.requests_per_minute,
-        own.tokens_per_minute,
-        own.concurrent_requests,
-    ) == (7, None, None)
-    assert (default.tiers, default.over, default.max_priority, default.admin) == (
-        None,
-        "clamp",
-        "interactive",
-        False,
-    )
+    assert own.tiers == ("fast", "balanced")
+    assert own.over == "refuse"
+    assert own.max_priority == "batch"
+    assert own.admin is True
+    assert own.requests_per_minute == 7
+    assert own.tokens_per_minute is None
+    assert own.concurrent_requests is None
+    assert default.tiers is None
+    assert default.over == "clamp"
+    assert default.max_priority == "interactive"
+    assert default.admin is False
 
 
 def test_the_list_shows_rights_and_no_hash(file: Path) -> None:
@@ -127,59 +113,29 @@ def test_keys_have_budgets_teams_and_an_end(
     """As given; a team must be there, money needs a price, and a key that ends says so in the list."""
     assert qarr("keys", "team", "blue").exit_code != 0
     assert not file.exists()
-    assert (
-        qarr(
-            "keys",
-            "add",
-            "a",
-            "--engine-seconds-day",
-            "1.5",
-            "--over-budget",
-            "cheapest",
-        ).exit_code
-        == 0
-    )
-    assert (
-        "5 engine-seconds a month"
-        in qarr("keys", "team", "blue", "--engine-seconds-month", "5").stdout
-    )
+    budgeted = "--engine-seconds-day 1.5 --over-budget cheapest"
+    assert qarr("keys", "add", "a", *budgeted.split()).exit_code == 0
+    team = qarr("keys", "team", "blue", "--engine-seconds-month", "5")
+    assert "5 engine-seconds a month" in team.stdout
     for bad in (
-        ["--team", "red"],
-        ["--money-day", "2"],
-        ["--engine-seconds-day", "0"],
-        ["--over-budget", "never"],
+        "--team red",
+        "--money-day 2",
+        "--engine-seconds-day 0",
+        "--over-budget never",
     ):
-        done = qarr("keys", "add", "b", *bad)
-        assert (done.exit_code != 0, isinstance(done.exception, KeysError)) == (
-            True,
-            True,
-        ), bad
+        done = qarr("keys", "add", "b", *bad.split())
+        assert done.exit_code != 0, bad
+        assert isinstance(done.exception, KeysError), bad
     monkeypatch.setenv("QARR_BUDGETS__REPLICA_HOUR", "4")
-    assert (
-        qarr(
-            "keys",
-            "add",
-            "b",
-            "--team",
-            "blue",
-            "--money-day",
-            "2",
-            "--expires",
-            "2099-01-31",
-        ).exit_code
-        == 0
-    )
+    in_a_team = "--team blue --money-day 2 --expires 2099-01-31"
+    assert qarr("keys", "add", "b", *in_a_team.split()).exit_code == 0
     first, second = read_keys(file)
-    assert (first.engine_seconds_per_day, first.over_budget, first.expires) == (
-        1.5,
-        "cheapest",
-        None,
-    )
-    assert (second.team, second.money_per_day, str(second.expires)) == (
-        "blue",
-        2,
-        "2099-02-01 00:00:00+00:00",
-    )
+    assert first.engine_seconds_per_day == 1.5
+    assert first.over_budget == "cheapest"
+    assert first.expires is None
+    assert second.team == "blue"
+    assert second.money_per_day == 2
+    assert str(second.expires) == "2099-02-01 00:00:00+00:00"
     assert "until 2099-02-01" in qarr("keys", "list").stdout
 
 

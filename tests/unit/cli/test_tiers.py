@@ -12,9 +12,18 @@ from tiers.errors import OperationError
 from tiers.lifecycle.canary import read_canary
 
 REPLICA: dict[str, Any] = {
-    "id": "fast-0", "state": "ready", "precision": "fp8", "in_flight": 2, "served": 40, "failed": 1, "kv_cache_usage": 0.256, "tpot_ms": 31.26,
-    "pid": 4711, "url": "http://127.0.0.1:9101", "detail": None,
-}  # fmt: skip
+    "id": "fast-0",
+    "state": "ready",
+    "precision": "fp8",
+    "in_flight": 2,
+    "served": 40,
+    "failed": 1,
+    "kv_cache_usage": 0.256,
+    "tpot_ms": 31.26,
+    "pid": 4711,
+    "url": "http://127.0.0.1:9101",
+    "detail": None,
+}
 BARE = {
     **REPLICA,
     "id": "fast-1",
@@ -131,10 +140,8 @@ def test_an_operation_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) ->
         "POST /admin/replicas/fast-0/drain": (202, operation("running", "begins")),
         "GET /admin/operations/7": (200, steps),
     })  # fmt: skip
-    assert (done.exit_code, done.stdout) == (
-        0,
-        "fast-0: drain done, 2 requests finished\n",
-    )
+    assert done.exit_code == 0
+    assert done.stdout == "fast-0: drain done, 2 requests finished\n"
     assert [line.partition(" s ")[2] for line in done.stderr.splitlines()[1:]] == [
         f"fast-0: {detail} (is draining, 2 in flight)"
         for detail in ("begins", "drains", "2 requests finished")
@@ -292,7 +299,8 @@ def test_an_added_engine_is_followed_until_it_is_ready(
         "GET /tiers": (200, states("starting", "warming", "warming", "ready")),
     }
     done, _ = operate("add", "fast", answers, engine)
-    assert (done.exit_code, done.stdout) == (0, "fast-0: added, is ready\n")
+    assert done.exit_code == 0
+    assert done.stdout == "fast-0: added, is ready\n"
     assert [line.partition(" s ")[2] for line in done.stderr.splitlines()[1:]] == [
         "fast-0: is starting", "fast-0: is warming",
     ]  # fmt: skip
@@ -323,7 +331,8 @@ def test_a_replica_is_removed_by_its_id_or_its_address(
         "GET /admin/operations/7": (200, operation("done", "removed")),
     }
     done, _ = operate("remove", named, answers, "--force")
-    assert (done.exit_code, done.stdout) == (0, "fast-0: remove done, removed\n")
+    assert done.exit_code == 0
+    assert done.stdout == "fast-0: remove done, removed\n"
     assert done.stderr.splitlines()[-1].endswith("fast-0: removed (is gone)")
 
 
