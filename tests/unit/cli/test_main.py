@@ -32,7 +32,10 @@ def qarr(
         check=False,
     )
     return subprocess.CompletedProcess(
-        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+        done.args,
+        done.returncode,
+        stdout=done.stdout.decode(),
+        stderr=done.stderr.decode(),
     )
 
 
@@ -70,16 +73,12 @@ def test_classify_jsonl(tmp_path: Path) -> None:
         "tier",
     }
     assert fields <= greeting.keys()
-    assert (greeting["class"], greeting["tier"], greeting["asks_for_code"]) == (
-        "small_talk",
-        "fast",
-        False,
-    )
-    assert (code["class"], code["asks_for_code"], code["language"]) == (
-        "code",
-        True,
-        "python",
-    )
+    assert greeting["class"] == "small_talk"
+    assert greeting["tier"] == "fast"
+    assert greeting["asks_for_code"] is False
+    assert code["class"] == "code"
+    assert code["asks_for_code"] is True
+    assert code["language"] == "python"
     assert code["tier"] != "fast"
 
 
@@ -99,7 +98,9 @@ def test_variables_of_opentelemetry_that_cannot_be_used_are_told() -> None:
         OTEL_PYTHON_CONTEXT="none_such",
     )
     told = [line for line in done.stderr.splitlines() if "OTEL_" in line]
-    assert (done.returncode, len(told), "Traceback" in done.stderr) == (0, 2, False)
+    assert done.returncode == 0
+    assert len(told) == 2
+    assert "Traceback" not in done.stderr
     assert (
         "OTEL_PROPAGATORS=xray, tracecontext,b3: xray, b3 is not installed and left out; installed: "
         in told[0]
