@@ -118,8 +118,9 @@ def logs(
         raise _no_log(log_folder, target)
     _check_id("--trace", trace)
     _check_id("--request", request)
+    earliest = _moment(since) if since else 0.0
     entry_filter = EntryFilter(
-        since=_moment(since) if since else 0.0,
+        since=earliest,
         lowest_level=level,
         id_start=request or trace.lower(),
     )
@@ -184,7 +185,8 @@ def _log_files(log_folder: Path, target: str) -> list[LogFiles]:
     """Return the log files of a tier, of a replica or of routers, by source."""
     if not log_folder.is_dir():
         return []
-    wanted = re.compile(rf"{re.escape(target)}(-\d+)?" if target else ".+")
+    source_pattern = rf"{re.escape(target)}(-\d+)?" if target else ".+"
+    wanted = re.compile(source_pattern)
     aged_paths = defaultdict[str, list[tuple[int, Path]]](list)
     for path in log_folder.iterdir():
         match = FILE.fullmatch(path.name)
@@ -238,10 +240,11 @@ class EntryReader:
         # A line that was cut off cannot be read, and is shown as it is.
         with suppress(ValueError, KeyError, TypeError):
             text = take_fields(text)
+        level = self._level if self._level in LEVELS else "info"
         return LogEntry(
             at=self._at,
             source=self._source,
-            level=self._level if self._level in LEVELS else "info",
+            level=level,
             text=text,
             request_id=self._request_id,
             trace_id=self._trace_id,

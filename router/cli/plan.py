@@ -317,11 +317,10 @@ def _write(
         )
     model_name = options.model or settings.model.name
     is_file = Path(model_name).is_file()
-    is_to_be_named = model_name != DEFAULT_MODEL and not is_file
+    written_model = None if is_file or model_name == DEFAULT_MODEL else model_name
+    kv_cache_dtype = "fp8" if options.kv_fp8 else None
     written = WrittenSettings(
-        model=model_name if is_to_be_named else None,
-        context=options.context,
-        kv_cache_dtype="fp8" if options.kv_fp8 else None,
+        model=written_model, context=options.context, kv_cache_dtype=kv_cache_dtype
     )
     try:
         settings_file.write_text(settings_for(best_fleet, verdict, written), "utf-8")

@@ -67,13 +67,14 @@ def _engines_on_gpus(inputs: PlanInputs) -> tuple[list[EngineType], list[str]]:
     target = inputs.target
     engines: list[EngineType] = []
     reasons: list[str] = []
+    kv_bytes = FP8_BYTES if inputs.options.kv_fp8 else BF16_BYTES
     for gpu, gpu_count in target.gpus.items():
         plans, missing_precisions = engines_on_gpus(
             target.model,
             gpu,
             gpu_count,
             demand=inputs.demand,
-            kv_bytes=FP8_BYTES if inputs.options.kv_fp8 else BF16_BYTES,
+            kv_bytes=kv_bytes,
             paces=target.paces,
         )
         gpu_price = inputs.price_by_gpu.get(gpu) or 1.0

@@ -38,10 +38,9 @@ def router_policy(settings: Settings) -> Policy:
         spendable = max(loss_budget - negligible_loss, 0.0)
         return negligible_loss + scarcity_at(objective, taken_share) * spendable
 
-    return Policy(
-        allowed=allowed_loss,
-        latest_unnoticed_ms=latest_unnoticed_ms if objective == "best" else None,
-    )
+    if objective == "best":
+        return Policy(allowed_loss, latest_unnoticed_ms)
+    return Policy(allowed_loss, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,7 +227,8 @@ def _hardware(report: PlanReport) -> str:
         return machine_name()
     kinds: list[str] = []
     for gpu, count in report.plan.gpus.items():
-        kinds.append(f"{count} x {gpu.name}" if count else gpu.name)
+        kind = f"{count} x {gpu.name}" if count else gpu.name
+        kinds.append(kind)
     return ", ".join(kinds)
 
 

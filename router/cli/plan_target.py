@@ -49,15 +49,17 @@ def find_target(settings: Settings, options: PlanOptions) -> PlanTarget:
     measured_answers = _measured_answers(settings, checkpoints)
     config = find_config(folder)
     model = architecture(config)
+    speed: str | None = ROOFLINE
     weights: dict[TierName, int] = {}
     if not gpu_counts:
+        speed = None
         for checkpoint in checkpoints:
             weights[checkpoint.tier] = held_bytes(checkpoint.path, machine.instructions)
     target = PlanTarget(
         name=model_name,
         model=model,
         gpus=gpu_counts,
-        speed=ROOFLINE if gpu_counts else None,
+        speed=speed,
         paces={},
         weights=weights,
         answers=measured_answers,

@@ -108,13 +108,15 @@ def profile_quality(
     """
     profile_folder = load_settings(config).policy.profiles
     show_progress = Progress()
+    suite_name = SUITE if tasks == TASKS else tasks.name
+    run_tests = passes if run_code else None
     measurement_plan = Plan(
         tasks=read_tasks(tasks),
-        name=SUITE if tasks == TASKS else tasks.name,
+        name=suite_name,
         journal=profile_folder / JOURNAL,
         parallel=parallel,
         adapter=adapter,
-        runs=passes if run_code else None,
+        runs=run_tests,
     )
     if run_code:
         show_progress(

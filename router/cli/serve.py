@@ -214,7 +214,8 @@ def serve(
         urls_by_tier.setdefault(name, []).append(url)
     tiers: dict[str, Any] = {}
     for name, urls in urls_by_tier.items():
-        tiers[name] = {"urls": tuple(urls) if urls else None}
+        # None leaves the settings' own addresses.
+        tiers[name] = {"urls": tuple(urls) or None}
     overrides = {"server": {"host": host, "port": port}, "tiers": tiers}
     load = partial(load_settings, config, overrides)
     serve_engines(load, started_at, tokenizer=tokenizer, takeover=takeover)

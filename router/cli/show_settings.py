@@ -82,10 +82,11 @@ def rows() -> Iterator[SettingRow]:
     """Yield a row for each setting."""
     for key, field, reloads in leaves(Settings):
         name = ".".join(key)
+        reloads_word = "yes" if reloads else "no"
         yield SettingRow(
             name,
             _default(name, field),
-            reloads="yes" if reloads else "no",
+            reloads=reloads_word,
             meaning=field.description or "",
         )
 

@@ -391,7 +391,9 @@ def _detail(detail: str | None, preparing: dict[str, Any] | None) -> str:
 def _cells(replica: dict[str, Any]) -> list[str]:
     """Return the columns of a replica but for its tier."""
     kv_cache_usage = replica["kv_cache_usage"]
+    kv_cache = "-" if kv_cache_usage is None else f"{kv_cache_usage:.0%}"
     tpot_ms = replica["tpot_ms"]
+    tpot = "-" if tpot_ms is None else f"{tpot_ms:.1f}"
     return [
         replica["id"],
         replica["state"],
@@ -399,8 +401,8 @@ def _cells(replica: dict[str, Any]) -> list[str]:
         str(replica["in_flight"]),
         str(replica["served"]),
         str(replica["failed"]),
-        "-" if kv_cache_usage is None else f"{kv_cache_usage:.0%}",
-        "-" if tpot_ms is None else f"{tpot_ms:.1f}",
+        kv_cache,
+        tpot,
         str(replica["pid"] or "-"),
         replica["url"] or "-",
     ]

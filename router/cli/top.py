@@ -295,7 +295,8 @@ def _add_replica_row(
 def _kv_cache(usage: float | None) -> Text:
     if usage is None:
         return Text("-")
-    return Text(f"{usage:.0%}", style="red" if usage >= NEARLY_FULL else "")
+    style = "red" if usage >= NEARLY_FULL else ""
+    return Text(f"{usage:.0%}", style=style)
 
 
 def _note(name: str, detail: str) -> Iterator[Text]:

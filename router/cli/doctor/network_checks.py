@@ -26,10 +26,11 @@ def check_router_port(context: CheckContext) -> Iterator[Finding]:
     """Check that the router's port is free, or that a router has it."""
     host = context.settings.server.host
     port = context.settings.server.port
+    free_text = f"{port} on {host} is free" if port else "any free one"
     address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, port), family=address_family):
-            yield ok(f"{port} on {host} is free" if port else "any free one")
+            yield ok(free_text)
     except OSError as error:
         if _is_own_router(context):
             yield ok(f"{port} on {host}: a router listens ({describe_holder(port)})")
