@@ -149,16 +149,16 @@ def test_another_routers_engines_are_no_problem(
     ]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
         while not (tmp_path / "log").exists() or not (
-            said := (tmp_path / "log").read_text()
+            log_text := (tmp_path / "log").read_text()
         ).endswith("\n"):
             assert guard.poll() is None
-        monkeypatch.setenv("QARR_ENGINE__BASE_PORT", said.strip())
+        monkeypatch.setenv("QARR_ENGINE__BASE_PORT", log_text.strip())
         # Other tests may have the ports of further engines.
         for tier in ("BALANCED", "PRECISE"):
             monkeypatch.setenv(f"QARR_TIERS__{tier}__REPLICAS", "0")
         finding = finding_of("engine ports")
         assert finding.health is WARNING
-        assert finding.text.partition(":")[0] == said.strip()
+        assert finding.text.partition(":")[0] == log_text.strip()
         assert "engines of another router" in finding.text
         assert "--url" in finding.remedy
         guard.stdin.close()
@@ -219,21 +219,21 @@ def test_weights_that_are_none(data: bytes, tmp_path: Path) -> None:
 
 def test_given_checkpoints_are_checked(tmp_path: Path) -> None:
     """A folder from the settings needs no manifest; it is whole or not, and there is nothing to compare it with."""
-    given = context(
+    checked_context = context(
         {
             "tiers": {
                 "fast": {"checkpoint": (folder := make_checkpoint(tmp_path / "own"))}
             }
         }
     )
-    missing, own = check_checkpoints(given)
+    missing, own = check_checkpoints(checked_context)
     assert missing.health is WARNING
     assert missing.text.partition(" of ")[0] == "balanced, precise"
     assert own.check == "checkpoint fast"
     assert own.health is OK
     assert own.text == "own: unknown, files complete, no manifest"
     (folder / "model.safetensors").write_bytes(b"cut off")
-    broken = list(check_checkpoints(given))[1]
+    broken = list(check_checkpoints(checked_context))[1]
     assert broken.health is PROBLEM
     assert "tiers.fast.checkpoint" in broken.remedy
 
@@ -346,7 +346,7 @@ def test_nothing_is_said_of_kernels_that_vllm_chooses(
     (folder / "config.json").write_text(
         json.dumps({"quantization_config": quantization})
     )
-    given = context(
+    checked_context = context(
         {
             "tiers": {
                 "fast": {"checkpoint": folder},
@@ -354,7 +354,7 @@ def test_nothing_is_said_of_kernels_that_vllm_chooses(
             }
         }
     )
-    fast, balanced, precise = first_of(check_kernels(given)).text.split("; ")
+    fast, balanced, precise = first_of(check_kernels(checked_context)).text.split("; ")
     assert (
         fast == "fast: FP8 by QARR's kernel, or vLLM's for layers that it does not take"
     )
@@ -383,13 +383,15 @@ async def test_the_command_and_a_running_router(tmp_path: Path) -> None:
         env = dict(router.env)
         for tier, url in zip(STANDARD_TIERS, router.engines, strict=True):
             env[f"QARR_TIERS__{tier.upper()}__URLS"] = json.dumps([url])
-        done = await doctor(env=env)
-        checks = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
+        result = await doctor(env=env)
+        checks = {
+            check["check"]: check for check in json.loads(result.stdout)["checks"]
+        }
         assert "a router listens" in checks["router port"]["found"]
         assert checks["router"]["health"] == "ok"
         assert checks["tier fast"]["health"] == "ok"
         problems = [check for check in checks.values() if check["health"] == "problem"]
-        assert done.returncode == (1 if problems else 0), problems
+        assert result.returncode == (1 if problems else 0), problems
         assert not problems
         router.env.update(env)
         text = await router.qarr("doctor", "--url", "http://127.0.0.1:9")

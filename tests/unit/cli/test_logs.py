@@ -48,9 +48,9 @@ def index_of(part: str, lines: list[str]) -> int:
 
 
 def shown(*args: str) -> list[str]:
-    done = qarr("logs", *args, NO_COLOR="1")
-    assert done.exit_code == 0, done.exception
-    return done.stdout.splitlines()
+    result = qarr("logs", *args, NO_COLOR="1")
+    assert result.exit_code == 0, result.exception
+    return result.stdout.splitlines()
 
 
 def test_lines_have_time_source_level_text_and_trace(folder: Path) -> None:
@@ -86,9 +86,9 @@ def test_since_an_age_or_a_date(folder: Path, since: str, count: int) -> None:
 
 @pytest.mark.parametrize("since", ["soon", "10", "10w", "25:00", "2026-13-01", "m"])
 def test_other_times_are_errors(folder: Path, since: str) -> None:
-    done = qarr("logs", "--since", since)
-    assert isinstance(done.exception, OperationError)
-    assert "give an age" in str(done.exception)
+    result = qarr("logs", "--since", since)
+    assert isinstance(result.exception, OperationError)
+    assert "give an age" in str(result.exception)
 
 
 def test_the_number_of_lines(folder: Path) -> None:
@@ -159,7 +159,7 @@ def test_engines_and_routers_are_merged_by_time(
         "trace_id": TRACE,
     }
     (tmp_path / "router-8080.log").write_text(json.dumps(line) + "\n")
-    said = [text.split(maxsplit=4)[-1] for text in shown()]
+    shown_texts = [text.split(maxsplit=4)[-1] for text in shown()]
     order = (
         "the start before",
         "vLLM starts",
@@ -169,8 +169,8 @@ def test_engines_and_routers_are_merged_by_time(
         "ValueError",
         "ended",
     )
-    places = [index_of(part, said) for part in order]
-    assert places == sorted(places)
+    part_indexes = [index_of(part, shown_texts) for part in order]
+    assert part_indexes == sorted(part_indexes)
     between, ended = shown("--trace", TRACE[:8])
     assert "between" in between
     assert "ended" in ended

@@ -39,15 +39,15 @@ def _no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(*args: str) -> str:
-    done: Result = qarr("plan", *args)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.stdout
+    result: Result = qarr("plan", *args)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
 
 
 def read(*args: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(plan(*args, "--json"))
-    return found
+    plan_json: dict[str, Any] = json.loads(plan(*args, "--json"))
+    return plan_json
 
 
 def test_a_plan_and_what_it_is_compared_with() -> None:
@@ -91,8 +91,8 @@ def test_two_kinds_of_gpus_and_settings(tmp_path: Path) -> None:
         "0.2",
     ]
     files = ("--prices", str(prices), "--write", str(file))
-    found = read("--model", LLAMA, *options, *files)
-    planned = found["plan"]
+    plan_json = read("--model", LLAMA, *options, *files)
+    planned = plan_json["plan"]
     assert set(planned["gpus"]) == {"A100", "L4"}
     assert planned["answers_lost"] <= 0.002
     assert planned["cost_per_hour"] == pytest.approx(
@@ -136,9 +136,9 @@ def test_what_up_starts_on_gpus(
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found = tiers_for_gpus(settings) or ({}, "")
-    assert found[1] == planned
-    used = load_settings(None, {"tiers": found[0]}).tiers
+    plan_json = tiers_for_gpus(settings) or ({}, "")
+    assert plan_json[1] == planned
+    used = load_settings(None, {"tiers": plan_json[0]}).tiers
     assert (
         sum(
             used.of(tier).replicas_here * used.of(tier).tensor_parallel
@@ -153,34 +153,36 @@ def test_what_up_starts_on_gpus(
 
 
 def test_gpus_without_a_price_are_counted() -> None:
-    found = read("--model", LLAMA, "--gpus", "MI300X", "--load", "4/s")
-    assert found["currency"] is None
-    assert found["plan"]["cost_per_million_tokens"] is None
-    assert found["prices"] is None
-    assert "costs 1 GPU" in found["verdict"]
-    assert any("no price of these GPUs is known" in note for note in found["notes"])
+    plan_json = read("--model", LLAMA, "--gpus", "MI300X", "--load", "4/s")
+    assert plan_json["currency"] is None
+    assert plan_json["plan"]["cost_per_million_tokens"] is None
+    assert plan_json["prices"] is None
+    assert "costs 1 GPU" in plan_json["verdict"]
+    assert any("no price of these GPUs is known" in note for note in plan_json["notes"])
 
 
 def test_json_has_the_same() -> None:
-    found = read("--model", LLAMA, "--gpus", "2xH100", "--load", "40/s")
-    assert found["speed"] == "roofline"
-    assert found["hardware"] == "H100"
-    assert found["losses"] == "published"
-    assert {each["tier"] for each in found["engines"]} == set(STANDARD_TIERS)
-    for each in found["engines"]:
+    plan_json = read("--model", LLAMA, "--gpus", "2xH100", "--load", "40/s")
+    assert plan_json["speed"] == "roofline"
+    assert plan_json["hardware"] == "H100"
+    assert plan_json["losses"] == "published"
+    assert {each["tier"] for each in plan_json["engines"]} == set(STANDARD_TIERS)
+    for each in plan_json["engines"]:
         assert each["weights_bytes"] > 5e9
         assert each["kv_bytes_per_token"] == 131_072
-    assert set(found["alone"]) == set(STANDARD_TIERS)
-    assert sum(found["plan"]["shares"].values()) == pytest.approx(1)
-    assert found["as_set"] is None  # the settings name no tiers
+    assert set(plan_json["alone"]) == set(STANDARD_TIERS)
+    assert sum(plan_json["plan"]["shares"].values()) == pytest.approx(1)
+    assert plan_json["as_set"] is None  # the settings name no tiers
 
 
 def test_standard_output_has_the_plan_alone() -> None:
     """What the solver's library may print would break a program that reads it."""
     options = "--gpus 2xH100 --load 40/s --json"
     args = [QARR, "plan", "--model", LLAMA, *options.split()]
-    done = subprocess.run(args, capture_output=True, text=True, check=True, timeout=100)
-    assert json.loads(done.stdout)["plan"] is not None
+    result = subprocess.run(
+        args, capture_output=True, text=True, check=True, timeout=100
+    )
+    assert json.loads(result.stdout)["plan"] is not None
 
 
 def test_what_is_missing_is_told() -> None:
@@ -207,16 +209,17 @@ LARGEST = ("--model", LLAMA, "--gpus", "4xL4", "--mix", "coding", "--loss", "0.2
 def test_without_a_load_the_largest_ones() -> None:
     """Each fleet's largest load; the fleets for a share of the planned one's are those of that load when it is given."""
     args = (*LARGEST, "--day", "0.5,1.5")
-    found = read(*args)
+    plan_json = read(*args)
     largest = {
-        name: each["requests_per_s"] for name, each in found["largest_loads"].items()
+        name: each["requests_per_s"]
+        for name, each in plan_json["largest_loads"].items()
     }
     assert list(largest) == ["planned", "fast alone", "balanced alone", "precise alone"]
-    assert 0.79 < found["requests_per_s"] / largest["planned"] <= 0.8
-    assert found["share_of_largest_load"] == 0.8
-    again = read(*args, "--load", f"{found['requests_per_s']:g}/s")
-    assert again["plan"] == found["plan"]
-    assert again["alone"] == found["alone"]
+    assert 0.79 < plan_json["requests_per_s"] / largest["planned"] <= 0.8
+    assert plan_json["share_of_largest_load"] == 0.8
+    again = read(*args, "--load", f"{plan_json['requests_per_s']:g}/s")
+    assert again["plan"] == plan_json["plan"]
+    assert again["alone"] == plan_json["alone"]
     assert "largest_loads" not in again
 
 
@@ -234,14 +237,15 @@ def test_the_largest_loads_are_carried_and_no_larger_ones() -> None:
 def test_the_planned_fleet_carries_what_one_precision_within_the_budget_does() -> None:
     """A mix that carries more by its optimum loses too much in operation here; BF16 alone is there all the same."""
     options = "--gpus 8xH100 --mix coding --loss 0.1 --day 0.4,0.6,0.5,2.5 --ttft 2000"
-    found = read("--model", LLAMA_70B, *options.split())
+    plan_json = read("--model", LLAMA_70B, *options.split())
     largest = {
-        name: each["requests_per_s"] for name, each in found["largest_loads"].items()
+        name: each["requests_per_s"]
+        for name, each in plan_json["largest_loads"].items()
     }
     assert largest["precise alone"] <= largest["planned"] < largest["balanced alone"]
     assert (
         "--ttft and --tpot bound an engine's times without waiting; those of fleets have it in them"
-        in found["notes"]
+        in plan_json["notes"]
     )
 
 
@@ -268,24 +272,24 @@ def test_the_share_is_said() -> None:
 def test_a_budget_that_nothing_keeps_has_no_largest_load() -> None:
     args = ("--model", LLAMA_70B, "--gpus", "1xA100", "--loss", "0")
     assert qarr("plan", *args).exit_code == 1
-    found = read(*args)
-    assert found["largest_loads"]["planned"] is None
-    assert found["largest_loads"]["fast alone"]["requests_per_s"] > 0
-    assert found["largest_loads"]["precise alone"] is None
-    assert found["verdict"].startswith("Nothing keeps the budget of none")
+    plan_json = read(*args)
+    assert plan_json["largest_loads"]["planned"] is None
+    assert plan_json["largest_loads"]["fast alone"]["requests_per_s"] > 0
+    assert plan_json["largest_loads"]["precise alone"] is None
+    assert plan_json["verdict"].startswith("Nothing keeps the budget of none")
     assert "none keeps the loss budget" in plan(*args)
 
 
 def test_a_processor_whose_speed_is_unknown() -> None:
     """There is no fleet, and what was asked for besides is said to be left out; with --load it is a failure."""
-    found = read("--model", LLAMA, "--ttft", "500", "--loss", "1")
-    assert "plan" not in found
-    assert found["verdict"].startswith(
+    plan_json = read("--model", LLAMA, "--ttft", "500", "--loss", "1")
+    assert "plan" not in plan_json
+    assert plan_json["verdict"].startswith(
         "No fleet is planned: how fast this machine's processor computes the model is not"
     )
     assert any(
         note.startswith("not in the plan: --loss, --ttft: without a known speed")
-        for note in found["notes"]
+        for note in plan_json["notes"]
     )
     assert qarr("plan", "--model", LLAMA).exit_code == 0
     assert qarr("plan", "--model", LLAMA, "--load", "1/s").exit_code == 1
@@ -331,8 +335,8 @@ def test_what_does_not_enter_is_said(tmp_path: Path) -> None:
     )
     prices.write_text('{"currency": "EUR", "per_gpu_hour": {"H200": 2, "H20O": 3}}')
     args = ("--gpus", "16xH200", "--config", str(config), "--prices", str(prices))
-    found = read("--model", DEEPSEEK, *args)
-    ignored = {each["setting"]: each["why"] for each in found["ignored_settings"]}
+    plan_json = read("--model", DEEPSEEK, *args)
+    ignored = {each["setting"]: each["why"] for each in plan_json["ignored_settings"]}
     assert set(ignored) == {
         "tiers.nvfp4",
         "tiers.fast.draft",
@@ -343,9 +347,9 @@ def test_what_does_not_enter_is_said(tmp_path: Path) -> None:
     assert ignored["tiers.nvfp4"].startswith(
         "only fast (4 bits), balanced (FP8) and precise (BF16) are planned so far"
     )
-    assert any(f"the price of H20O in {prices}" in note for note in found["notes"])
+    assert any(f"the price of H20O in {prices}" in note for note in plan_json["notes"])
     assert any(
-        "the model is published in fp8 already" in note for note in found["notes"]
+        "the model is published in fp8 already" in note for note in plan_json["notes"]
     )
     text = " ".join(plan("--model", DEEPSEEK, *args).split())
     assert "settings that the planned fleets leave out: tiers.nvfp4: only fast" in text
@@ -394,11 +398,11 @@ def test_why_the_engines_as_set_are_not_planned(
 ) -> None:
     config = tmp_path / "qarr.toml"
     config.write_text(f"[tiers]\n{tiers}\n")
-    found = read(
+    plan_json = read(
         "--model", LLAMA, "--gpus", "3xH100", "--load", "50/s", "--config", str(config)
     )
-    assert found["as_set"] is None
-    assert obstacle in found["as_set_obstacle"]
+    assert plan_json["as_set"] is None
+    assert obstacle in plan_json["as_set_obstacle"]
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("*.json")])
@@ -545,9 +549,9 @@ def test_a_measured_profile_comes_before_the_roofline(tmp_path: Path) -> None:
     path = tmp_path / latency_name(digests, "x")
     path.write_text(profile.model_dump_json())
     options = ("--max-num-seqs", "10", "--profile", str(path))
-    found = read("--model", LLAMA, "--gpus", "1xH100", *options)
-    assert found["speed"] == f"measured: {path}"
-    assert [each["tpot_ms"] for each in found["engines"]] == pytest.approx(
+    plan_json = read("--model", LLAMA, "--gpus", "1xH100", *options)
+    assert plan_json["speed"] == f"measured: {path}"
+    assert [each["tpot_ms"] for each in plan_json["engines"]] == pytest.approx(
         [10 + 5 * n + 1 + 10 * 40 / 250 for n in range(3)]
     )
     partly = tmp_path / "partly.json"

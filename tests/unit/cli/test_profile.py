@@ -118,9 +118,9 @@ def test_without_a_router_nothing_is_written(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path))
-    done = qarr("profile", kind, "--url", "http://127.0.0.1:9/")
-    assert isinstance(done.exception, ProfileError)
-    assert "http://127.0.0.1:9" in str(done.exception)
+    result = qarr("profile", kind, "--url", "http://127.0.0.1:9/")
+    assert isinstance(result.exception, ProfileError)
+    assert "http://127.0.0.1:9" in str(result.exception)
     assert not list(tmp_path.glob("*.json"))
 
 
@@ -132,9 +132,9 @@ def test_two_measurements_do_not_share_a_folder(
     (lock,) = tmp_path.iterdir()
     with lock.open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        done = qarr("profile", "latency", "--url", "http://127.0.0.1:9")
-    assert isinstance(done.exception, ProfileError)
-    assert "127.0.0.1:9" not in str(done.exception)
+        result = qarr("profile", "latency", "--url", "http://127.0.0.1:9")
+    assert isinstance(result.exception, ProfileError)
+    assert "127.0.0.1:9" not in str(result.exception)
 
 
 @pytest.mark.parametrize(
@@ -146,15 +146,15 @@ def test_two_measurements_do_not_share_a_folder(
     ],
 )
 def test_options_have_bounds(args: tuple[str, ...], said: str) -> None:
-    done = qarr("profile", *args)
-    assert done.exit_code == 2
-    assert said in done.stderr
+    result = qarr("profile", *args)
+    assert result.exit_code == 2
+    assert said in result.stderr
 
 
 def test_tasks_are_read_before_the_router_is_asked(tmp_path: Path) -> None:
     """A line of another form is named with its file."""
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "hi"}\n')
-    done = qarr(
+    result = qarr(
         "profile",
         "quality",
         "--tasks",
@@ -162,5 +162,5 @@ def test_tasks_are_read_before_the_router_is_asked(tmp_path: Path) -> None:
         "--url",
         "http://127.0.0.1:9",
     )
-    assert isinstance(done.exception, ProfileError)
-    assert "tasks.jsonl" in str(done.exception)
+    assert isinstance(result.exception, ProfileError)
+    assert "tasks.jsonl" in str(result.exception)

@@ -62,12 +62,12 @@ def test_the_plan_says_what_is_measured_and_what_is_estimated(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A checkpoint that is not made yet has an estimated size; one that grows in memory has both sizes."""
-    made = tier_spec(PRECISE, checkpoint=tmp_path)
+    made_tier = tier_spec(PRECISE, checkpoint=tmp_path)
     unmade = tier_spec(FAST)
     grown_share = memory_share(FAST, weights=2 * GIB, on_disk=GIB)
     plain_share = memory_share(PRECISE, weights=GIB // 2, on_disk=GIB // 2)
     memory_plan = Plan("CPU (2 cores)", (grown_share, plain_share))
-    _show_memory_plan("m", memory_plan, (made, unmade))
+    _show_memory_plan("m", memory_plan, (made_tier, unmade))
     head, grown, plain = capsys.readouterr().err.splitlines()
     assert head == "model m on CPU (2 cores)"
     assert (
@@ -120,8 +120,8 @@ def test_finished_checkpoints_are_listed_with_their_folders(
         "QARR_QUANTIZER__PYTHON": python,
     }.items():  # fmt: skip
         monkeypatch.setenv(name, str(value))
-    made = qarr("model", "prepare")
-    assert made.exit_code == 0, made.output
+    made_tier = qarr("model", "prepare")
+    assert made_tier.exit_code == 0, made_tier.output
     listed = qarr("model", "list").stdout.splitlines()
     rows = json.loads(qarr("model", "list", "--json").stdout)
     assert [row["tier"] for row in rows] == ["fast", "balanced", "precise"]
@@ -152,19 +152,19 @@ def test_settings_are_a_table_or_a_schema(tmp_path: Path) -> None:
     assert "there is no setting prot" in qarr("settings", "prot").stderr
     assert json.loads(qarr("settings", "--schema").stdout)["title"] == "Settings"
     (tmp_path / "qarr.toml").write_text("[server]\nprot = 1\n")
-    done = qarr("settings", "--config", str(tmp_path / "qarr.toml"))
-    assert type(done.exception) is SettingsError
-    assert done.stdout == ""
+    result = qarr("settings", "--config", str(tmp_path / "qarr.toml"))
+    assert type(result.exception) is SettingsError
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_can_be_loaded_alone(name: str) -> None:
     """Only what it needs is imported for it; the help has a sentence on it."""
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         make_app((name,)), [name, "--help"], env={"COLUMNS": "100"}
     )
-    assert done.exit_code == 0
-    assert "Usage: " in done.output
+    assert result.exit_code == 0
+    assert "Usage: " in result.output
 
 
 def test_the_other_name_of_serve_is_not_listed() -> None:
@@ -191,7 +191,7 @@ def test_a_redis_without_scripts_is_refused_in_one_line(own_redis: RedisServer) 
     """Routers would each count alone, however many there are."""
     with Redis.from_url(own_redis.url) as operator:
         operator.execute_command("ACL", "SETUSER", "default", "-@scripting")
-    done = subprocess.run(
+    result = subprocess.run(
         [
             Path(sys.executable).with_name("qarr"),
             "serve",
@@ -204,8 +204,8 @@ def test_a_redis_without_scripts_is_refused_in_one_line(own_redis: RedisServer) 
         timeout=60,
         env={**os.environ, "QARR_STATE__REDIS_URL": own_redis.url},
     )
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
     assert line.startswith(
         "error: state.redis_url: this Redis cannot count for routers ("
     )

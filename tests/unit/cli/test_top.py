@@ -79,9 +79,9 @@ async def test_once_is_text(tmp_path: Path) -> None:
 async def test_without_a_router() -> None:
     """Status 2, where it looked, and what to do."""
     argv = [QARR, "top", "--url", "http://127.0.0.1:9"]
-    done = await asyncio.to_thread(
+    result = await asyncio.to_thread(
         subprocess.run, argv, capture_output=True, text=True, check=False, timeout=100
     )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "no router answers at http://127.0.0.1:9" in done.stderr
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "no router answers at http://127.0.0.1:9" in result.stderr
