@@ -113,7 +113,7 @@ def test_the_demo_keeps_to_its_own_settings(tmp_path: Path) -> None:
     env["XDG_CONFIG_HOME"] = str(tmp_path / "config")
     run(
         [QARR, "keys", "add", "me"],
-        env=env | {"QARR_AUTH__KEYS_FILE": str(keys)},
+        env=env | {"QARR_AUTH__KEYS_FILE": str(keys), "QARR_SERVER__PORT": str(port)},
         check=True,
         timeout=60,
     )
