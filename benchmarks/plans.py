@@ -34,7 +34,7 @@ from policy_simulation import Options, simulate
 from recording import Recording
 
 from classifier import Complexity, PromptFeatures
-from router.cli.plan import MIXES
+from router.cli.plan_load import MIXES
 from router.policy.decision import PolicyParameters, RoutingQuery
 from router.policy.decision_log import DecisionRecord, OutcomeRecord
 from router.policy.losses import losses

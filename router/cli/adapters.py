@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from router.cli.client import RouterApiClient, is_alone
-from router.cli.common import print_table, tiers_option, with_options
+from router.cli.client import KeyOption, RouterApiClient, UrlOption, is_alone
+from router.cli.common import ConfigOption, print_table, tiers_option
 from tiers.errors import OperationError
 from tiers.spec import TierName
 
@@ -31,61 +31,74 @@ TierOption = Annotated[list[TierName] | None, tiers_option(ONLY_TIER)]
 
 
 @adapters_app.callback(invoke_without_command=True)
-@with_options
-def adapters_list(context: typer.Context, *, router: RouterApiClient) -> None:
+def adapters_list(
+    context: typer.Context,
+    url: UrlOption = "",
+    key: KeyOption = "",
+    config: ConfigOption = None,
+) -> None:
     """Show the LoRA adapters of the running fleet; load and unload them."""
     if is_alone(context):
+        router = RouterApiClient(url, key, config)
         _print_adapters(router.ask("/tiers")["tiers"])
 
 
 @adapters_app.command("load")
-@with_options
 def adapters_load(
     name: NameArgument,
     folder: PathArgument,
     tier: TierOption = None,
-    *,
-    router: RouterApiClient,
+    url: UrlOption = "",
+    key: KeyOption = "",
+    config: ConfigOption = None,
 ) -> None:
     """Load an adapter into running engines. They need `lora.at_run_time`, and load it again after each restart.
 
     A restart of `qarr up` forgets it: name it in `lora.adapters` to keep it.
     """
-    body: dict[str, Any] = {
-        "name": name,
-        "path": folder,
-        **({"tiers": list(tier)} if tier else {}),
-    }
+    body: dict[str, Any] = {"name": name, "path": folder}
+    if tier:
+        body["tiers"] = list(tier)
+    router = RouterApiClient(url, key, config)
     _report(router.ask("/admin/adapters", "POST", body, timeout_s=LOAD_S))
 
 
 @adapters_app.command("unload")
-@with_options
-def adapters_unload(name: NameArgument, *, router: RouterApiClient) -> None:
+def adapters_unload(
+    name: NameArgument,
+    url: UrlOption = "",
+    key: KeyOption = "",
+    config: ConfigOption = None,
+) -> None:
     """Unload an adapter from all engines that have it. Requests for it are refused from then on."""
+    router = RouterApiClient(url, key, config)
     _report(router.ask(f"/admin/adapters/{name}", "DELETE", timeout_s=LOAD_S))
 
 
 def _report(answer: dict[str, Any]) -> None:
+    """Print what each engine did; raise ``OperationError`` if one of them did not do it."""
     for result in answer["replicas"]:
         typer.echo(f"{result['replica']}: {result['detail']}")
-    left = [result["replica"] for result in answer["replicas"] if not result["done"]]
-    if left:
+    failed_replicas = [
+        result["replica"] for result in answer["replicas"] if not result["done"]
+    ]
+    if failed_replicas:
         raise OperationError(
-            f"{answer['adapter']}: not done at {', '.join(left)}; a tier offers what all its engines have"
+            f"{answer['adapter']}: not done at {', '.join(failed_replicas)}; a tier offers what all its engines have"
         )
 
 
 def _print_adapters(tiers: Sequence[dict[str, Any]]) -> None:
-    names = sorted({name for tier in tiers for name in tier["adapters"]})
-    if not names:
+    tiers_by_adapter: dict[str, list[str]] = {}
+    for tier in tiers:
+        for adapter in set(tier["adapters"]):
+            tiers_by_adapter.setdefault(adapter, []).append(tier["tier"])
+    if not tiers_by_adapter:
         typer.echo(
             "no tier offers an adapter: 'qarr adapters load' loads one, lora.adapters names those of every start"
         )
         return
     table = Table("adapter", "tiers", box=None)
-    for name in names:
-        table.add_row(
-            name, ", ".join(tier["tier"] for tier in tiers if name in tier["adapters"])
-        )
+    for adapter in sorted(tiers_by_adapter):
+        table.add_row(adapter, ", ".join(tiers_by_adapter[adapter]))
     print_table(table, 200)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import wraps
-from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -15,8 +13,6 @@ from rich.console import Console
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.table import Table
 
     from router.settings import Settings
@@ -44,48 +40,24 @@ CalibrationOption = Annotated[
         metavar="FILE",
     ),
 ]
-SHORTEST_ID = 6  # characters of a trace or request id that find it
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SHORTEST_ID = 6  # the fewest characters by which a trace or request id is found
 
 
-def tiers_option(text: str) -> Any:
-    return typer.Option("--tier", help=text, parser=TierName, metavar="TIER")
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with an option for each argument of its parameters ``options`` and ``router``, which it makes."""
-    shown: list[Parameter] = []
-    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
-    for each in signature(command, eval_str=True).parameters.values():
-        if each.name in {"options", "router"}:
-            parts = signature(each.annotation, eval_str=True).parameters
-            groups[each.name] = each.annotation, list(parts)
-            shown += parts.values()
-        else:
-            shown.append(each)
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        made = {
-            name: make(**{part: given.pop(part) for part in parts})
-            for name, (make, parts) in groups.items()
-        }
-        command(**made, **given)
-
-    expanded = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in shown]
-    run.__signature__ = Signature(expanded)  # type: ignore[attr-defined]  # typer reads it
-    run.__annotations__ = {}
-    return run
+def tiers_option(help_text: str) -> Any:
+    return typer.Option("--tier", help=help_text, parser=TierName, metavar="TIER")
 
 
 def fail(text: str) -> NoReturn:
+    """Print an error and end the command with status 2."""
     err.print(f"[bold red]error:[/] {plain(text)}")
     raise SystemExit(2)
 
 
 def is_confirmed(question: str) -> bool:
-    """Ask on the terminal; False: the answer is no, or nobody answers.
+    """Ask a question on the terminal. Return False also if nobody answers.
 
-    Standard output is for what scripts read: typer's own question writes a space there.
+    Typer's own question is not used: it writes a space to standard output, which scripts read.
     """
     err.print(plain(f"{question} [y/N]: "), end="")
     answer = sys.stdin.readline()
@@ -95,6 +67,7 @@ def is_confirmed(question: str) -> bool:
 
 
 def check_tier(tier: TierName, settings: Settings) -> None:
+    """Raise ``typer.BadParameter`` unless the settings have the tier."""
     if tier not in settings.tiers.names:
         raise typer.BadParameter(
             f"there is no tier {tier}: the settings have {', '.join(settings.tiers.names)}"
@@ -102,44 +75,55 @@ def check_tier(tier: TierName, settings: Settings) -> None:
 
 
 def tier_settings(settings: Settings) -> list[Any]:
+    """Return the settings of each tier, by rising precision."""
     return [settings.tiers.of(name) for name in settings.tiers.names]
 
 
-def clock(started: float) -> str:
-    return f"{time.monotonic() - started:6.1f} s"
+def clock(started_at: float) -> str:
+    """Return for people how long ago a moment of the monotonic clock is."""
+    return f"{time.monotonic() - started_at:6.1f} s"
 
 
 class Progress:
-    """Says lines on standard error, with the seconds since its start; a repeated line is left out."""
+    """Prints lines on standard error, with the seconds since its start. A repeated line is left out."""
 
     def __init__(self) -> None:
-        self._started, self._last = time.monotonic(), ""
+        self._started_at = time.monotonic()
+        self._last_line = ""
 
     def __call__(self, line: str) -> None:
-        if line != self._last:
-            err.print(f"{clock(self._started)} {plain(line)}")
-            self._last = line
+        if line != self._last_line:
+            err.print(f"{clock(self._started_at)} {plain(line)}")
+            self._last_line = line
 
 
 def plain(text: str) -> str:
+    """Escape a text so that Rich prints its brackets instead of taking them for markup."""
     return text.replace("[", "\\[")
 
 
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: 1 problem, 2 problems."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    if count == 1:
+        return f"{count} {noun}"
+    return f"{count} {noun}s"
 
 
 def printable(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)
+    """Replace each control character by a space."""
+    return "".join(map(_printable_character, text))
+
+
+def _printable_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " "
 
 
 def output(piped_width: int) -> Console:
-    return Console(
-        highlight=False,
-        markup=False,
-        width=None if sys.stdout.isatty() else piped_width,
-    )
+    """Return a console for standard output, which has a width of its own where that is no terminal."""
+    width = None if sys.stdout.isatty() else piped_width
+    return Console(highlight=False, markup=False, width=width)
 
 
 def print_table(table: Table, piped_width: int = 140) -> None:
@@ -147,4 +131,7 @@ def print_table(table: Table, piped_width: int = 140) -> None:
 
 
 def http_url(host: str, port: int, scheme: str = "http") -> str:
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    """Return the URL of a host and a port; an IPv6 address is put in brackets."""
+    if ":" in host:
+        return f"{scheme}://[{host}]:{port}"
+    return f"{scheme}://{host}:{port}"

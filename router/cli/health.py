@@ -23,16 +23,20 @@ def health(
 ) -> None:
     """Exit with 0 if the router is alive, else with 1. It asks directly, through no proxy, and needs no key."""
     settings = load_settings(config)
-    url = url.rstrip("/") or own_url(settings)
-    context = unverified(settings)
+    router_url = url.rstrip("/") or own_url(settings)
+    path = "/readyz" if ready else "/healthz"
     try:
-        path = "/readyz" if ready else "/healthz"
         answer = httpx.get(
-            url + path, timeout=TIMEOUT_S, trust_env=False, verify=context
+            router_url + path,
+            timeout=TIMEOUT_S,
+            trust_env=False,
+            verify=unverified(settings),
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        said, good = f"no answer ({type(error).__name__}: {error})", False
+        text = f"no answer ({type(error).__name__}: {error})"
+        is_good = False
     else:
-        said, good = answer.text, answer.is_success
-    typer.echo(f"{url}: {said}", err=not good)
-    raise typer.Exit(not good)
+        text = answer.text
+        is_good = answer.is_success
+    typer.echo(f"{router_url}: {text}", err=not is_good)
+    raise typer.Exit(not is_good)

@@ -43,84 +43,91 @@ class KeyFollowers:
         self._path = settings.auth.keys_file
         self._urls = [url.rstrip("/")] if url else list(_urls_here(settings))
         self._context = unverified(settings)
-        self._before: list[SeenRouter] = []
+        self._routers_before: list[SeenRouter] = []
         self._version_before: str | None = None
 
     def look(self) -> list[SeenRouter]:
         """Return what routers say before the change."""
         self._version_before = self._version()
+        self._routers_before = []
         with self._client() as client:
-            self._before = [
-                seen for url in self._urls if (seen := _ask(client, url)) is not None
-            ]
-        return self._before
+            for url in self._urls:
+                router = _ask(client, url)
+                if router is not None:
+                    self._routers_before.append(router)
+        return self._routers_before
 
     def follow(self) -> None:
         """Wait until those routers have taken over the change, or say that this could not be seen.
 
-        ``KeysError``: a router that had the file's keys before the change still has those.
+        Raises:
+            KeysError: A router that had the file's keys before the change still has those.
         """
-        if not self._before:
-            looked = ", ".join(self._urls) or "no address, since server.port is 0"
-            err.print(
-                plain(
-                    f"no running router was seen ({looked}): one that reads {self._path} follows in a second"
-                )
+        if not self._routers_before:
+            addresses = ", ".join(self._urls) or "no address, since server.port is 0"
+            _say(
+                f"no running router was seen ({addresses}): one that reads {self._path} follows in a second"
             )
             return
         with self._client() as client:
-            for seen in self._before:
-                self._follow_one(client, seen)
+            for router in self._routers_before:
+                self._follow_router(client, router)
 
-    def _follow_one(self, client: httpx.Client, before: SeenRouter) -> None:
+    def _follow_router(self, client: httpx.Client, before: SeenRouter) -> None:
         deadline = time.monotonic() + FOLLOW_S
         now: SeenRouter | None = before
         while time.monotonic() < deadline:
             now = _ask(client, before.url)
             if now is not None and now.version == self._version():
-                err.print(plain(f"the router at {before.url} has taken it over"))
+                _say(f"the router at {before.url} has taken it over")
                 return
             time.sleep(POLL_S)
         if now is None:
-            err.print(
-                plain(
-                    f"the router at {before.url} does not answer any more: see whether it follows"
-                )
+            _say(
+                f"the router at {before.url} does not answer any more: see whether it follows"
             )
             return
-        said = "; ".join(now.reasons) or "it names no reason"
+        reasons = "; ".join(now.reasons) or "it names no reason"
         text = printable(
-            f"the router at {now.url} has not taken it over within {FOLLOW_S:g} s ({said})"
+            f"the router at {now.url} has not taken it over within {FOLLOW_S:g} s ({reasons})"
         )
         if before.version is not None and before.version == self._version_before:
             raise KeysError(f"{text}: the keys from before are still in force there")
-        err.print(
-            plain(
-                f"{text}: it reads another file than {self._path}, or cannot read this one"
-            )
+        _say(
+            f"{text}: it reads another file than {self._path}, or cannot read this one"
         )
 
     def _version(self) -> str | None:
+        """Return the version of the key file; None: there is none."""
         content = read_content(self._path)
-        return None if content is None else version_of(content)
+        if content is None:
+            return None
+        return version_of(content)
 
     def _client(self) -> httpx.Client:
         return httpx.Client(timeout=ANSWER_S, trust_env=False, verify=self._context)
 
 
+def _say(text: str) -> None:
+    err.print(plain(text))
+
+
 def _urls_here(settings: Settings) -> Iterator[str]:
-    """Yield where the router of the settings serves, and where others of this user do that can be taken over."""
-    ports = {settings.server.port} if settings.server.port else set()
+    """Yield the address of the settings' router, and those of this user's routers that can be taken over."""
+    ports: set[int] = set()
+    if settings.server.port:
+        ports.add(settings.server.port)
     pattern = control_path(Path(), "*").name
     for socket in settings.server.runtime_dir.glob(pattern):
-        if found := re.fullmatch(r"router-(\d{1,5})", socket.stem):
-            ports.add(int(found[1]))
+        name = re.fullmatch(r"router-(\d{1,5})", socket.stem)
+        if name is not None:
+            ports.add(int(name[1]))
     for port in sorted(ports):
         yield own_url(settings, port)
 
 
 def _ask(client: httpx.Client, url: str) -> SeenRouter | None:
-    """Return what a router says of its keys; None: none answers there, or one of an older release."""
+    """Return what a router says of its keys; None: no router answers there, or one of an older release."""
     try:
         answer: dict[str, Any] = client.get(f"{url}/health").json()
         keys = answer["keys"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,14 +26,15 @@ from router.auth.network import is_loopback
 from router.cli.client import UrlOption
 from router.cli.common import (
     ConfigOption,
+    JsonOption,
     check_tier,
     err,
     is_confirmed,
     plain,
+    plural,
     print_table,
     printable,
     tiers_option,
-    with_options,
 )
 from router.cli.key_followers import KeyFollowers, SeenRouter
 from router.cli.usage import keys_usage
@@ -42,83 +42,119 @@ from router.settings import Settings, load_settings
 from tiers.spec import TierName
 
 _DURATION = re.compile(r"([1-9]\d{0,5})([dh])")
-_SPANS = {"d": "days", "h": "hours"}
+LIST_COLUMNS = (
+    "id",
+    "name",
+    "made",
+    "state",
+    "tiers",
+    "priority",
+    "requests/min",
+    "tokens/min",
+    "at once",
+    "team",
+    "admin",
+)
 keys_app = typer.Typer(
     help="Make, list and revoke the keys that requests carry; switch keys off and on.",
     no_args_is_help=True,
 )
 keys_app.command("usage")(keys_usage)
-TIERS_HELP = "A tier that the key may use (repeat for more); by default all."
-OVER_HELP = "A hint or priority beyond the key is lowered (clamp) or refused (refuse)."
-ADMIN_HELP = "Allow the key to operate on replicas and to see everybody's requests."
-OVER_BUDGET_HELP = "Over budget: refuse, or serve up to twice the budget on the cheapest tier (cheapest)."
-EXPIRES_HELP = "Valid until: 2027-01-31 (its end, UTC), or 30d, 12h."
-TEAM_HELP = "Team whose budgets it shares ('qarr keys team')."
-OVERFLOW_HELP = "Allow its prompts to be sent to overflow.url when all tiers are full."
-YES_HELP = "Make the first key without asking."
-LimitOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="By default no limit.")
+
+KeyNameArgument = Annotated[
+    str, typer.Argument(help="Name of the key, shown in lists and logs.")
+]
+TeamNameArgument = Annotated[str, typer.Argument(help="Of the team.")]
+IdOrNameArgument = Annotated[
+    str, typer.Argument(metavar="ID|NAME", help="As 'qarr keys list' shows it.")
 ]
 
 
-def _amount(name: str) -> Any:
+def _budget_option(name: str) -> Any:
     return typer.Option(
         name, metavar="AMOUNT", help="Budget of a UTC day or month; by default none."
     )
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetOptions:
-    """Budgets, as the key file names them."""
-
-    engine_seconds_per_day: Annotated[float | None, _amount("--engine-seconds-day")] = (
-        None
-    )
-    engine_seconds_per_month: Annotated[
-        float | None, _amount("--engine-seconds-month")
-    ] = None
-    money_per_day: Annotated[float | None, _amount("--money-day")] = None
-    money_per_month: Annotated[float | None, _amount("--money-month")] = None
-
-    def check(self, settings: Settings) -> None:
-        if settings.budgets.replica_hour is None and (
-            self.money_per_day,
-            self.money_per_month,
-        ) != (None, None):
-            raise KeysError(
-                "a budget of money needs a price: set budgets.replica_hour, that of an hour of one replica"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class RightsOptions(BudgetOptions):
-    """Rights of a key, as the key file names them."""
-
-    tiers: Annotated[list[TierName] | None, tiers_option(TIERS_HELP)] = None
-    over: Annotated[str, typer.Option(help=OVER_HELP)] = "clamp"
-    max_priority: Annotated[
-        str, typer.Option(help="Highest priority: interactive, standard or batch.")
-    ] = "interactive"
-    requests_per_minute: LimitOption = None
-    tokens_per_minute: LimitOption = None
-    concurrent_requests: LimitOption = None
-    admin: Annotated[bool, typer.Option("--admin", help=ADMIN_HELP)] = False
-    over_budget: Annotated[str, typer.Option(help=OVER_BUDGET_HELP)] = "refuse"
-    expires: Annotated[
-        str | None, typer.Option(metavar="DATE|DURATION", help=EXPIRES_HELP)
-    ] = None
-    team: Annotated[str | None, typer.Option(metavar="NAME", help=TEAM_HELP)] = None
-    overflow: Annotated[bool, typer.Option("--overflow", help=OVERFLOW_HELP)] = False
+EngineSecondsDayOption = Annotated[float | None, _budget_option("--engine-seconds-day")]
+EngineSecondsMonthOption = Annotated[
+    float | None, _budget_option("--engine-seconds-month")
+]
+MoneyDayOption = Annotated[float | None, _budget_option("--money-day")]
+MoneyMonthOption = Annotated[float | None, _budget_option("--money-month")]
+TiersOption = Annotated[
+    list[TierName] | None,
+    tiers_option("A tier that the key may use (repeat for more); by default all."),
+]
+OverOption = Annotated[
+    str,
+    typer.Option(
+        help="A hint or priority beyond the key is lowered (clamp) or refused (refuse)."
+    ),
+]
+MaxPriorityOption = Annotated[
+    str, typer.Option(help="Highest priority: interactive, standard or batch.")
+]
+LimitOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="By default no limit.")
+]
+AdminOption = Annotated[
+    bool,
+    typer.Option(
+        "--admin",
+        help="Allow the key to operate on replicas and to see everybody's requests.",
+    ),
+]
+OverBudgetOption = Annotated[
+    str,
+    typer.Option(
+        help="Over budget: refuse, or serve up to twice the budget on the cheapest tier (cheapest)."
+    ),
+]
+ExpiresOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DATE|DURATION",
+        help="Valid until: 2027-01-31 (its end, UTC), or 30d, 12h.",
+    ),
+]
+TeamOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Team whose budgets it shares ('qarr keys team')."
+    ),
+]
+OverflowOption = Annotated[
+    bool,
+    typer.Option(
+        "--overflow",
+        help="Allow its prompts to be sent to overflow.url when all tiers are full.",
+    ),
+]
+YesOption = Annotated[
+    bool, typer.Option("--yes", help="Make the first key without asking.")
+]
 
 
 @keys_app.command("add")
-@with_options
 def keys_add(
-    name: Annotated[
-        str, typer.Argument(help="Name of the key, shown in lists and logs.")
-    ],
-    options: RightsOptions,
-    yes: Annotated[bool, typer.Option("--yes", help=YES_HELP)] = False,
+    name: KeyNameArgument,
+    engine_seconds_per_day: EngineSecondsDayOption = None,
+    engine_seconds_per_month: EngineSecondsMonthOption = None,
+    money_per_day: MoneyDayOption = None,
+    money_per_month: MoneyMonthOption = None,
+    tiers: TiersOption = None,
+    over: OverOption = "clamp",
+    max_priority: MaxPriorityOption = "interactive",
+    requests_per_minute: LimitOption = None,
+    tokens_per_minute: LimitOption = None,
+    concurrent_requests: LimitOption = None,
+    admin: AdminOption = False,
+    over_budget: OverBudgetOption = "refuse",
+    expires: ExpiresOption = None,
+    team: TeamOption = None,
+    overflow: OverflowOption = False,
+    yes: YesOption = False,
     url: UrlOption = "",
     config: ConfigOption = None,
 ) -> None:
@@ -127,29 +163,43 @@ def keys_add(
     With the first key, requests without one get 401 within a second. Where a router serves without keys, it asks before.
     """
     settings = load_settings(config)
-    path = settings.auth.keys_file
-    for tier in options.tiers or ():
+    keys_path = settings.auth.keys_file
+    for tier in tiers or ():
         check_tier(tier, settings)
-    options.check(settings)
-    rights = asdict(options) | {
-        "tiers": options.tiers or None,
-        "overflow": options.overflow or None,
+    _check_budget_of_money(settings, money_per_day, money_per_month)
+    expires_at: datetime | None = None
+    if expires is not None:
+        expires_at = expiry(expires, datetime.now(UTC))
+    rights = {
+        "engine_seconds_per_day": engine_seconds_per_day,
+        "engine_seconds_per_month": engine_seconds_per_month,
+        "money_per_day": money_per_day,
+        "money_per_month": money_per_month,
+        "tiers": tiers or None,
+        "over": over,
+        "max_priority": max_priority,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+        "admin": admin,
+        "over_budget": over_budget,
+        "expires": expires_at,
+        "team": team,
+        "overflow": overflow or None,
     }
-    if options.expires is not None:
-        rights["expires"] = expiry(options.expires, datetime.now(UTC))
-    is_first = read_content(path) is None
+    is_first = read_content(keys_path) is None
     followers = KeyFollowers(settings, url)
     keyless_routers = [router for router in followers.look() if not router.needs_keys]
     if is_first and keyless_routers and not yes:
-        _confirm_first(keyless_routers, path)
-    key, record = add_key(path, name, **rights)
+        _confirm_first(keyless_routers, keys_path)
+    key, key_record = add_key(keys_path, name, **rights)
     typer.echo(key)
     err.print(
         plain(
-            f"key {record.id} for {name}, in {path}; this is the only time that it is shown"
+            f"key {key_record.id} for {name}, in {keys_path}; this is the only time that it is shown"
         )
     )
-    if read_key_file(path).is_off:
+    if read_key_file(keys_path).is_off:
         err.print("keys are off: requests need none until 'qarr keys on'")
     elif is_first:
         err.print(
@@ -158,14 +208,23 @@ def keys_add(
     followers.follow()
 
 
-def _confirm_first(keyless_routers: list[SeenRouter], path: Path) -> None:
+def _check_budget_of_money(settings: Settings, *amounts: float | None) -> None:
+    """Raise ``KeysError`` if a budget of money is given and the settings have no price."""
+    is_given = any(amount is not None for amount in amounts)
+    if is_given and settings.budgets.replica_hour is None:
+        raise KeysError(
+            "a budget of money needs a price: set budgets.replica_hour, that of an hour of one replica"
+        )
+
+
+def _confirm_first(keyless_routers: list[SeenRouter], keys_path: Path) -> None:
     """Ask whether the first key may be made, which locks out all clients that have none."""
     addresses = ", ".join(router.url for router in keyless_routers)
     err.print(
         plain(
-            f"{addresses} serves everyone without a key now. With the first key, every router that reads {path} answers "
-            f"requests without a key with 401 within a second, also those of its page. To hand out keys before they are "
-            f"needed: 'qarr keys off', 'qarr keys add NAME' for each client, and at the end 'qarr keys on'."
+            f"{addresses} serves everyone without a key now. With the first key, every router that reads {keys_path} "
+            f"answers requests without a key with 401 within a second, also those of its page. To hand out keys before they "
+            f"are needed: 'qarr keys off', 'qarr keys add NAME' for each client, and at the end 'qarr keys on'."
         )
     )
     if not is_confirmed("Make the first key now?"):
@@ -190,9 +249,9 @@ def keys_off(url: UrlOption = "", config: ConfigOption = None) -> None:
         )
     followers = KeyFollowers(settings, url)
     followers.look()
-    kept = switch_keys(settings.auth.keys_file, on=False)
+    key_file = switch_keys(settings.auth.keys_file, on=False)
     typer.echo(
-        f"requests need no key; {_in_force(kept.keys)} stay in {settings.auth.keys_file} for 'qarr keys on'"
+        f"requests need no key; {_in_force(key_file.keys)} stay in {settings.auth.keys_file} for 'qarr keys on'"
     )
     followers.follow()
 
@@ -203,97 +262,86 @@ def keys_on(url: UrlOption = "", config: ConfigOption = None) -> None:
     settings = load_settings(config)
     followers = KeyFollowers(settings, url)
     followers.look()
-    kept = switch_keys(settings.auth.keys_file, on=True)
+    key_file = switch_keys(settings.auth.keys_file, on=True)
     typer.echo(
-        f"requests need a key: {_in_force(kept.keys)} in {settings.auth.keys_file}"
+        f"requests need a key: {_in_force(key_file.keys)} in {settings.auth.keys_file}"
     )
     followers.follow()
 
 
 def _in_force(keys: Sequence[KeyRecord]) -> str:
     count = sum(key.revoked is None for key in keys)
-    return "1 key in force" if count == 1 else f"{count} keys in force"
+    return f"{plural(count, 'key')} in force"
 
 
 @keys_app.command("list")
-def keys_list(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    config: ConfigOption = None,
-) -> None:
+def keys_list(as_json: JsonOption = False, config: ConfigOption = None) -> None:
     """List all keys by id and name, revoked ones too. The keys themselves are not kept."""
-    file = read_key_file(load_settings(config).auth.keys_file)
-    keys = file.keys
+    key_file = read_key_file(load_settings(config).auth.keys_file)
     if as_json:
-        typer.echo(
-            "[" + ",\n".join(k.model_dump_json(exclude={"sha256"}) for k in keys) + "]"
-        )
+        records = [key.model_dump_json(exclude={"sha256"}) for key in key_file.keys]
+        typer.echo("[" + ",\n".join(records) + "]")
         return
-    if not keys:
+    if not key_file.keys:
         typer.echo("no keys: make one with 'qarr keys add NAME'")
         return
-    limits = ("requests/min", "tokens/min", "at once")
-    table = Table(
-        "id",
-        "name",
-        "made",
-        "state",
-        "tiers",
-        "priority",
-        *limits,
-        "team",
-        "admin",
-        box=None,
-    )
-    for key in keys:
+    table = Table(*LIST_COLUMNS, box=None)
+    for key in key_file.keys:
         table.add_row(*_row(key))
     print_table(table, 160)
-    if file.is_off:
+    if key_file.is_off:
         typer.echo("keys are off: requests need none until 'qarr keys on'")
 
 
 @keys_app.command("team")
-@with_options
 def keys_team(
-    name: Annotated[str, typer.Argument(help="Of the team.")],
-    options: BudgetOptions,
+    name: TeamNameArgument,
+    engine_seconds_per_day: EngineSecondsDayOption = None,
+    engine_seconds_per_month: EngineSecondsMonthOption = None,
+    money_per_day: MoneyDayOption = None,
+    money_per_month: MoneyMonthOption = None,
     url: UrlOption = "",
     config: ConfigOption = None,
 ) -> None:
     """Make a team, or replace its budgets, which its keys share. Running routers follow within a second."""
     settings = load_settings(config)
-    path = settings.auth.keys_file
-    if not read_keys(path):
+    keys_path = settings.auth.keys_file
+    if not read_keys(keys_path):
         raise KeysError(
-            f"there is no key file {path}: make a key first with 'qarr keys add NAME'"
+            f"there is no key file {keys_path}: make a key first with 'qarr keys add NAME'"
         )
-    options.check(settings)
+    _check_budget_of_money(settings, money_per_day, money_per_month)
     followers = KeyFollowers(settings, url)
     followers.look()
-    team = set_team(path, name, **asdict(options))
-    budgets = ", ".join(
-        limit.text(settings.budgets.currency) for limit in team.limits()
+    team_record = set_team(
+        keys_path,
+        name,
+        engine_seconds_per_day=engine_seconds_per_day,
+        engine_seconds_per_month=engine_seconds_per_month,
+        money_per_day=money_per_day,
+        money_per_month=money_per_month,
     )
-    typer.echo(f"team {name}: {budgets or 'no budget'}")
+    budgets = [limit.text(settings.budgets.currency) for limit in team_record.limits()]
+    typer.echo(f"team {name}: {', '.join(budgets) or 'no budget'}")
     followers.follow()
 
 
 @keys_app.command("revoke")
 def keys_revoke(
-    id_or_name: Annotated[
-        str, typer.Argument(metavar="ID|NAME", help="As 'qarr keys list' shows it.")
-    ],
+    id_or_name: IdOrNameArgument,
     url: UrlOption = "",
     config: ConfigOption = None,
 ) -> None:
     """Revoke a key. Running routers refuse it within a second; requests in progress finish."""
     settings = load_settings(config)
-    path = settings.auth.keys_file
+    keys_path = settings.auth.keys_file
     followers = KeyFollowers(settings, url)
     followers.look()
-    gone = revoke_key(path, id_or_name)
-    typer.echo(f"revoked key {gone.id} of {printable(gone.name)}")
-    file = read_key_file(path)
-    if not file.is_off and all(key.revoked is not None for key in file.keys):
+    revoked_key = revoke_key(keys_path, id_or_name)
+    typer.echo(f"revoked key {revoked_key.id} of {printable(revoked_key.name)}")
+    key_file = read_key_file(keys_path)
+    has_key_in_force = any(key.revoked is None for key in key_file.keys)
+    if not key_file.is_off and not has_key_in_force:
         err.print(
             "no key is in force, so nobody is served: 'qarr keys add NAME' makes one, 'qarr keys off' needs none"
         )
@@ -301,37 +349,66 @@ def keys_revoke(
 
 
 def expiry(text: str, now: datetime) -> datetime:
-    """Return when a key ends to be valid: the end of a day in UTC, or some days or hours from now, or ``KeysError``."""
-    found = _DURATION.fullmatch(text)
+    """Return when a key ends to be valid: the end of a day in UTC, or some days or hours from now.
+
+    Raises:
+        KeysError: The text is neither, or names a moment that is past.
+    """
     try:
-        if found is not None:
-            ends = now + timedelta(**{_SPANS[found[2]]: int(found[1])})
-        else:
-            ends = datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC) + timedelta(
-                days=1
-            )
+        ends_at = _moment_in(text, now)
     except (ValueError, OverflowError):
-        ends = now
-    if ends <= now:
+        ends_at = now
+    if ends_at <= now:
         raise KeysError(
             f"--expires {text[:40]}: a day to come as in 2027-01-31, or a duration as in 30d or 12h, is needed"
         )
-    return ends
+    return ends_at
+
+
+def _moment_in(text: str, now: datetime) -> datetime:
+    duration = _DURATION.fullmatch(text)
+    if duration is None:
+        first_moment = datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
+        return first_moment + timedelta(days=1)
+    amount = int(duration[1])
+    if duration[2] == "d":
+        return now + timedelta(days=amount)
+    return now + timedelta(hours=amount)
 
 
 def _row(key: KeyRecord) -> list[str]:
-    state = f"revoked {key.revoked:%Y-%m-%d}" if key.revoked else "in force"
-    if key.expires is not None and not key.revoked:
-        state = f"{'expired' if key.expires <= datetime.now(UTC) else 'until'} {key.expires:%Y-%m-%d %H:%M}"
-    limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
+    rate_limits = (
+        key.requests_per_minute,
+        key.tokens_per_minute,
+        key.concurrent_requests,
+    )
+    tier_names = "all" if key.tiers is None else " ".join(key.tiers)
+    is_admin = "yes" if key.admin else "-"
     return [
         key.id,
         printable(key.name),
         f"{key.created:%Y-%m-%d}",
-        state,
-        "all" if key.tiers is None else " ".join(key.tiers),
+        _state(key),
+        tier_names,
         f"{key.max_priority} ({key.over})",
-        *("-" if limit is None else str(limit) for limit in limits),
+        *map(_limit_text, rate_limits),
         key.team or "-",
-        "yes" if key.admin else "-",
+        is_admin,
     ]
+
+
+def _limit_text(limit: int | None) -> str:
+    if limit is None:
+        return "-"
+    return str(limit)
+
+
+def _state(key: KeyRecord) -> str:
+    """Return for people whether a key is in force."""
+    if key.revoked:
+        return f"revoked {key.revoked:%Y-%m-%d}"
+    if key.expires is None:
+        return "in force"
+    is_expired = key.expires <= datetime.now(UTC)
+    state_word = "expired" if is_expired else "until"
+    return f"{state_word} {key.expires:%Y-%m-%d %H:%M}"

@@ -5,40 +5,56 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from router.cli.common import fail
 
-# Name → module, what stands for it there (a function, or an application with commands of its own), and panel of the help.
-COMMANDS: dict[str, tuple[str, str, str]] = {
-    "up": ("serve", "up", "Serve"),
-    "serve": ("serve", "serve", "Serve"),
-    "demo": ("demo", "demo", "Serve"),
-    "router": ("serve", "serve", "Serve"),  # what it is called elsewhere
-    "model": ("model", "model_app", "Serve"),
-    "plan": ("plan", "plan", "Measure"),
-    "classify": ("classify", "classify", "Measure"),
-    "profile": ("profile", "profile_app", "Measure"),
-    "reload": ("show_settings", "reload", "Operate"),
-    "tiers": ("tiers", "tiers_app", "Operate"),
-    "adapters": ("adapters", "adapters_app", "Operate"),
-    "keys": ("keys", "keys_app", "Operate"),
-    "top": ("top", "top", "Look"),
-    "logs": ("logs", "logs", "Look"),
-    "doctor": ("doctor.command", "doctor", "Look"),
-    "health": ("health", "health", "Look"),
-    "settings": ("show_settings", "show_settings", "Look"),
+
+class LazyCommand(NamedTuple):
+    """Where a command is defined, and where it is listed.
+
+    Attributes:
+        module: In this package.
+        attribute: A function of that module, or an application that has commands of its own.
+        panel: Part of the help.
+    """
+
+    module: str
+    attribute: str
+    panel: str
+
+
+COMMANDS: dict[str, LazyCommand] = {
+    "up": LazyCommand("serve", "up", panel="Serve"),
+    "serve": LazyCommand("serve", "serve", panel="Serve"),
+    "demo": LazyCommand("demo", "demo", panel="Serve"),
+    "router": LazyCommand(
+        "serve", "serve", panel="Serve"
+    ),  # its name in other projects
+    "model": LazyCommand("model", "model_app", panel="Serve"),
+    "plan": LazyCommand("plan", "plan", panel="Measure"),
+    "classify": LazyCommand("classify", "classify", panel="Measure"),
+    "profile": LazyCommand("profile", "profile_app", panel="Measure"),
+    "reload": LazyCommand("show_settings", "reload", panel="Operate"),
+    "tiers": LazyCommand("tiers", "tiers_app", panel="Operate"),
+    "adapters": LazyCommand("adapters", "adapters_app", panel="Operate"),
+    "keys": LazyCommand("keys", "keys_app", panel="Operate"),
+    "top": LazyCommand("top", "top", panel="Look"),
+    "logs": LazyCommand("logs", "logs", panel="Look"),
+    "doctor": LazyCommand("doctor.command", "doctor", panel="Look"),
+    "health": LazyCommand("health", "health", panel="Look"),
+    "settings": LazyCommand("show_settings", "show_settings", panel="Look"),
 }
 HIDDEN = {"router"}
-# in the help, and as suggestions for a mistyped name
+# The help lists these, and a mistyped name is compared with them.
 SHOWN = [name for name in COMMANDS if name not in HIDDEN]
-# Errors that end a command with their text, and where they are defined.
-EXPECTED = (
+# Modules and names of the errors that end a command with their text.
+EXPECTED_ERRORS = (
     ("router.section", "SettingsError"),
     ("tiers.errors", "TierError"),
     ("classifier", "TokenizerError"),
@@ -54,25 +70,37 @@ EXPECTED = (
 
 
 def main() -> None:
-    """Run the command; expected errors end it with their text and status 2, not with a traceback."""
-    # in a container, where the kernel keeps a signal from a process that does not handle it
+    """Run the command. An expected error ends it with the error's text and status 2, not with a traceback."""
     if os.getpid() == 1:
+        # A container's first process gets no signal that it does not handle.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
-    named = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        make_app(
-            (named,) if named in COMMANDS else () if named == "--version" else SHOWN
-        )()
+        make_app(_needed_commands())()
     except Exception as error:
-        if not isinstance(
-            error,
-            tuple(getattr(import_module(module), name) for module, name in EXPECTED),
-        ):
+        if not _is_expected(error):
             raise
         fail(str(error))
 
 
+def _needed_commands() -> Sequence[str]:
+    """Return the commands that have to be imported to answer the command line."""
+    first_argument = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first_argument in COMMANDS:
+        return (first_argument,)
+    if first_argument == "--version":
+        return ()
+    return SHOWN
+
+
+def _is_expected(error: Exception) -> bool:
+    return any(
+        isinstance(error, getattr(import_module(module), name))
+        for module, name in EXPECTED_ERRORS
+    )
+
+
 def make_app(names: Iterable[str] = SHOWN) -> typer.Typer:
+    """Return the application with some of its commands."""
     app = typer.Typer(
         help="Serve one language model at three precisions; send each prompt to the soonest that is good enough.",
         no_args_is_help=True,
@@ -82,17 +110,20 @@ def make_app(names: Iterable[str] = SHOWN) -> typer.Typer:
     )
     app.callback()(_root)
     for name in names:
-        module, attribute, panel = COMMANDS[name]
-        found: Any = getattr(import_module(f"router.cli.{module}"), attribute)
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name, rich_help_panel=panel)
+        command = COMMANDS[name]
+        module = import_module(f"router.cli.{command.module}")
+        implementation: Any = getattr(module, command.attribute)
+        if isinstance(implementation, typer.Typer):
+            app.add_typer(implementation, name=name, rich_help_panel=command.panel)
         else:
-            app.command(name, hidden=name in HIDDEN, rich_help_panel=panel)(found)
+            app.command(name, hidden=name in HIDDEN, rich_help_panel=command.panel)(
+                implementation
+            )
     return app
 
 
-def _print_version(wanted: bool) -> None:  # noqa: FBT001  typer's callback
-    if wanted:
+def _print_version(is_wanted: bool) -> None:  # noqa: FBT001  typer's callback
+    if is_wanted:
         typer.echo(f"qarr {version('qarr')}")
         raise typer.Exit
 

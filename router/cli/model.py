@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,12 +19,19 @@ from router.cli.common import (
 from router.deployment.first_start import Steps
 from router.deployment.layout import prepare_options
 from router.settings import load_settings
+from tiers.checkpoints.checkpoint import Checkpoint
 from tiers.checkpoints.prepare import find, finished, prepare
 
-DIGITS = 16  # of a digest, shown
+SHOWN_DIGITS = 16  # a digest is cut to these
 model_app = typer.Typer(
     help="Make and inspect the model's three checkpoints.", no_args_is_help=True
 )
+CalibrationSamplesOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Calibration prompts used, at even distances; 0 uses all.", metavar="N"
+    ),
+]
 
 
 @model_app.command("prepare")
@@ -32,22 +39,17 @@ def model_prepare(
     config: ConfigOption = None,
     model: ModelOption = None,
     calibration: CalibrationOption = None,
-    calibration_samples: Annotated[
-        int | None,
-        typer.Option(
-            help="Calibration prompts used, at even distances; 0 uses all.", metavar="N"
-        ),
-    ] = None,
+    calibration_samples: CalibrationSamplesOption = None,
 ) -> None:
     """Make the BF16, FP8 and AWQ int4 checkpoints of a model; finished ones are kept."""
-    started = time.monotonic()
-    asked = {
+    started_at = time.monotonic()
+    overrides = {
         "name": model,
         "calibration": calibration,
         "calibration_samples": calibration_samples,
     }
-    options = prepare_options(load_settings(config, {"model": asked}))
-    steps = Steps(lambda line: err.print(f"{clock(started)} {plain(line)}"))
+    options = prepare_options(load_settings(config, {"model": overrides}))
+    steps = Steps(lambda line: err.print(f"{clock(started_at)} {plain(line)}"))
     for checkpoint in find(options) or prepare(options, steps):
         typer.echo(f"{checkpoint.tier:9} {checkpoint.path}")
 
@@ -62,21 +64,28 @@ def model_list(
 ) -> None:
     """Show the finished checkpoints of the model, and their folders."""
     options = prepare_options(load_settings(config, {"model": {"name": model}}))
-    found = finished(options)
+    checkpoints = finished(options)
     if as_json:
-        rows = [
-            {"tier": c.tier, "path": str(c.path), **c.manifest.model_dump(mode="json")}
-            for c in found
-        ]
+        rows = [_as_json(checkpoint) for checkpoint in checkpoints]
         typer.echo(json.dumps(rows, indent=2))
         return
-    if not found:
+    if not checkpoints:
         err.print(
             f"no checkpoint of {plain(options.model)} is finished: 'qarr model prepare' makes them, 'qarr up' as well"
         )
         return
-    for checkpoint in found:  # a line each, never wrapped: folders are copied from here
-        made = checkpoint.manifest
+    # No table: folders are copied from these lines, so they must not be wrapped.
+    for checkpoint in checkpoints:
+        manifest = checkpoint.manifest
+        digest = manifest.weights_digest[:SHOWN_DIGITS]
         typer.echo(
-            f"{checkpoint.tier:9} {made.precision:10} {made.weights_digest[:DIGITS]} {checkpoint.path}"
+            f"{checkpoint.tier:9} {manifest.precision:10} {digest} {checkpoint.path}"
         )
+
+
+def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "tier": checkpoint.tier,
+        "path": str(checkpoint.path),
+        **checkpoint.manifest.model_dump(mode="json"),
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -13,9 +13,10 @@ from router.cli.plan_result import (
     AS_SET,
     DOES_NOT_CARRY,
     PLANNED,
-    Kind,
-    Plan,
+    ROOFLINE,
+    FleetPlan,
     PlanReport,
+    PromptKind,
     alone_name,
 )
 from tiers.plan import machine_name
@@ -27,91 +28,91 @@ from tiers.sizing.named_gpus import is_as_built_in
 from tiers.sizing.verdict import kinds_table
 from tiers.spec import PRECISIONS, TierName
 
-ROOFLINE = "roofline"
 HOUR_S = 3600
 WIDTH = 120
-NO_CHANGE = 1.005  # the peak over the mean up to which a day has no course
+NO_CHANGE = 1.005  # a day has a course if its peak over its mean is more than this
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
     """Return a plan for programs."""
-    target, plan = report.target, report.plan
+    target = report.target
+    fleet_plan = report.plan
     facts = {
         "model": target.name,
         "parameters": target.model.parameters,
-        "hardware": ", ".join(gpu.name for gpu in plan.gpus) or machine_name(),
-        "gpus": [_gpu_json(gpu, count) for gpu, count in plan.gpus.items()],
+        "hardware": ", ".join(gpu.name for gpu in fleet_plan.gpus) or machine_name(),
+        "gpus": [_gpu_json(gpu, count) for gpu, count in fleet_plan.gpus.items()],
         "speed": target.speed,
         "engines_busy": MOST_BUSY_SHARE,
-        "losses": "measured" if target.answers else "published",
-        "prices": plan.prices,
+        "losses": _source_of_losses(report),
+        "prices": fleet_plan.prices,
         **asdict(report.demand),
-        "engines": [_engine_json(engine) for engine in plan.engines],
-        "notes": list(plan.notes),
-        "ignored_settings": [asdict(each) for each in plan.ignored],
-        "verdict": plan.verdict,
+        "engines": [_engine_json(engine) for engine in fleet_plan.engines],
+        "notes": list(fleet_plan.notes),
+        "ignored_settings": [asdict(ignored) for ignored in fleet_plan.ignored],
+        "verdict": fleet_plan.verdict,
     }
-    if plan.largest:
+    if fleet_plan.largest:
         facts["largest_loads"] = _largest_json(report)
-    if plan.load is None:
-        return facts
-    load = plan.load
-    return facts | {
-        "share_of_largest_load": plan.share,
+    if fleet_plan.load is not None:
+        facts |= _fleets_json(report, fleet_plan.load)
+    return facts
+
+
+def _fleets_json(report: PlanReport, load: DailyLoad) -> dict[str, Any]:
+    """Return the load that is planned for, and the fleets for it."""
+    fleet_plan = report.plan
+    present = None if fleet_plan.as_set is None else fleet_plan.as_set.fleet
+    alone = {
+        tier: _fleet_json(fleet, load.mean_per_s, report)
+        for tier, fleet in fleet_plan.alone.items()
+    }
+    return {
+        "share_of_largest_load": fleet_plan.share,
         "requests_per_s": load.mean_per_s,
         "peak_per_s": load.peak_per_s,
         "course": list(load.course),
         "budget": load.budget,
-        "currency": plan.currency,
-        "plan": _fleet_json(plan.best, load.mean_per_s, report),
-        "alone": {
-            tier: _fleet_json(fleet, load.mean_per_s, report)
-            for tier, fleet in plan.alone.items()
-        },
-        "as_set": _fleet_json(plan.as_set.fleet, load.mean_per_s, report)
-        if plan.as_set is not None
-        else None,
-        "as_set_obstacle": _as_set_obstacle(plan),
-        "planned_for": _planned_for(plan.best),
+        "currency": fleet_plan.currency,
+        "plan": _fleet_json(fleet_plan.best, load.mean_per_s, report),
+        "alone": alone,
+        "as_set": _fleet_json(present, load.mean_per_s, report),
+        "as_set_obstacle": _as_set_obstacle(fleet_plan),
+        "planned_for": _planned_for(fleet_plan.best),
     }
 
 
 def show(report: PlanReport) -> None:
     """Print a plan for people."""
-    target, plan = report.target, report.plan
+    fleet_plan = report.plan
     say = output(WIDTH).print
-    say(
-        f"{target.name}: {target.model.parameters / 1e9:.3g} billion parameters{_active(report)}"
-    )
-    say(
-        f"{_hardware(report)}; {_load_words(plan)}prompts of {report.demand.prompt_tokens:,} and answers of "
-        f"{report.demand.output_tokens:,} tokens\n",
-        soft_wrap=False,
-    )
+    say(_model_line(report))
+    say(f"{_request_line(report)}\n", soft_wrap=False)
     print_table(_engines_table(report))
-    if plan.largest:
+    if fleet_plan.largest:
         say(
-            f"\nThe largest loads{_course_words(report)}, engines {MOST_BUSY_SHARE:.0%} busy:",
+            f"\nThe largest loads{_course_words(fleet_plan.load)}, engines {MOST_BUSY_SHARE:.0%} busy:",
             soft_wrap=False,
         )
         print_table(_largest_table(report))
-    if plan.load is not None:
-        if plan.share is not None:
-            say(f"\n{_share_words(report, plan.load, plan.share)}", soft_wrap=False)
-        else:
-            say("")
-        print_table(_fleets_table(report, plan.load))
-    if (
-        plan.best is not None
-        and len({engine.tier for engine, _ in plan.best.counts}) > 1
-    ):
+    if fleet_plan.load is not None:
+        share_words = ""
+        if fleet_plan.share is not None:
+            share_words = f"\n{_share_words(report, fleet_plan.load, fleet_plan.share)}"
+        say(share_words, soft_wrap=False)
+        print_table(_fleets_table(report, fleet_plan.load))
+    if fleet_plan.best is not None and _has_several_tiers(fleet_plan.best):
         say("")
-        print_table(kinds_table(plan.best))
+        print_table(kinds_table(fleet_plan.best))
     say("")
-    for line in _notes(report):
-        say(line if line.startswith(" ") else f"- {line}", soft_wrap=False)
-    if plan.verdict:
-        say(f"\n{plan.verdict}", style="bold", soft_wrap=False)
+    for line in _note_lines(report):
+        say(line, soft_wrap=False)
+    if fleet_plan.verdict:
+        say(f"\n{fleet_plan.verdict}", style="bold", soft_wrap=False)
+
+
+def _has_several_tiers(fleet: PlannedFleet) -> bool:
+    return len({engine.tier for engine, _ in fleet.counts}) > 1
 
 
 def _gpu_json(gpu: GpuKind, count: int | None) -> dict[str, Any]:
@@ -133,20 +134,21 @@ def _fleet_json(
 ) -> dict[str, Any] | None:
     if fleet is None:
         return None
+    engines = [
+        {**_engine_json(engine), "replicas": count} for engine, count in fleet.counts
+    ]
     return {
-        # or GPUs, or machines, where there is no currency
+        # Without a currency GPUs, or machines, are counted.
         "cost_per_hour": fleet.price,
         "cost_per_million_tokens": _cost_of_million(fleet, requests_per_s, report),
         "answers_lost": fleet.lost_share,
         "ttft_ms": fleet.ttft_ms,
         "tpot_ms": fleet.tpot_ms,
-        "loss_budget": fleet.loss_budget,  # of the policy
+        # The policy's setting, not the budget of the load.
+        "loss_budget": fleet.loss_budget,
         "shares": fleet.shares,
         "gpus": fleet.gpus,
-        "engines": [
-            {**_engine_json(engine), "replicas": count}
-            for engine, count in fleet.counts
-        ],
+        "engines": engines,
     }
 
 
@@ -161,17 +163,19 @@ def _largest_json(report: PlanReport) -> dict[str, Any]:
     return loads
 
 
-def _as_set_obstacle(plan: Plan) -> str | None:
-    if plan.as_set is None or plan.as_set.fleet is not None:
+def _as_set_obstacle(fleet_plan: FleetPlan) -> str | None:
+    if fleet_plan.as_set is None or fleet_plan.as_set.fleet is not None:
         return None
-    return plan.as_set.obstacle
+    return fleet_plan.as_set.obstacle
 
 
 def _planned_for(best: PlannedFleet | None) -> list[dict[str, Any]]:
     """Return which share of all requests is of a kind and goes to a tier."""
+    if best is None:
+        return []
     flows: list[dict[str, Any]] = []
-    for (kind, tier), share in best.share_by_flow.items() if best is not None else ():
-        prompt_class, complexity = cast("Kind", kind)
+    for (kind, tier), share in best.share_by_flow.items():
+        prompt_class, complexity = cast("PromptKind", kind)
         flows.append(
             {
                 "class": prompt_class,
@@ -188,31 +192,44 @@ def _cost_of_million(
 ) -> float | None:
     if report.plan.currency is None:
         return None
-    tokens_per_s = requests_per_s * report.demand.output_tokens
-    return fleet.price / HOUR_S / tokens_per_s * 1e6
+    output_tokens_per_s = requests_per_s * report.demand.output_tokens
+    return fleet.price / HOUR_S / output_tokens_per_s * 1e6
 
 
-def _active(report: PlanReport) -> str:
+def _source_of_losses(report: PlanReport) -> str:
+    if report.target.answers:
+        return "measured"
+    return "published"
+
+
+def _model_line(report: PlanReport) -> str:
     model = report.target.model
+    line = f"{report.target.name}: {model.parameters / 1e9:.3g} billion parameters"
     if model.quantizable_parameters == model.active_parameters:
-        return ""
-    return f", {model.active_parameters / 1e9:.1f} of them a token"
+        return line
+    return f"{line}, {model.active_parameters / 1e9:.1f} of them a token"
+
+
+def _request_line(report: PlanReport) -> str:
+    fleet_plan = report.plan
+    demand = report.demand
+    lengths = (
+        f"prompts of {demand.prompt_tokens:,} and answers of "
+        f"{demand.output_tokens:,} tokens"
+    )
+    if fleet_plan.load is None or fleet_plan.share is not None:
+        return f"{_hardware(report)}; {lengths}"
+    return f"{_hardware(report)}; {_rate_words(fleet_plan.load)}, {lengths}"
 
 
 def _hardware(report: PlanReport) -> str:
     if not report.plan.gpus:
         return machine_name()
-    kinds = [
-        f"{count} x {gpu.name}" if count else gpu.name
-        for gpu, count in report.plan.gpus.items()
-    ]
+    kinds: list[str] = []
+    for gpu, count in report.plan.gpus.items():
+        kind = f"{count} x {gpu.name}" if count else gpu.name
+        kinds.append(kind)
     return ", ".join(kinds)
-
-
-def _load_words(plan: Plan) -> str:
-    if plan.load is None or plan.share is not None:
-        return ""
-    return f"{_rate_words(plan.load)}, "
 
 
 def _rate_words(load: DailyLoad) -> str:
@@ -221,8 +238,7 @@ def _rate_words(load: DailyLoad) -> str:
     return f"{load.mean_per_s:,g} requests/s"
 
 
-def _course_words(report: PlanReport) -> str:
-    load = report.plan.load
+def _course_words(load: DailyLoad | None) -> str:
     if load is None or load.peak_per_s <= load.mean_per_s * NO_CHANGE:
         return ""
     return f" in the mean of the day (its peak is {load.peak_per_s / load.mean_per_s:.3g} times as much)"
@@ -235,40 +251,44 @@ def _share_words(report: PlanReport, load: DailyLoad, share: float) -> str:
     )
 
 
-def _notes(report: PlanReport) -> list[str]:
-    target, plan = report.target, report.plan
-    if target.speed is None:
-        speed = "not known"
-    elif target.speed == ROOFLINE:
-        speed = f"computed (roofline), not measured; engines {MOST_BUSY_SHARE:.0%} busy"
-    else:
-        speed = f"{target.speed}; engines {MOST_BUSY_SHARE:.0%} busy"
-    losses = "measured" if target.answers else "published"
-    priced = [] if plan.prices is None else [f"prices: {plan.prices}"]
-    return [
-        *plan.notes,
-        *_ignored_words(plan),
-        f"speed: {speed}",
-        f"losses: {losses}",
-        *priced,
-    ]
+def _note_lines(report: PlanReport) -> list[str]:
+    """Return what is said below the tables: a line for each note, with lines below it for its details."""
+    fleet_plan = report.plan
+    lines = [f"- {note}" for note in fleet_plan.notes]
+    lines += _ignored_lines(fleet_plan)
+    lines.append(f"- speed: {_source_of_speeds(report)}")
+    lines.append(f"- losses: {_source_of_losses(report)}")
+    if fleet_plan.prices is not None:
+        lines.append(f"- prices: {fleet_plan.prices}")
+    return lines
 
 
-def _ignored_words(plan: Plan) -> list[str]:
+def _source_of_speeds(report: PlanReport) -> str:
+    speed = report.target.speed
+    if speed is None:
+        return "not known"
+    if speed == ROOFLINE:
+        return f"computed (roofline), not measured; engines {MOST_BUSY_SHARE:.0%} busy"
+    return f"{speed}; engines {MOST_BUSY_SHARE:.0%} busy"
+
+
+def _ignored_lines(fleet_plan: FleetPlan) -> list[str]:
     """Return a line for each reason for which settings do not enter."""
-    settings: dict[str, list[str]] = {}
-    for each in plan.ignored:
-        settings.setdefault(each.why, []).append(each.setting)
-    if not settings:
+    settings_by_reason: dict[str, list[str]] = {}
+    for ignored in fleet_plan.ignored:
+        settings_by_reason.setdefault(ignored.why, []).append(ignored.setting)
+    if not settings_by_reason:
         return []
-    lines = [f"  {', '.join(names)}: {why}" for why, names in settings.items()]
-    return ["settings that the planned fleets leave out:", *lines]
+    lines = ["- settings that the planned fleets leave out:"]
+    for reason, names in settings_by_reason.items():
+        lines.append(f"  {', '.join(names)}: {reason}")
+    return lines
 
 
 def _engines_table(report: PlanReport) -> Table:
-    plan = report.plan
     table = Table("tier", "precision", "one engine on", box=None)
-    columns = (
+    _add_figures(
+        table,
         "weights",
         "KV a token",
         f"at {report.demand.context}",
@@ -277,128 +297,161 @@ def _engines_table(report: PlanReport) -> Table:
         "ms/token",
         "requests/s",
     )
-    for name in columns:
-        table.add_column(name, justify="right")
-    for engine in _shown_engines(plan):
-        each = engine.plan
+    for engine in _shown_engines(report.plan):
+        engine_plan = engine.plan
+        hardware = "this CPU"
+        if engine.gpu:
+            hardware = f"{engine_plan.gpus_per_replica} x {engine.gpu}"
         table.add_row(
-            each.tier,
-            each.precision,
-            f"{each.gpus_per_replica} x {engine.gpu}" if engine.gpu else "this CPU",
-            f"{each.weights_bytes / 1e9:.1f} GB",
-            f"{each.kv_bytes_per_token / 1024:.4g} KiB",
-            f"{each.max_sequences:,} seqs",
-            f"{each.batch:,}",
-            _number(each.ttft_ms),
-            _number(each.tpot_ms, 1),
-            _number(each.requests_per_s, 1),
+            engine_plan.tier,
+            engine_plan.precision,
+            hardware,
+            f"{engine_plan.weights_bytes / 1e9:.1f} GB",
+            f"{engine_plan.kv_bytes_per_token / 1024:.4g} KiB",
+            f"{engine_plan.max_sequences:,} seqs",
+            f"{engine_plan.batch:,}",
+            _number(engine_plan.ttft_ms),
+            _number(engine_plan.tpot_ms, 1),
+            _number(engine_plan.requests_per_s, 1),
         )
     return table
 
 
-def _shown_engines(plan: Plan) -> list[EngineType]:
+def _add_figures(table: Table, *names: str) -> None:
+    """Add columns of figures, which are aligned to the right."""
+    for name in names:
+        table.add_column(name, justify="right")
+
+
+def _shown_engines(fleet_plan: FleetPlan) -> list[EngineType]:
     """Return the smallest engine of each precision on each kind of GPU, and those of the fleets that are shown."""
-    fleets = [
-        plan.best,
-        *plan.alone.values(),
-        *(each.fleet for each in plan.largest.values() if each is not None),
-    ]
-    used = {
-        id(engine)
-        for fleet in fleets
-        if fleet is not None
-        for engine, _ in fleet.counts
-    }
+    # Engines are told apart by identity: their measured speeds need not be hashable.
+    shown_ids = {id(engine) for engine in _engines_of_fleets(fleet_plan)}
     smallest: dict[tuple[TierName, str], EngineType] = {}
-    for engine in plan.engines:
+    for engine in fleet_plan.engines:
         smallest.setdefault((engine.tier, engine.gpu), engine)
-    shown = used | {id(engine) for engine in smallest.values()}
-    return [engine for engine in plan.engines if id(engine) in shown]
+    shown_ids.update(id(engine) for engine in smallest.values())
+    return [engine for engine in fleet_plan.engines if id(engine) in shown_ids]
+
+
+def _engines_of_fleets(fleet_plan: FleetPlan) -> Iterator[EngineType]:
+    largest_fleets = [
+        largest.fleet for largest in fleet_plan.largest.values() if largest is not None
+    ]
+    for fleet in (fleet_plan.best, *fleet_plan.alone.values(), *largest_fleets):
+        if fleet is not None:
+            for engine, _ in fleet.counts:
+                yield engine
 
 
 def _largest_table(report: PlanReport) -> Table:
-    plan = report.plan
+    fleet_plan = report.plan
     table = Table("fleet", "engines", box=None)
-    for name in ("requests/s at most", _price_title(plan), "1M tokens", "lost of 100"):
-        table.add_column(name, justify="right")
-    for name, largest in plan.largest.items():
-        style = "bold" if name == PLANNED else ""
+    _add_figures(
+        table,
+        "requests/s at most",
+        _price_title(fleet_plan),
+        "1M tokens",
+        "lost of 100",
+    )
+    for name, largest in fleet_plan.largest.items():
         if largest is None:
-            missing = _without_largest(name, plan)
-            table.add_row(name, missing, style="dim")
+            table.add_row(name, _why_no_largest(name, fleet_plan), style="dim")
             continue
-        fleet = largest.fleet
         table.add_row(
             name,
-            _engines_of(fleet),
+            _engines_of(largest.fleet),
             f"{shown_load(largest.requests_per_s):,g}",
-            _number(fleet.price, 2 if plan.currency else 0),
-            _number(_cost_of_million(fleet, largest.requests_per_s, report), 3),
-            f"{fleet.lost_share * 100:.2g}",
-            style=style,
+            *_cost_cells(largest.fleet, largest.requests_per_s, report),
+            style=_style_of(name),
         )
     return table
 
 
-def _without_largest(name: str, plan: Plan) -> str:
+def _style_of(fleet_name: str) -> str:
+    if fleet_name == PLANNED:
+        return "bold"
+    return ""
+
+
+def _cost_cells(
+    fleet: PlannedFleet, requests_per_s: float, report: PlanReport
+) -> tuple[str, str, str]:
+    """Return what a fleet costs an hour and a million tokens, and what it loses."""
+    price_digits = 2 if report.plan.currency else 0
+    cost_of_million = _cost_of_million(fleet, requests_per_s, report)
+    return (
+        _number(fleet.price, price_digits),
+        _number(cost_of_million, 3),
+        f"{fleet.lost_share * 100:.2g}",
+    )
+
+
+def _why_no_largest(name: str, fleet_plan: FleetPlan) -> str:
     if name == PLANNED:
         return "none keeps the loss budget"
-    if name == AS_SET and plan.as_set is not None:
-        return plan.as_set.obstacle
-    return "does not fit" if plan.gpus else "its speed is not known"
+    if name == AS_SET and fleet_plan.as_set is not None:
+        return fleet_plan.as_set.obstacle
+    if fleet_plan.gpus:
+        return "does not fit"
+    return "its speed is not known"
 
 
 def _fleets_table(report: PlanReport, load: DailyLoad) -> Table:
-    plan = report.plan
+    fleet_plan = report.plan
     table = Table("fleet", "engines", box=None)
-    for name in (
+    _add_figures(
+        table,
         "share of requests",
-        _price_title(plan),
+        _price_title(fleet_plan),
         "1M tokens",
         "lost of 100",
         "TTFT ms",
         "ms/token",
-    ):
-        table.add_column(name, justify="right")
-    for name, fleet in _fleets(plan).items():
+    )
+    for name, fleet in _fleets(fleet_plan).items():
         if fleet is None:
-            why = _as_set_obstacle(plan) if name == AS_SET else DOES_NOT_CARRY
-            table.add_row(name, why, style="dim")
+            table.add_row(name, _why_no_fleet(name, fleet_plan), style="dim")
             continue
+        shares = [f"{fleet.shares.get(tier, 0):.0%}" for tier in PRECISIONS]
         table.add_row(
             name,
             _engines_of(fleet),
-            " / ".join(f"{fleet.shares.get(tier, 0):.0%}" for tier in PRECISIONS),
-            _number(fleet.price, 2 if plan.currency else 0),
-            _number(_cost_of_million(fleet, load.mean_per_s, report), 3),
-            f"{fleet.lost_share * 100:.2g}",
+            " / ".join(shares),
+            *_cost_cells(fleet, load.mean_per_s, report),
             _number(fleet.ttft_ms),
             _number(fleet.tpot_ms, 1),
-            style="bold" if name == PLANNED else "",
+            style=_style_of(name),
         )
     return table
 
 
-def _fleets(plan: Plan) -> Mapping[str, PlannedFleet | None]:
-    fleets: dict[str, PlannedFleet | None] = {PLANNED: plan.best}
-    for tier, fleet in plan.alone.items():
+def _why_no_fleet(name: str, fleet_plan: FleetPlan) -> str | None:
+    if name == AS_SET:
+        return _as_set_obstacle(fleet_plan)
+    return DOES_NOT_CARRY
+
+
+def _fleets(fleet_plan: FleetPlan) -> Mapping[str, PlannedFleet | None]:
+    fleets: dict[str, PlannedFleet | None] = {PLANNED: fleet_plan.best}
+    for tier, fleet in fleet_plan.alone.items():
         fleets[alone_name(tier)] = fleet
-    if plan.as_set is not None:
-        fleets[AS_SET] = plan.as_set.fleet
+    if fleet_plan.as_set is not None:
+        fleets[AS_SET] = fleet_plan.as_set.fleet
     return fleets
 
 
-def _price_title(plan: Plan) -> str:
-    if plan.currency:
-        return f"{plan.currency} an hour"
-    return "GPUs" if plan.gpus else "machines"
+def _price_title(fleet_plan: FleetPlan) -> str:
+    if fleet_plan.currency:
+        return f"{fleet_plan.currency} an hour"
+    if fleet_plan.gpus:
+        return "GPUs"
+    return "machines"
 
 
 def _engines_of(fleet: PlannedFleet) -> str:
-    named: Sequence[str] = [
-        _engine_words(engine, count) for engine, count in fleet.counts
-    ]
-    return ", ".join(named)
+    words = [_engine_words(engine, count) for engine, count in fleet.counts]
+    return ", ".join(words)
 
 
 def _engine_words(engine: EngineType, count: int) -> str:
@@ -408,4 +461,6 @@ def _engine_words(engine: EngineType, count: int) -> str:
 
 
 def _number(value: float | None, digits: int = 0) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+    if value is None:
+        return "-"
+    return f"{value:,.{digits}f}"

@@ -16,36 +16,45 @@ from tiers.sizing.largest import LargestLoad
 from tiers.spec import TierName
 from tiers.speed import SpeedModel
 
-Kind = tuple[PromptClass, Complexity]
+PromptKind = tuple[PromptClass, Complexity]
 PLANNED = "planned"
 AS_SET = "as set"
 DOES_NOT_CARRY = "does not carry it"
+# What the speed of engines is called where it is computed from the figures of their GPUs.
+ROOFLINE = "roofline"
 
 
 def alone_name(tier: TierName) -> str:
-    """Return what the fleet of one precision is called."""
+    """Return the name of the fleet that has one precision only."""
     return f"{tier} alone"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """What is planned: a model, where its engines run, and how fast and how lossy they are."""
+class PlanTarget:
+    """What is planned: a model, where its engines run, and how fast and how lossy they are.
+
+    Attributes:
+        name: Of the model.
+        gpus: How many there are of each kind; None: as many as needed. Empty: engines run on this machine's processor.
+        speed: Where speeds are from, for people; None: they are not known.
+        paces: Measured speeds.
+        weights: Bytes of each finished checkpoint as an engine holds it.
+        answers: Measured losses; empty: published losses count.
+        notes: What of the input does not enter the plan, or enters it in a way that must be said.
+    """
 
     name: str
     model: Architecture
-    gpus: Mapping[GpuKind, int | None]  # empty: this machine's processor
-    speed: str | None  # where speeds are from, for people; None: they are not known
-    paces: Mapping[TierName, SpeedModel]  # measured
-    # of finished checkpoints as engines hold them, in bytes
+    gpus: Mapping[GpuKind, int | None]
+    speed: str | None
+    paces: Mapping[TierName, SpeedModel]
     weights: Mapping[TierName, int]
-    # measured; empty: losses are published ones
     answers: Mapping[TierName, Sequence[AnswerCount]]
-    # what of the input does not enter the plan, or enters it in a way that must be said
     notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class AsSet:
+class FleetAsSet:
     """What the engines that the settings name do.
 
     Attributes:
@@ -58,7 +67,7 @@ class AsSet:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FleetPlan:
     """What was found.
 
     Attributes:
@@ -67,7 +76,7 @@ class Plan:
         notes: What must be said beside the figures.
         ignored: Settings that do not enter.
         load: What the fleets are planned for; None: speeds are unknown, or nothing keeps the loss budget.
-        share: Of the largest load, that the fleets are planned for; None: the load was given.
+        share: The planned-for share of the largest load; None: the load was given.
         largest: The largest load of each fleet; empty: the load was given.
         currency: None: GPUs or machines are counted.
         prices: Where they are from, for people; None: none are known.
@@ -88,14 +97,14 @@ class Plan:
     prices: str | None = None
     best: PlannedFleet | None = None
     alone: Mapping[TierName, PlannedFleet | None] = field(default_factory=dict)
-    as_set: AsSet | None = None
+    as_set: FleetAsSet | None = None
     verdict: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """All that is shown: the plan, and what it is of."""
+    """All that is shown: the plan, and what was planned for."""
 
-    target: Target
+    target: PlanTarget
     demand: ServingDemand
-    plan: Plan
+    plan: FleetPlan

@@ -25,6 +25,7 @@ _RAY = "what engines share on a Ray cluster is left out; each has GPUs of its ow
 _ELSEWHERE = "engines that run elsewhere do not count, not even in 'as set'"
 _PRICES = "--prices says what GPUs cost"
 
+# These settings enter every plan.
 ENTERS = frozenset({
     "tiers.*.replicas", "tiers.*.tensor_parallel", "model.name", "model.store", "policy.objective", "policy.profiles",
 })  # fmt: skip
@@ -89,23 +90,24 @@ class IgnoredSetting:
 
 
 def ignored_settings(settings: Settings, *, on_gpus: bool) -> list[IgnoredSetting]:
-    """Return the settings, of those with another value than the default, that do not enter a plan although they might."""
-    added = [
+    """Return the changed settings that do not enter a plan although they might."""
+    added_tiers = [
         f"tiers.{name}" for name in settings.tiers.names if name not in STANDARD_TIERS
     ]
-    ignored = [IgnoredSetting(setting, OTHER_FORMATS) for setting in added]
-    reasons = IGNORED | (IGNORED_ON_GPUS if on_gpus else IGNORED_ON_A_PROCESSOR)
+    ignored = [IgnoredSetting(setting, OTHER_FORMATS) for setting in added_tiers]
+    reasons_here = IGNORED_ON_GPUS if on_gpus else IGNORED_ON_A_PROCESSOR
+    reasons = IGNORED | reasons_here
     for change in changes(Settings(), settings):
-        why = _reason(change.key, reasons)
-        if why is not None and change.key not in added:
-            ignored.append(IgnoredSetting(change.key, why))
+        reason = _reason(change.key, reasons)
+        if reason is not None and change.key not in added_tiers:
+            ignored.append(IgnoredSetting(change.key, reason))
     return ignored
 
 
-def _reason(key: str, reasons: Mapping[str, str]) -> str | None:
+def _reason(key: str, reason_by_pattern: Mapping[str, str]) -> str | None:
     """Return why a setting does not enter; None: it does, or has nothing to do with a plan."""
-    general = _STANDARD.sub("tiers.*.", key)
-    for pattern, why in reasons.items():
-        if key == pattern or fnmatchcase(general, pattern):
-            return why
+    general_key = _STANDARD.sub("tiers.*.", key)
+    for pattern, reason in reason_by_pattern.items():
+        if key == pattern or fnmatchcase(general_key, pattern):
+            return reason
     return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+import ssl
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +17,9 @@ from router.cli.client import TIMEOUT_S, UrlOption, find_router, why_no_router
 from router.cli.common import ConfigOption, Progress, print_table, tiers_option
 from router.policy.profiles import (
     REFERENCE,
+    AnswerCount,
+    Fit,
+    FitError,
     LatencyProfile,
     ProfileError,
     QualityProfile,
@@ -32,108 +36,142 @@ from router.settings import load_settings
 from tiers.spec import TierName
 
 T = TypeVar("T")
-TASKS_HELP = (
-    "Tasks with checks, as JSON lines (docs/routing.md); by default a built-in suite."
-)
-PARALLEL_HELP = "Tasks at once; by default as many as the engines compute at once."
-ADAPTER_HELP = (
-    "Measure a LoRA adapter, on the tiers that offer it, instead of the model."
-)
-RUN_HELP = "Run code that the model writes, in a sandbox, for tasks that need it."
-LM_EVAL_HELP = "Samples that lm-evaluation-harness logged, of one tier or of all (repeat for more folders)."
-CLASSES_HELP = "Classes of further harness tasks by pattern, JSON or TOML."
-TIER_HELP = "Only this tier (repeat for more); by default all that are ready."
 profile_app = typer.Typer(
     help="Measure the loss and the speed of a running fleet's tiers.",
     no_args_is_help=True,
 )
+TasksOption = Annotated[
+    Path,
+    typer.Option(
+        help="Tasks with checks, as JSON lines (docs/routing.md); by default a built-in suite.",
+        show_default=False,
+    ),
+]
+ParallelOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Tasks at once; by default as many as the engines compute at once.",
+    ),
+]
+AdapterOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Measure a LoRA adapter, on the tiers that offer it, instead of the model.",
+    ),
+]
+RunCodeOption = Annotated[
+    bool,
+    typer.Option(
+        "--run-code",
+        help="Run code that the model writes, in a sandbox, for tasks that need it.",
+    ),
+]
+LmEvalOption = Annotated[
+    list[str],
+    typer.Option(
+        metavar="[TIER=]DIR",
+        help="Samples that lm-evaluation-harness logged, of one tier or of all (repeat for more folders).",
+    ),
+]
+ClassesOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Classes of further harness tasks by pattern, JSON or TOML.",
+        show_default=False,
+    ),
+]
+StepOption = Annotated[
+    float,
+    typer.Option(min=0.5, metavar="SECONDS", help="How long one step may take, about."),
+]
+MeasuredTiersOption = Annotated[
+    list[TierName] | None,
+    tiers_option("Only this tier (repeat for more); by default all that are ready."),
+]
 
 
 @profile_app.command("quality")
 def profile_quality(
     url: UrlOption = "",
-    tasks: Annotated[Path, typer.Option(help=TASKS_HELP, show_default=False)] = TASKS,
-    parallel: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help=PARALLEL_HELP)
-    ] = None,
-    adapter: Annotated[
-        str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)
-    ] = None,
-    run_code: Annotated[bool, typer.Option("--run-code", help=RUN_HELP)] = False,
+    tasks: TasksOption = TASKS,
+    parallel: ParallelOption = None,
+    adapter: AdapterOption = None,
+    run_code: RunCodeOption = False,
     config: ConfigOption = None,
 ) -> None:
     """Measure how many answers of each kind each precision gets wrong that the highest one gets right.
 
     It waits while there are other requests, and continues where it stopped. If the router needs a key, set QARR_KEY.
     """
-    folder = load_settings(config).policy.profiles
-    log = Progress()
-    plan = QualityPlan(
+    profile_folder = load_settings(config).policy.profiles
+    show_progress = Progress()
+    suite_name = SUITE if tasks == TASKS else tasks.name
+    run_tests = passes if run_code else None
+    measurement_plan = QualityPlan(
         tasks=read_tasks(tasks),
-        name=SUITE if tasks == TASKS else tasks.name,
-        journal=folder / JOURNAL,
+        name=suite_name,
+        journal=profile_folder / JOURNAL,
         parallel=parallel,
         adapter=adapter,
-        run_code=passes if run_code else None,
+        run_code=run_tests,
     )
     if run_code:
-        log(
+        show_progress(
             "code that the model writes is run in a sandbox: no network, no files, 2 s and 512 MiB each"
         )
 
-    def progress(step: str, done: int, total: int) -> None:
-        log(f"{done} of {total}: {step}")
+    def show_step(step: str, done: int, total: int) -> None:
+        show_progress(f"{done} of {total}: {step}")
 
-    with only_one(folder):
-        profile = _connected(
-            url, config, lambda client: measure_quality(client, plan, progress)
+    with only_one(profile_folder):
+        quality_profile = _with_router(
+            url,
+            config,
+            lambda client: measure_quality(client, measurement_plan, show_step),
         )
-        path = keep_quality(folder, profile)
-    _show(profile)
-    log(str(path))
+        profile_path = keep_quality(profile_folder, quality_profile)
+    _print_quality(quality_profile)
+    show_progress(str(profile_path))
 
 
 @profile_app.command("import")
 def profile_import(
-    lm_eval: Annotated[
-        list[str], typer.Option(metavar="[TIER=]DIR", help=LM_EVAL_HELP)
-    ],
+    lm_eval: LmEvalOption,
     url: UrlOption = "",
-    classes: Annotated[
-        Path | None, typer.Option(help=CLASSES_HELP, show_default=False)
-    ] = None,
+    classes: ClassesOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Make the loss profile of runs of lm-evaluation-harness, one for each tier, instead of measuring it.
 
     docs/routing.md has the harness's commands. If the router needs a key, set QARR_KEY.
     """
-    folder = load_settings(config).policy.profiles
-    log = Progress()
-    known = {**(read_classes(classes) if classes else {}), **read_classes(CLASSES)}
-    runs = [_tier_and_folder(text) for text in lm_eval]
-    with only_one(folder):
-        imported = import_runs(runs, known, _connected(url, config, RouterClient.fleet))
-        path = keep_quality(folder, imported.profile)
-    _show(imported.profile)
+    profile_folder = load_settings(config).policy.profiles
+    show_progress = Progress()
+    own_classes = read_classes(classes) if classes else {}
+    # The built-in classes take precedence.
+    known_classes = {**own_classes, **read_classes(CLASSES)}
+    harness_runs = [_tier_and_folder(text) for text in lm_eval]
+    with only_one(profile_folder):
+        running_fleet = _with_router(url, config, RouterClient.fleet)
+        imported = import_runs(harness_runs, known_classes, running_fleet)
+        profile_path = keep_quality(profile_folder, imported.profile)
+    _print_quality(imported.profile)
     for tier, samples in imported.unpaired.items():
         if samples:
-            log(
+            show_progress(
                 f"{samples} samples of {tier} left out: {REFERENCE} has none of the same prompt"
             )
-    log(str(path))
+    show_progress(str(profile_path))
 
 
 @profile_app.command("latency")
 def profile_latency(
     url: UrlOption = "",
-    step: Annotated[
-        float,
-        typer.Option(
-            min=0.5, metavar="SECONDS", help="How long one step may take, about."
-        ),
-    ] = 8.0,
-    tier: Annotated[list[TierName] | None, tiers_option(TIER_HELP)] = None,
+    step: StepOption = 8.0,
+    tier: MeasuredTiersOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Measure how fast each tier is, alone and while the others work: TTFT by prompt length, TPOT by batch.
@@ -141,18 +179,20 @@ def profile_latency(
     It waits while there are other requests, and repeats a step during which one arrived. If the router needs a key, set
     QARR_KEY.
     """
-    folder = load_settings(config).policy.profiles
-    log = Progress()
-    plan = LatencyPlan(step_s=step, tiers=tuple(tier or ()))
-    with only_one(folder):
-        found = _connected(
+    profile_folder = load_settings(config).policy.profiles
+    show_progress = Progress()
+    measurement_plan = LatencyPlan(step_s=step, tiers=tuple(tier or ()))
+    with only_one(profile_folder):
+        latency_profile = _with_router(
             url,
             config,
-            lambda client: measure_latency(client, plan, lambda what, *_: log(what)),
+            lambda client: measure_latency(
+                client, measurement_plan, lambda step, *_: show_progress(step)
+            ),
         )
-        path = keep_latency(folder, found)
-    _show_latency(load_latency(path))
-    log(str(path))
+        profile_path = keep_latency(profile_folder, latency_profile)
+    _print_latency(load_latency(profile_path))
+    show_progress(str(profile_path))
 
 
 def _tier_and_folder(text: str) -> HarnessRun:
@@ -168,64 +208,87 @@ def _tier_and_folder(text: str) -> HarnessRun:
         ) from None
 
 
-def _connected(
+def _with_router(
     url: str,
-    config: Path | None,
+    config_path: Path | None,
     work: Callable[[RouterClient], Coroutine[Any, Any, T]],
 ) -> T:
-    """Return what work with a router gives, which does not measure itself at the moment."""
-    url, verify = find_router(url, config)
+    """Do work with a running router, and return its result.
+
+    Raises:
+        ProfileError: The router measures something itself at the moment.
+    """
+    router_url, verify = find_router(url, config_path)
 
     async def run() -> T:
-        async with RouterClient(
-            url, os.environ.get("QARR_KEY", ""), verify=verify
-        ) as client:
-            try:
-                measuring = (await client.fleet()).measuring
-            except NoRouterError as error:
-                with httpx.Client(
-                    base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify
-                ) as engine:
-                    raise NoRouterError(
-                        why_no_router(url, engine.get, str(error))
-                    ) from None
+        key = os.environ.get("QARR_KEY", "")
+        async with RouterClient(router_url, key, verify=verify) as client:
+            measuring = await _what_it_measures(client, router_url, verify=verify)
             if measuring is not None:
                 raise ProfileError(
-                    f"the router at {url} measures its {measuring} itself: wait until it is done ('qarr doctor' shows its "
-                    f"progress), or start it with profile.auto = false"
+                    f"the router at {router_url} measures its {measuring} itself: wait until it is done ('qarr doctor' "
+                    f"shows its progress), or start it with profile.auto = false"
                 )
             return await work(client)
 
     return asyncio.run(run())
 
 
-def _show_latency(profile: LatencyProfile) -> None:
+async def _what_it_measures(
+    client: RouterClient, url: str, *, verify: ssl.SSLContext | bool
+) -> str | None:
+    """Return what a router measures itself at the moment; None: nothing."""
+    try:
+        fleet = await client.fleet()
+    except NoRouterError as error:
+        with httpx.Client(
+            base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify
+        ) as engine:
+            why = why_no_router(url, engine.get, unless_engine=str(error))
+        raise NoRouterError(why) from None
+    return fleet.measuring
+
+
+def _print_latency(profile: LatencyProfile) -> None:
     typer.echo(
         f"{profile.model} on {profile.machine}; {len(profile.samples)} requests. Times in milliseconds."
     )
-    columns = (
+    table = Table(
+        "tier",
         "TTFT",
         "fit off by %",
         "decode step",
         "fit off by %",
         "slower beside the others",
+        box=None,
     )
-    table = Table("tier", *columns, box=None)
     for fit in profile.fits:
-        beyond = fit.step_ms_beyond_knee
-        knee = f" + {beyond:.3g} x (batch - {fit.step_knee}) beyond" if beyond else ""
         table.add_row(
             fit.tier,
             f"{fit.ttft_base_ms:.1f} + {fit.prefill_ms_per_token:.3g} x prompt tokens + {fit.ttft_steps:.2g} x step",
-            f"{fit.ttft_error.median * 100:.0f} (p95 {fit.ttft_error.p95 * 100:.0f})",
-            f"{fit.step_base_ms:.1f} + {fit.step_ms_per_sequence:.3g} x batch{knee}",
-            f"{fit.tpot_error.median * 100:.0f} (p95 {fit.tpot_error.p95 * 100:.0f})",
+            _error_words(fit.ttft_error),
+            _step_formula(fit),
+            _error_words(fit.tpot_error),
             f"x {1 + fit.contention:.1f}",
         )
     print_table(table)
 
 
-def _show(profile: QualityProfile) -> None:
+def _error_words(error: FitError) -> str:
+    return f"{error.median * 100:.0f} (p95 {error.p95 * 100:.0f})"
+
+
+def _step_formula(fit: Fit) -> str:
+    """Return how long a decode step takes by the batch; beyond a knee each further sequence takes longer."""
+    formula = f"{fit.step_base_ms:.1f} + {fit.step_ms_per_sequence:.3g} x batch"
+    if not fit.step_ms_beyond_knee:
+        return formula
+    return (
+        f"{formula} + {fit.step_ms_beyond_knee:.3g} x (batch - {fit.step_knee}) beyond"
+    )
+
+
+def _print_quality(profile: QualityProfile) -> None:
     typer.echo(
         f"{profile.model}, measured with {profile.tasks}. Of the answers that {REFERENCE} or the tier gets right: worse, "
         "better, net."
@@ -243,15 +306,27 @@ def _show(profile: QualityProfile) -> None:
     )
     for count in profile.counts:
         answers, worse, better = count.flips
-        net = f"{100 * (worse - better) / answers:.1f}" if answers else "-"
-        right = f"{count.right} of {count.asked}"
-        kind = count.prompt_class.value, count.complexity.value
+        net_percent = "-"
+        if answers:
+            net_percent = f"{100 * (worse - better) / answers:.1f}"
         table.add_row(
-            *kind, count.tier, right, str(answers), str(worse), str(better), net
+            count.prompt_class.value,
+            count.complexity.value,
+            count.tier,
+            f"{count.right} of {count.asked}",
+            str(answers),
+            str(worse),
+            str(better),
+            net_percent,
         )
     print_table(table)
-    if not any(count.diagnosis for count in profile.counts):
-        return
+    diagnosed = [count for count in profile.counts if count.diagnosis]
+    if diagnosed:
+        _print_diagnoses(diagnosed)
+
+
+def _print_diagnoses(counts: Sequence[AnswerCount]) -> None:
+    """Print how much the tokens of tiers differ from the reference's."""
     typer.echo(
         "\nHow much tokens differ from the reference's (not whether answers get worse):"
     )
@@ -264,18 +339,15 @@ def _show(profile: QualityProfile) -> None:
         "regret nats",
         box=None,
     )
-    for count in profile.counts:
-        found = count.diagnosis
-        if found is not None:
-            figures = (
-                f"{found.disagreement * 100:.1f}",
-                f"{found.kl:.3f}",
-                f"{found.regret:.3f}",
-            )
-            table.add_row(
-                f"{count.prompt_class.value}, {count.complexity.value}",
-                count.tier,
-                str(found.tokens),
-                *figures,
-            )
+    for count in counts:
+        diagnosis = count.diagnosis
+        assert diagnosis is not None
+        table.add_row(
+            f"{count.prompt_class.value}, {count.complexity.value}",
+            count.tier,
+            str(diagnosis.tokens),
+            f"{diagnosis.disagreement * 100:.1f}",
+            f"{diagnosis.kl:.3f}",
+            f"{diagnosis.regret:.3f}",
+        )
     print_table(table)

@@ -18,260 +18,329 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.client import RouterApiClient, why_no_router, why_unauthorized
-from router.cli.common import output, printable, with_options
+from router.cli.client import (
+    KeyOption,
+    RouterApiClient,
+    UrlOption,
+    why_no_router,
+    why_unauthorized,
+)
+from router.cli.common import ConfigOption, output, printable
 from router.policy.losses import of_100
 from tiers.errors import OperationError
 from tiers.preparing import Preparing
 
 SILENT_S = 5.0  # the router sends its fleet every second
-AGAIN_S = 1.0
+RECONNECT_S = 1.0
 PIPED_WIDTH = 160
+PIPED_HEIGHT = 30
 KEPT_RECORDS = 100
-# The style of a state; any other is yellow.
-STATES = dict.fromkeys(("failed", "quarantined", "unreachable"), "bold red")
-STATES |= {"ready": "green", "absent": "", "stopped": ""}
-OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red"}
-NEARLY_FULL = 0.88  # of the KV cache
+OPEN_SHOWN = 10  # at most so many open requests are shown
+# Lines of the screen besides the rows of its tables: heads, the summary, and empty lines.
+FIXED_LINES = 7
+# States that are not listed are yellow.
+STATE_STYLES = {
+    "failed": "bold red",
+    "quarantined": "bold red",
+    "unreachable": "bold red",
+    "ready": "green",
+    "absent": "",
+    "stopped": "",
+}
+OUTCOME_STYLES = {"ok": "green", "refused": "yellow", "error": "bold red"}
+NEARLY_FULL = 0.88  # share of the KV cache
+CONNECTING = "connecting ..."
+Records = deque[dict[str, Any]]
+OnceOption = Annotated[
+    bool, typer.Option("--once", help="Print how it is now, as text, and end.")
+]
 
 
-@with_options
 def top(
-    once: Annotated[
-        bool, typer.Option("--once", help="Print how it is now, as text, and end.")
-    ] = False,
-    *,
-    router: RouterApiClient,
+    once: OnceOption = False,
+    url: UrlOption = "",
+    key: KeyOption = "",
+    config: ConfigOption = None,
 ) -> None:
     """Show live tiers and requests until Ctrl-C."""
-    records: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
+    router = RouterApiClient(url, key, config)
+    records: Records = deque(maxlen=KEPT_RECORDS)
     if once or not sys.stdout.isatty():
-        try:
-            fleets = (fleet for fleet in _fleets(router, records) if fleet is not None)
-            next(fleets, None)
-            fleet = next(fleets, None)  # the first one has no tokens per second yet
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise router.no_answer(error) from error
-        if fleet is None:
-            raise OperationError(f"{router.url} is shutting down")
-        output(PIPED_WIDTH).print(screen(fleet, records, 30))
+        _print_once(router, records)
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    console, trouble, seen = (
-        Console(highlight=False, markup=False),
-        "connecting ...",
-        None,
-    )
+    with suppress(KeyboardInterrupt):
+        _show_live(router, records)
+
+
+def _print_once(router: RouterApiClient, records: Records) -> None:
+    """Print the fleet and the last requests as text."""
     try:
-        with suppress(httpx.InvalidURL):
-            router.http  # noqa: B018  it says which router, which the screen would hide
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                try:
-                    for fleet in _fleets(router, records):
-                        seen = fleet or seen
-                        live.update(screen(seen, records, console.height), refresh=True)
-                    trouble = f"{router.url} ended the connection; trying again"
-                except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-                    trouble = f"no answer from {router.url} ({type(error).__name__}); trying again"
-                live.update(
-                    screen(seen, records, console.height, trouble), refresh=True
-                )
-                time.sleep(AGAIN_S)
-    except KeyboardInterrupt:
-        return
+        fleets = (fleet for fleet in _fleets(router, records) if fleet is not None)
+        # The first fleet has no tokens per second yet.
+        next(fleets, None)
+        fleet = next(fleets, None)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise router.no_answer(error) from error
+    if fleet is None:
+        raise OperationError(f"{router.url} is shutting down")
+    output(PIPED_WIDTH).print(screen(fleet, records, PIPED_HEIGHT))
+
+
+def _show_live(router: RouterApiClient, records: Records) -> None:
+    """Show the fleet in the terminal for ever. If the connection ends, the last fleet stays, and it is tried again."""
+    console = Console(highlight=False, markup=False)
+    last_fleet: dict[str, Any] | None = None
+    with suppress(httpx.InvalidURL):
+        # It prints which router it is, which cannot be seen once the screen is taken.
+        router.http  # noqa: B018
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                for fleet in _fleets(router, records):
+                    last_fleet = fleet or last_fleet
+                    live.update(
+                        screen(last_fleet, records, console.height), refresh=True
+                    )
+                trouble = f"{router.url} ended the connection; trying again"
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+                trouble = f"no answer from {router.url} ({type(error).__name__}); trying again"
+            live.update(
+                screen(last_fleet, records, console.height, trouble=trouble),
+                refresh=True,
+            )
+            time.sleep(RECONNECT_S)
 
 
 def _fleets(
-    router: RouterApiClient, records: deque[dict[str, Any]]
+    router: RouterApiClient, records: Records
 ) -> Iterator[dict[str, Any] | None]:
     """Yield the fleet with each event of ``GET /live``, None with each ended request, which is added to the records."""
-    event = ""
     with router.http.stream("GET", "/live", timeout=SILENT_S) as response:
-        if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise OperationError(why_unauthorized(response))
-        if response.status_code == httpx.codes.NOT_FOUND:
-            said = f"{router.url} has no /live: is this a router, and as new as this command?"
-            raise OperationError(why_no_router(router.url, router.http.get, said))
-        response.raise_for_status()
-        # the last ones are sent again after a reconnection
-        known = {record["request_id"] for record in records}
-        for line in response.iter_lines():
-            name, _, value = line.partition(": ")
-            if name == "event":
-                event = value
-            elif name == "data" and event == "fleet":
-                yield json.loads(value)
-            elif (
-                name == "data"
-                and (record := json.loads(value))["request_id"] not in known
-            ):
-                records.appendleft(record)
+        _check_answer(router, response)
+        # After a reconnection the router sends its last records again.
+        known_ids = {record["request_id"] for record in records}
+        for event, data in _events(response.iter_lines()):
+            value = json.loads(data)
+            if event == "fleet":
+                yield value
+            elif value["request_id"] not in known_ids:
+                records.appendleft(value)
                 yield None
+
+
+def _check_answer(router: RouterApiClient, response: httpx.Response) -> None:
+    """Raise an error if what answers gives no live events."""
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        raise OperationError(why_unauthorized(response))
+    if response.status_code == httpx.codes.NOT_FOUND:
+        no_live = (
+            f"{router.url} has no /live: is this a router, and as new as this command?"
+        )
+        raise OperationError(
+            why_no_router(router.url, router.http.get, unless_engine=no_live)
+        )
+    response.raise_for_status()
+
+
+def _events(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the data of each server-sent event."""
+    event = ""
+    for line in lines:
+        name, _, value = line.partition(": ")
+        if name == "event":
+            event = value
+        elif name == "data":
+            yield event, value
 
 
 def screen(
     fleet: Mapping[str, Any] | None,
     records: Iterable[Mapping[str, Any]],
     height: int,
+    *,
     trouble: str = "",
 ) -> RenderableType:
     """Return what is shown: a summary, tiers with their replicas, open requests, the last ended ones."""
-    said: list[RenderableType] = (
-        [Text(trouble, style="bold white on red")] if trouble else []
-    )
+    trouble_lines: list[RenderableType] = []
+    if trouble:
+        trouble_lines.append(Text(trouble, style="bold white on red"))
     if fleet is None:
-        return Group(*(said or [Text("connecting ...", style="yellow")]))
+        return Group(*(trouble_lines or [Text(CONNECTING, style="yellow")]))
     tiers, notes = _tiers(fleet["tiers"])
-    shown = [
+    used_lines = (
+        FIXED_LINES
+        + len(trouble_lines)
+        + len(notes)
+        + tiers.row_count
+        + min(len(fleet["in_flight"]), OPEN_SHOWN)
+    )
+    ended_shown = max(height - used_lines, 1)
+    return Group(
         _summary(fleet),
-        *said,
+        *trouble_lines,
         Text(),
         tiers,
         *notes,
         Text(),
-        _open(fleet),
+        _open_requests(fleet["in_flight"]),
         Text(),
-    ]
-    left = (
-        height
-        - 7
-        - len(said)
-        - len(notes)
-        - tiers.row_count
-        - min(len(fleet["in_flight"]), 10)
+        _ended_requests(list(records)[:ended_shown]),
     )
-    return Group(*shown, _ended(list(records)[: max(left, 1)]))
 
 
 def _summary(fleet: Mapping[str, Any]) -> Text:
-    tiers, totals, budget = (
-        fleet["tiers"],
-        fleet["totals"],
-        fleet.get("loss_budget") or {},
-    )
-    ready, per_minute = (
-        sum(tier["state"] == "ready" for tier in tiers),
-        60 / fleet["window_s"],
+    """Return the first line of the screen."""
+    tiers = fleet["tiers"]
+    totals = fleet["totals"]
+    ready_count = sum(tier["state"] == "ready" for tier in tiers)
+    ready_style = "green" if ready_count == len(tiers) else "bold red"
+    waiting_style = "yellow" if fleet["waiting"] else ""
+    requests_per_minute = sum(tier["requests"] for tier in tiers) * (
+        60 / fleet["window_s"]
     )
     parts = [
-        (f"QARR {fleet['version']} ", "bold"),
-        (f"{fleet['model']} on {fleet['machine']}", ""),
-        (
-            f"{ready}/{len(tiers)} tiers ready",
-            "green" if ready == len(tiers) else "bold red",
-        ),
-        (f"{fleet['in_flight_total']} in flight", ""),
-        (f"{fleet['waiting']} waiting", "yellow" if fleet["waiting"] else ""),
-        (
-            f"{sum(tier['requests'] for tier in tiers) * per_minute:.0f} requests/min",
-            "",
-        ),
-        (
-            f"in all {totals['requests']}, {totals['errors']} failed, {totals['refused']} refused",
-            "",
+        Text(f"QARR {fleet['version']} ", style="bold"),
+        Text(f"{fleet['model']} on {fleet['machine']}"),
+        Text(f"{ready_count}/{len(tiers)} tiers ready", style=ready_style),
+        Text(f"{fleet['in_flight_total']} in flight"),
+        Text(f"{fleet['waiting']} waiting", style=waiting_style),
+        Text(f"{requests_per_minute:.0f} requests/min"),
+        Text(
+            f"in all {totals['requests']}, {totals['errors']} failed, {totals['refused']} refused"
         ),
     ]
-    if budget.get("saved") is not None:
-        parts.append((f"{budget['saved']:.0%} engine time saved", ""))
-    if budget.get("mean") is not None and budget.get("budget") is not None:
-        expected, allowed = budget["mean"], budget["budget"]
-        is_over = expected > allowed
-        text = f"{of_100(expected)} answers expected worse, {of_100(allowed)} allowed"
-        parts.append((text, "yellow" if is_over else ""))
+    parts += _loss_budget_parts(fleet.get("loss_budget") or {})
     if fleet.get("scope") == "own":
-        parts.append(
-            (
-                "only this key's own requests are shown: a key made with --admin sees all",
-                "yellow",
-            )
+        scope = (
+            "only this key's own requests are shown: a key made with --admin sees all"
         )
-    return Text(" · ").join(Text(text, style=style) for text, style in parts)
+        parts.append(Text(scope, style="yellow"))
+    return Text(" · ").join(parts)
+
+
+def _loss_budget_parts(budget: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield what the loss budget saves, and how far it is used."""
+    if budget.get("saved") is not None:
+        yield Text(f"{budget['saved']:.0%} engine time saved")
+    expected_loss = budget.get("mean")
+    allowed_loss = budget.get("budget")
+    if expected_loss is None or allowed_loss is None:
+        return
+    style = "yellow" if expected_loss > allowed_loss else ""
+    yield Text(
+        f"{of_100(expected_loss)} answers expected worse, {of_100(allowed_loss)} allowed",
+        style=style,
+    )
 
 
 def _tiers(tiers: Iterable[Mapping[str, Any]]) -> tuple[Table, list[Text]]:
-    loads, times = (
-        ("IN FLIGHT", "KV CACHE", "TOKENS/S"),
-        ("TTFT p50/p95, ms", "TPOT p50/p95, ms"),
+    """Return a table of tiers with their replicas, and lines about what is wrong with them."""
+    table = _table(
+        "TIER",
+        "STATE",
+        "IN FLIGHT",
+        "KV CACHE",
+        "TOKENS/S",
+        "TTFT p50/p95, ms",
+        "TPOT p50/p95, ms",
+        "SLA MET",
+        "FAILED",
     )
-    table = _table("TIER", "STATE", *loads, *times, "SLA MET", "FAILED")
-    notes = []
+    notes: list[Text] = []
     for tier in tiers:
-        asked, met = tier["sla"]["asked"], tier["sla"]["met"]
-        name, failed = (
-            Text(tier["tier"], "bold"),
-            Text(str(tier["errors"]), "red" if tier["errors"] else ""),
-        )
-        latency, speed = (
-            (_pair(tier["ttft_ms"], 0), _pair(tier["tpot_ms"], 1)),
-            f"{tier['tokens_per_s']:.0f}",
-        )
-        kept = f"{met / asked:.0%}" if asked else "-"
-        said = [
-            (
-                tier["tier"],
-                tier["detail"]
-                or (Preparing(**tier["preparing"]).text if tier["preparing"] else ""),
-            )
-        ]
-        table.add_row(
-            name, _state(tier["state"]), "", "", speed, *latency, kept, failed
-        )
+        _add_tier_row(table, tier)
+        notes += _note(tier["tier"], _tier_detail(tier))
         for replica in tier["replicas"]:
-            usage, limit = (
-                replica["kv_cache_usage"],
-                replica["limit"] or tier["max_in_flight"],
-            )
-            paused = (
-                ""
-                if replica.get("breaker", "closed") == "closed"
-                else "failed too often: few requests or none"
-            )
-            full = (usage or 0) >= NEARLY_FULL
-            kv_cache = Text(
-                "-" if usage is None else f"{usage:.0%}", style="red" if full else ""
-            )
-            speed = f"{replica.get('tokens_per_s') or 0:.0f}"
-            said.append((replica["id"], replica["detail"] or paused))
-            load = f"{replica['in_flight']}/{limit}", kv_cache, speed
-            table.add_row(
-                f"  {replica['id']}",
-                _state(replica["state"]),
-                *load,
-                "",
-                "",
-                "",
-                str(replica["failed"]),
-            )
-        notes += [
-            Text(f"{who}: {printable(text.splitlines()[0])}", style="yellow")
-            for who, text in said
-            if text
-        ]
+            _add_replica_row(table, replica, max_in_flight=tier["max_in_flight"])
+            notes += _note(replica["id"], _replica_detail(replica))
     return table, notes
 
 
-def _open(fleet: Mapping[str, Any]) -> Table:
+def _add_tier_row(table: Table, tier: Mapping[str, Any]) -> None:
+    asked = tier["sla"]["asked"]
+    met_share = f"{tier['sla']['met'] / asked:.0%}" if asked else "-"
+    failed_style = "red" if tier["errors"] else ""
+    table.add_row(
+        Text(tier["tier"], "bold"),
+        _state(tier["state"]),
+        "",
+        "",
+        f"{tier['tokens_per_s']:.0f}",
+        _percentiles(tier["ttft_ms"], 0),
+        _percentiles(tier["tpot_ms"], 1),
+        met_share,
+        Text(str(tier["errors"]), failed_style),
+    )
+
+
+def _add_replica_row(
+    table: Table, replica: Mapping[str, Any], *, max_in_flight: int
+) -> None:
+    limit = replica["limit"] or max_in_flight
+    table.add_row(
+        f"  {replica['id']}",
+        _state(replica["state"]),
+        f"{replica['in_flight']}/{limit}",
+        _kv_cache(replica["kv_cache_usage"]),
+        f"{replica.get('tokens_per_s') or 0:.0f}",
+        "",
+        "",
+        "",
+        str(replica["failed"]),
+    )
+
+
+def _kv_cache(usage: float | None) -> Text:
+    if usage is None:
+        return Text("-")
+    style = "red" if usage >= NEARLY_FULL else ""
+    return Text(f"{usage:.0%}", style=style)
+
+
+def _note(name: str, detail: str) -> Iterator[Text]:
+    """Yield a line with what is to be said of a tier or replica, if anything is."""
+    if detail:
+        yield Text(f"{name}: {printable(detail.splitlines()[0])}", style="yellow")
+
+
+def _tier_detail(tier: Mapping[str, Any]) -> str:
+    """Return what is wrong with a tier, or what it needs before it serves for the first time."""
+    if tier["detail"]:
+        return str(tier["detail"])
+    if tier["preparing"]:
+        return Preparing(**tier["preparing"]).text
+    return ""
+
+
+def _replica_detail(replica: Mapping[str, Any]) -> str:
+    """Return what is wrong with a replica."""
+    if replica["detail"]:
+        return str(replica["detail"])
+    if replica.get("breaker", "closed") != "closed":
+        return "failed too often: few requests or none"
+    return ""
+
+
+def _open_requests(requests: Iterable[Mapping[str, Any]]) -> Table:
+    """Return a table of the oldest open requests."""
     table = _table("OPEN", "TIER", "REPLICA", "STATE", "AGE, s", "TOKENS", "REQUEST")
-    for request in sorted(fleet["in_flight"], key=lambda one: -one["age_ms"])[:10]:
-        tier, tokens = (
+    oldest_first = sorted(requests, key=lambda request: -request["age_ms"])
+    for request in oldest_first[:OPEN_SHOWN]:
+        table.add_row(
+            request["class"].replace("_", " "),
             request["tier"] or request.get("overflow") or "-",
-            _tokens(request),
-        )
-        where = (
-            tier,
             request["replica"] or "-",
             request["state"],
             _number(request["age_ms"] / 1000),
-        )
-        table.add_row(
-            request["class"].replace("_", " "), *where, tokens, request["request_id"]
+            _tokens(request),
+            request["request_id"],
         )
     return table
 
 
-def _ended(records: Iterable[Mapping[str, Any]]) -> Table:
+def _ended_requests(records: Iterable[Mapping[str, Any]]) -> Table:
     table = _table(
         "ENDED",
         "OUTCOME",
@@ -284,26 +353,29 @@ def _ended(records: Iterable[Mapping[str, Any]]) -> Table:
     )
     table.add_column("REASON", ratio=1, no_wrap=True)
     for record in records:
-        code = (record["error"] or "").replace("_", " ")
+        outcome = record["outcome"]
+        duration_s = record["duration_ms"] / 1000
+        ended_at = time.localtime(record["at"] + duration_s)
         table.add_row(
-            time.strftime(
-                "%H:%M:%S", time.localtime(record["at"] + record["duration_ms"] / 1000)
-            ),
-            Text(
-                record["outcome"].replace("_", " "),
-                style=OUTCOMES.get(record["outcome"], ""),
-            ),
+            time.strftime("%H:%M:%S", ended_at),
+            Text(outcome.replace("_", " "), style=OUTCOME_STYLES.get(outcome, "")),
             record["served_by"] or record.get("overflow") or record["tier"] or "-",
-            *(
-                _number(record["ttft_ms"], 0),
-                _number(record["tpot_ms"]),
-                _number(record["duration_ms"] / 1000, 2),
-            ),
+            _number(record["ttft_ms"], 0),
+            _number(record["tpot_ms"]),
+            _number(duration_s, 2),
             _tokens(record),
             record["request_id"][:8],
-            printable(f"{code}: {record['reason']}" if code else record["reason"]),
+            _reason(record),
         )
     return table
+
+
+def _reason(record: Mapping[str, Any]) -> str:
+    """Return why a request failed, or else why its tier was chosen."""
+    if not record["error"]:
+        return printable(record["reason"])
+    problem = record["error"].replace("_", " ")
+    return printable(f"{problem}: {record['reason']}")
 
 
 def _table(*columns: str) -> Table:
@@ -311,7 +383,7 @@ def _table(*columns: str) -> Table:
 
 
 def _state(state: str) -> Text:
-    return Text(state, style=STATES.get(state, "yellow"))
+    return Text(state, style=STATE_STYLES.get(state, "yellow"))
 
 
 def _tokens(request: Mapping[str, Any]) -> str:
@@ -319,12 +391,13 @@ def _tokens(request: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}"
 
 
-def _pair(percentiles: Mapping[str, float] | None, digits: int) -> str:
-    return (
-        "-"
-        if percentiles is None
-        else " / ".join(_number(percentiles[name], digits) for name in ("p50", "p95"))
-    )
+def _percentiles(values: Mapping[str, float] | None, digits: int) -> str:
+    """Return a median and a 95th percentile."""
+    if values is None:
+        return "-"
+    return f"{_number(values['p50'], digits)} / {_number(values['p95'], digits)}"

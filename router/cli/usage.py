@@ -7,7 +7,7 @@ import csv
 import sqlite3
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -27,126 +27,138 @@ from router.accounting.usage import (
     used_budgets,
 )
 from router.auth.api_keys import MICRO, KeyFile, KeysError, read_key_file
-from router.cli.common import ConfigOption, print_table, printable
+from router.cli.common import ConfigOption, JsonOption, print_table, printable
 from router.redis_link import UNAVAILABLE, outage
 from router.settings import Settings, load_settings
 
-COLUMNS = tuple(render_row(Row("", "", "", ""), Use(), {}, priced=True))
-FORMULA = ("=", "+", "-", "@")  # how a cell begins that a spreadsheet would compute
+CSV_COLUMNS = tuple(render_row(Row("", "", "", tier=""), Use(), {}, priced=True))
+USAGE_COLUMNS = (
+    "key",
+    "team",
+    "requests",
+    "prompt",
+    "cached",
+    "output",
+    "engine-s",
+    "saved",
+)
+# Beginnings of a cell that a spreadsheet would compute.
+FORMULA_MARKS = ("=", "+", "-", "@")
+
+
+CsvOption = Annotated[
+    bool,
+    typer.Option("--csv", help="Print usage by day, key, team and tier as CSV."),
+]
+FirstDayOption = Annotated[
+    str,
+    typer.Option(
+        "--from", metavar="DAY", help="First UTC day of usage, as in 2027-01-31."
+    ),
+]
+LastDayOption = Annotated[
+    str, typer.Option("--to", metavar="DAY", help="Last UTC day of usage.")
+]
 
 
 def keys_usage(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_csv: Annotated[
-        bool,
-        typer.Option("--csv", help="Print usage by day, key, team and tier as CSV."),
-    ] = False,
-    first: Annotated[
-        str,
-        typer.Option(
-            "--from", metavar="DAY", help="First UTC day of usage, as in 2027-01-31."
-        ),
-    ] = "",
-    last: Annotated[
-        str, typer.Option("--to", metavar="DAY", help="Last UTC day of usage.")
-    ] = "",
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+    first: FirstDayOption = "",
+    last: LastDayOption = "",
     config: ConfigOption = None,
 ) -> None:
     """Show how far budgets are used, when they renew, and what keys used. Running routers write it every second."""
     settings = load_settings(config)
     try:
-        days = [day_of(day) if day else "" for day in (first, last)]
+        first_day = day_of(first) if first else ""
+        last_day = day_of(last) if last else ""
     except ValueError:
         raise KeysError(
             f"--from {first[:40]!r}, --to {last[:40]!r}: days as in 2027-01-31 are allowed"
         ) from None
-    file = read_key_file(settings.auth.keys_file)
+    key_file = read_key_file(settings.auth.keys_file)
     try:
-        budgets, rows = asyncio.run(_read(settings, file, *days))
+        budgets, rows = asyncio.run(
+            _read(settings, key_file, first_day=first_day, last_day=last_day)
+        )
     except (*UNAVAILABLE, sqlite3.Error) as error:
         raise KeysError(f"usage cannot be read: {outage(error)}") from error
-    names = {key.id: key.name for key in file.keys}
-    usage = [
-        render_row(row, use, names, priced=settings.budgets.replica_hour is not None)
-        for row, use in rows
+    key_names = {key.id: key.name for key in key_file.keys}
+    has_price = settings.budgets.replica_hour is not None
+    usage_rows = [
+        render_row(row, use, key_names, priced=has_price) for row, use in rows
     ]
     if as_json:
-        typer.echo(to_json({"budgets": budgets, "usage": usage}, indent=2))
+        typer.echo(to_json({"budgets": budgets, "usage": usage_rows}, indent=2))
     elif as_csv:
-        writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            {
-                **row,
-                "name": f"'{row['name']}"
-                if row["name"].startswith(FORMULA)
-                else row["name"],
-            }
-            for row in usage
-        )
+        _write_csv(usage_rows)
     else:
-        _print(budgets, rows, names)
+        _print_budgets(budgets)
+        if rows:
+            typer.echo("")
+            _print_usage(rows, key_names)
+
+
+def _write_csv(usage: Iterable[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(sys.stdout, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in usage:
+        name = row["name"]
+        if name.startswith(FORMULA_MARKS):
+            name = f"'{name}"
+        writer.writerow({**row, "name": name})
 
 
 async def _read(
-    settings: Settings, file: KeyFile, first: str, last: str
+    settings: Settings, key_file: KeyFile, *, first_day: str, last_day: str
 ) -> tuple[list[dict[str, Any]], list[tuple[Row, Use]]]:
+    """Return how far budgets are used, and what keys used from a day to another; an empty day bounds nothing."""
     database = Database(settings.budgets.file)
     ledger = ledger_of(settings, database)
+    callers = list(key_file.callers().values())
     try:
-        budgets = await used_budgets(ledger, list(file.callers().values()), time.time())
-        return budgets, await database.change(partial(read_usage, first, last))
+        budgets = await used_budgets(ledger, callers, time.time())
+        rows = await database.change(partial(read_usage, first_day, last_day))
     finally:
         await ledger.aclose()
         await database.aclose()
+    return budgets, rows
 
 
-def _print(
-    budgets: list[dict[str, Any]], rows: list[tuple[Row, Use]], names: Mapping[str, str]
-) -> None:
-    table = Table("key", "team", "budget", "used", "of", "share", "renews", box=None)
-    for each in budgets:
-        share = f"{each['used'] / each['limit']:.0%}"
-        whose = printable(each["name"] or "-"), each["team"] or "-"
-        table.add_row(
-            *whose,
-            each["budget"],
-            f"{each['used']:.6g}",
-            f"{each['limit']:.6g}",
-            share,
-            each["renews"],
-        )
-    if budgets:
-        print_table(table)
-    else:
+def _print_budgets(budgets: list[dict[str, Any]]) -> None:
+    if not budgets:
         typer.echo(
             "no key has a budget: see 'qarr keys add --help' and 'qarr keys team --help'"
         )
-    used = Table(
-        "key",
-        "team",
-        "requests",
-        "prompt",
-        "cached",
-        "output",
-        "engine-s",
-        "saved",
-        box=None,
-    )
-    for (key, team), use in summed(rows).items():
-        tokens = use.prompt_tokens, use.cached_tokens, use.output_tokens
-        engine, saved = (
-            use.engine_us / MICRO,
-            (use.highest_engine_us - use.engine_us) / MICRO,
+        return
+    table = Table("key", "team", "budget", "used", "of", "share", "renews", box=None)
+    for budget in budgets:
+        table.add_row(
+            printable(budget["name"] or "-"),
+            budget["team"] or "-",
+            budget["budget"],
+            f"{budget['used']:.6g}",
+            f"{budget['limit']:.6g}",
+            f"{budget['used'] / budget['limit']:.0%}",
+            budget["renews"],
         )
-        numbers = map(str, (use.requests, *tokens))
-        used.add_row(
+    print_table(table)
+
+
+def _print_usage(rows: list[tuple[Row, Use]], names: Mapping[str, str]) -> None:
+    table = Table(*USAGE_COLUMNS, box=None)
+    for (key, team), use in summed(rows).items():
+        engine_s = use.engine_us / MICRO
+        saved_s = (use.highest_engine_us - use.engine_us) / MICRO
+        table.add_row(
             printable(names.get(key, key)),
             team or "-",
-            *numbers,
-            f"{engine:.6g}",
-            f"{saved:.6g}",
+            str(use.requests),
+            str(use.prompt_tokens),
+            str(use.cached_tokens),
+            str(use.output_tokens),
+            f"{engine_s:.6g}",
+            f"{saved_s:.6g}",
         )
-    if rows:
-        typer.echo("")
-        print_table(used)
+    print_table(table)

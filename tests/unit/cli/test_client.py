@@ -49,12 +49,10 @@ def test_the_router_of_the_settings_is_asked(
 ) -> None:
     """``--url`` comes before ``QARR_URL``, which comes before the settings; the command names the router on standard error."""
     with stub_router() as first, stub_router() as second:
-        ports, file = (
-            [router.url.rpartition(":")[2] for router in (first, second)],
-            tmp_path / "qarr.toml",
-        )
+        ports = [router.url.rpartition(":")[2] for router in (first, second)]
+        file = tmp_path / "qarr.toml"
         file.write_text(f"[server]\nport = {ports[1]}\n")
-        done = qarr(
+        result = qarr(
             *command,
             *(arg.format(*ports, file=file) for arg in args),
             **{name: value.format(*ports) for name, value in variables.items()},
@@ -63,20 +61,21 @@ def test_the_router_of_the_settings_is_asked(
         asked == 0,
         asked == 1,
     ]
-    assert f"router http://127.0.0.1:{ports[asked]}\n" in done.stderr
+    assert f"router http://127.0.0.1:{ports[asked]}\n" in result.stderr
 
 
 def test_the_routers_address_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that is not known is asked for; an option before a subcommand, which would not get it, is refused."""
     for command in ("tiers", "adapters"):
-        before = qarr(
+        misplaced_option = qarr(
             command,
             "--url",
             "http://127.0.0.1:9",
             "drain" if command == "tiers" else "unload",
             "x",
         )
-        assert (before.exit_code, "give --url after" in before.stderr) == (2, True)
+        assert misplaced_option.exit_code == 2
+        assert "give --url after" in misplaced_option.stderr
     monkeypatch.setenv("QARR_SERVER__HOST", "::")
     assert find_router("") == ("http://[::1]:8080", True)
     monkeypatch.setenv("QARR_SERVER__PORT", "0")
@@ -143,15 +142,15 @@ def test_the_address_of_an_engine_is_told_as_one(
     """vLLM answers every path that it does not know in the same words, and has a version."""
     with stub_router(**ENGINE) as engine:
         engine.unknown = {"detail": "Not Found"}
-        done = qarr(
+        result = qarr(
             *command,
             "--url",
             engine.url,
             QARR_POLICY__PROFILES=str(tmp_path),
             QARR_CACHE_DIR=str(tmp_path),
         )
-    said = f"{engine.url} is an engine (vLLM 0.11.0), not a router: give the router's address with --url or QARR_URL"
-    assert str(done.exception) == said
+    expected_text = f"{engine.url} is an engine (vLLM 0.11.0), not a router: give the router's address with --url or QARR_URL"
+    assert str(result.exception) == expected_text
 
 
 def test_what_is_neither_router_nor_engine_is_asked_about(tmp_path: Path) -> None:
@@ -163,14 +162,16 @@ def test_what_is_neither_router_nor_engine_is_asked_about(tmp_path: Path) -> Non
     ):
         with stub_router(**answers) as other:
             other.unknown = {"detail": "Not Found"}
-            done = qarr(
+            result = qarr(
                 "profile",
                 "latency",
                 "--url",
                 other.url,
                 QARR_POLICY__PROFILES=str(tmp_path),
             )
-            assert "/tiers answered HTTP 404: is this a router?" in str(done.exception)
+            assert "/tiers answered HTTP 404: is this a router?" in str(
+                result.exception
+            )
             with pytest.raises(
                 OperationError, match="/tiers answered HTTP 404: is this a router"
             ):

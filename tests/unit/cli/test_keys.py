@@ -25,7 +25,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_key_is_on_standard_output_alone(file: Path) -> None:
     """So that a script can take it; the first key says that requests need one from now on, the next ones do not."""
-    first, second = (qarr("keys", "add", name) for name in ("[red]Ann", "Ben"))
+    first = qarr("keys", "add", "[red]Ann")
+    second = qarr("keys", "add", "Ben")
     assert first.stdout.startswith("qarr-")
     assert len(first.stdout.split()) == 1
     assert "for [red]Ann, in " in first.stderr.replace("\n", " ")
@@ -36,39 +37,24 @@ def test_the_key_is_on_standard_output_alone(file: Path) -> None:
 
 def test_rights_come_from_the_options(file: Path) -> None:
     """What is not given stays at its default: all tiers, no limits, no operator."""
-    options = [
-        "--tier",
-        "fast",
-        "--tier",
-        "balanced",
-        "--over",
-        "refuse",
-        "--max-priority",
-        "batch",
-        "--admin",
-    ]
-    assert (
-        qarr("keys", "add", "a", *options, "--requests-per-minute", "7").exit_code == 0
+    options = (
+        "--tier fast --tier balanced --over refuse --max-priority batch --admin "
+        "--requests-per-minute 7"
     )
+    assert qarr("keys", "add", "a", *options.split()).exit_code == 0
     assert qarr("keys", "add", "b").exit_code == 0
-    own, default = read_keys(file)
-    assert (own.tiers, own.over, own.max_priority, own.admin) == (
-        ("fast", "balanced"),
-        "refuse",
-        "batch",
-        True,
-    )
-    assert (
-        own.requests_per_minute,
-        own.tokens_per_minute,
-        own.concurrent_requests,
-    ) == (7, None, None)
-    assert (default.tiers, default.over, default.max_priority, default.admin) == (
-        None,
-        "clamp",
-        "interactive",
-        False,
-    )
+    limited_key, default_key = read_keys(file)
+    assert limited_key.tiers == ("fast", "balanced")
+    assert limited_key.over == "refuse"
+    assert limited_key.max_priority == "batch"
+    assert limited_key.admin is True
+    assert limited_key.requests_per_minute == 7
+    assert limited_key.tokens_per_minute is None
+    assert limited_key.concurrent_requests is None
+    assert default_key.tiers is None
+    assert default_key.over == "clamp"
+    assert default_key.max_priority == "interactive"
+    assert default_key.admin is False
 
 
 def test_the_list_shows_rights_and_no_hash(file: Path) -> None:
@@ -127,59 +113,29 @@ def test_keys_have_budgets_teams_and_an_end(
     """As given; a team must be there, money needs a price, and a key that ends says so in the list."""
     assert qarr("keys", "team", "blue").exit_code != 0
     assert not file.exists()
-    assert (
-        qarr(
-            "keys",
-            "add",
-            "a",
-            "--engine-seconds-day",
-            "1.5",
-            "--over-budget",
-            "cheapest",
-        ).exit_code
-        == 0
-    )
-    assert (
-        "5 engine-seconds a month"
-        in qarr("keys", "team", "blue", "--engine-seconds-month", "5").stdout
-    )
+    budgeted = "--engine-seconds-day 1.5 --over-budget cheapest"
+    assert qarr("keys", "add", "a", *budgeted.split()).exit_code == 0
+    team = qarr("keys", "team", "blue", "--engine-seconds-month", "5")
+    assert "5 engine-seconds a month" in team.stdout
     for bad in (
-        ["--team", "red"],
-        ["--money-day", "2"],
-        ["--engine-seconds-day", "0"],
-        ["--over-budget", "never"],
+        "--team red",
+        "--money-day 2",
+        "--engine-seconds-day 0",
+        "--over-budget never",
     ):
-        done = qarr("keys", "add", "b", *bad)
-        assert (done.exit_code != 0, isinstance(done.exception, KeysError)) == (
-            True,
-            True,
-        ), bad
+        result = qarr("keys", "add", "b", *bad.split())
+        assert result.exit_code != 0, bad
+        assert isinstance(result.exception, KeysError), bad
     monkeypatch.setenv("QARR_BUDGETS__REPLICA_HOUR", "4")
-    assert (
-        qarr(
-            "keys",
-            "add",
-            "b",
-            "--team",
-            "blue",
-            "--money-day",
-            "2",
-            "--expires",
-            "2099-01-31",
-        ).exit_code
-        == 0
-    )
+    in_a_team = "--team blue --money-day 2 --expires 2099-01-31"
+    assert qarr("keys", "add", "b", *in_a_team.split()).exit_code == 0
     first, second = read_keys(file)
-    assert (first.engine_seconds_per_day, first.over_budget, first.expires) == (
-        1.5,
-        "cheapest",
-        None,
-    )
-    assert (second.team, second.money_per_day, str(second.expires)) == (
-        "blue",
-        2,
-        "2099-02-01 00:00:00+00:00",
-    )
+    assert first.engine_seconds_per_day == 1.5
+    assert first.over_budget == "cheapest"
+    assert first.expires is None
+    assert second.team == "blue"
+    assert second.money_per_day == 2
+    assert str(second.expires) == "2099-02-01 00:00:00+00:00"
     assert "until 2099-02-01" in qarr("keys", "list").stdout
 
 
@@ -201,14 +157,14 @@ def test_the_first_key_of_a_running_router_is_asked_for(
     monkeypatch.setattr("router.cli.key_followers.FOLLOW_S", 0.1)
     with stub_router(**{"GET /health": health(None, required=False)}) as router:
         for answer in ("", "n\n", "\n"):
-            asked = qarr("keys", "add", "a", "--url", router.url, stdin=answer)
-            assert isinstance(asked.exception, KeysError)
-            assert "--yes" in str(asked.exception)
+            refused = qarr("keys", "add", "a", "--url", router.url, stdin=answer)
+            assert isinstance(refused.exception, KeysError)
+            assert "--yes" in str(refused.exception)
             assert (
                 f"{router.url} serves everyone without a key"
-                in asked.stderr.replace("\n", " ")
+                in refused.stderr.replace("\n", " ")
             )
-            assert "qarr keys off" in asked.stderr
+            assert "qarr keys off" in refused.stderr
             assert not file.exists()
         made = qarr("keys", "add", "a", "--url", router.url, stdin="y\n")
         assert made.exit_code == 0
@@ -230,12 +186,12 @@ def test_nobody_is_asked_where_no_keyless_router_is_seen(file: Path) -> None:
         (404, {}),
     ):
         with stub_router(**{"GET /health": answer}) as router:
-            done = qarr("keys", "add", "a", "--url", router.url)
-        assert done.exit_code == 0, answer
+            result = qarr("keys", "add", "a", "--url", router.url)
+        assert result.exit_code == 0, answer
         assert router.asked
         file.unlink()
-    done = qarr("keys", "add", "a")
-    assert "no running router was seen" in done.stderr
+    result = qarr("keys", "add", "a")
+    assert "no running router was seen" in result.stderr
 
 
 def test_a_change_waits_for_the_router(
@@ -244,22 +200,22 @@ def test_a_change_waits_for_the_router(
     """Until it says that it has the file's content; one that keeps the old one is an error, with its own reasons."""
     monkeypatch.setattr("router.cli.key_followers.FOLLOW_S", 0.1)
     qarr("keys", "add", "a")
-    old = version_of(file.read_bytes())
-    said = ("the key file cannot be used: the keys read before stay in force",)
+    old_version = version_of(file.read_bytes())
+    reasons = ("the key file cannot be used: the keys read before stay in force",)
     with stub_router(
-        **{"GET /health": health(old, required=True, reasons=said)}
+        **{"GET /health": health(old_version, required=True, reasons=reasons)}
     ) as router:
-        done = qarr("keys", "revoke", "a", "--url", router.url)
-        assert done.stdout.startswith("revoked key")
-        assert isinstance(done.exception, KeysError)
-        assert said[0] in str(done.exception)
-        assert "still in force" in str(done.exception)
-        assert "no key is in force" in done.stderr
+        result = qarr("keys", "revoke", "a", "--url", router.url)
+        assert result.stdout.startswith("revoked key")
+        assert isinstance(result.exception, KeysError)
+        assert reasons[0] in str(result.exception)
+        assert "still in force" in str(result.exception)
+        assert "no key is in force" in result.stderr
 
     class Following(dict[str, Any]):
         """What a router says that has read the file at the third question."""
 
-        asked = 0
+        refused = 0
 
         def get(self, key: str, default: Any = None) -> Any:
             del key, default
@@ -272,9 +228,9 @@ def test_a_change_waits_for_the_router(
     monkeypatch.setattr("router.cli.key_followers.FOLLOW_S", 30)
     with stub_router() as router:
         router.answers = Following()
-        done = qarr("keys", "team", "blue", "--url", router.url)
-        assert done.exit_code == 0
-        assert f"the router at {router.url} has taken it over" in done.stderr.replace(
+        result = qarr("keys", "team", "blue", "--url", router.url)
+        assert result.exit_code == 0
+        assert f"the router at {router.url} has taken it over" in result.stderr.replace(
             "\n", " "
         )
 

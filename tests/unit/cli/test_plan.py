@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from classifier import Complexity, PromptClass, PromptFeatures
-from router.cli.plan import _mix, tiers_for_gpus
+from router.cli.plan import tiers_for_gpus
+from router.cli.plan_load import mix_of
 from router.policy.decide import decide
 from router.policy.decision import PolicyParameters, RoutingQuery
 from router.policy.decision_log import DecisionLog
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from click.testing import Result
 
 LLAMA = str(CONFIGS / "llama-3.1-8b.json")
+LLAMA_70B = str(CONFIGS / "llama-3.3-70b.json")
+DEEPSEEK = str(CONFIGS / "deepseek-v3.json")
 
 
 @pytest.fixture(autouse=True)
@@ -36,15 +39,15 @@ def _no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(*args: str) -> str:
-    done: Result = qarr("plan", *args)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.stdout
+    result: Result = qarr("plan", *args)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
 
 
 def read(*args: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(plan(*args, "--json"))
-    return found
+    plan_json: dict[str, Any] = json.loads(plan(*args, "--json"))
+    return plan_json
 
 
 def test_a_plan_and_what_it_is_compared_with() -> None:
@@ -60,17 +63,8 @@ def test_a_plan_and_what_it_is_compared_with() -> None:
 
 def test_several_precisions_pay_where_traffic_has_a_peak() -> None:
     """70B in BF16 with 4 bits for the peak costs less than BF16 alone, and keeps a budget that FP8 alone does not."""
-    text = plan(
-        *(
-            "--model",
-            str(CONFIGS / "llama-3.3-70b.json"),
-            "--gpus",
-            "H100",
-            "--load",
-            "6/s",
-        ),
-        *("--mix", "coding", "--loss", "0.3", "--day", "0.3,0.5,1,2.2"),
-    )
+    options = "--gpus H100 --load 6/s --mix coding --loss 0.3 --day 0.3,0.5,1,2.2"
+    text = plan("--model", LLAMA_70B, *options.split())
     flat = " ".join(text.split())
     assert "1 x 4 bits and 1 x BF16 cost 19.95 USD an hour and lose none" in flat
     assert (
@@ -83,24 +77,22 @@ def test_several_precisions_pay_where_traffic_has_a_peak() -> None:
 
 def test_two_kinds_of_gpus_and_settings(tmp_path: Path) -> None:
     """GPUs of both kinds are used; the tiers are written as settings that the router takes."""
-    prices, file = tmp_path / "prices.json", tmp_path / "settings.toml"
+    prices = tmp_path / "prices.json"
+    file = tmp_path / "settings.toml"
     prices.write_text('{"currency": "EUR", "per_gpu_hour": {"A100": 2, "L4": 0.5}}')
-    found = read(
-        *(
-            "--model",
-            LLAMA,
-            "--gpus",
-            "2xA100,8xL4",
-            "--load",
-            "24/s",
-            "--mix",
-            "coding",
-            "--loss",
-            "0.2",
-        ),
-        *("--prices", str(prices), "--write", str(file)),
-    )
-    planned = found["plan"]
+    options = [
+        "--gpus",
+        "2xA100,8xL4",
+        "--load",
+        "24/s",
+        "--mix",
+        "coding",
+        "--loss",
+        "0.2",
+    ]
+    files = ("--prices", str(prices), "--write", str(file))
+    plan_json = read("--model", LLAMA, *options, *files)
+    planned = plan_json["plan"]
     assert set(planned["gpus"]) == {"A100", "L4"}
     assert planned["answers_lost"] <= 0.002
     assert planned["cost_per_hour"] == pytest.approx(
@@ -108,28 +100,16 @@ def test_two_kinds_of_gpus_and_settings(tmp_path: Path) -> None:
     )
     settings = load_settings(file)
     replicas = {tier: settings.tiers.of(tier).replicas for tier in STANDARD_TIERS}
-    assert replicas == {
-        tier: sum(
-            each["replicas"] for each in planned["engines"] if each["tier"] == tier
-        )
-        for tier in STANDARD_TIERS
-    }
+    planned_replicas = dict.fromkeys(STANDARD_TIERS, 0)
+    for engine in planned["engines"]:
+        planned_replicas[engine["tier"]] += engine["replicas"]
+    assert replicas == planned_replicas
 
 
 def test_engines_of_a_tier_have_one_size() -> None:
     """Its settings hold one. The cheapest fleet of any sizes had BF16 on two GPUs and on four."""
-    planned = read(
-        "--model",
-        LLAMA,
-        "--gpus",
-        "8xL4",
-        "--load",
-        "16/s",
-        "--mix",
-        "coding",
-        "--loss",
-        "0.2",
-    )["plan"]
+    options = "--gpus 8xL4 --load 16/s --mix coding --loss 0.2"
+    planned = read("--model", LLAMA, *options.split())["plan"]
     sizes = {(each["tier"], each["gpus_per_replica"]) for each in planned["engines"]}
     assert len(sizes) == len({tier for tier, _ in sizes}) > 1
 
@@ -156,9 +136,9 @@ def test_what_up_starts_on_gpus(
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found = tiers_for_gpus(settings) or ({}, "")
-    assert found[1] == planned
-    used = load_settings(None, {"tiers": found[0]}).tiers
+    plan_json = tiers_for_gpus(settings) or ({}, "")
+    assert plan_json[1] == planned
+    used = load_settings(None, {"tiers": plan_json[0]}).tiers
     assert (
         sum(
             used.of(tier).replicas_here * used.of(tier).tensor_parallel
@@ -173,66 +153,49 @@ def test_what_up_starts_on_gpus(
 
 
 def test_gpus_without_a_price_are_counted() -> None:
-    found = read("--model", LLAMA, "--gpus", "MI300X", "--load", "4/s")
-    assert (found["currency"], found["plan"]["cost_per_million_tokens"]) == (None, None)
-    assert (found["prices"], "costs 1 GPU" in found["verdict"]) == (None, True)
-    assert any("no price of these GPUs is known" in note for note in found["notes"])
+    plan_json = read("--model", LLAMA, "--gpus", "MI300X", "--load", "4/s")
+    assert plan_json["currency"] is None
+    assert plan_json["plan"]["cost_per_million_tokens"] is None
+    assert plan_json["prices"] is None
+    assert "costs 1 GPU" in plan_json["verdict"]
+    assert any("no price of these GPUs is known" in note for note in plan_json["notes"])
 
 
 def test_json_has_the_same() -> None:
-    found = read("--model", LLAMA, "--gpus", "2xH100", "--load", "40/s")
-    assert (found["speed"], found["hardware"], found["losses"]) == (
-        "roofline",
-        "H100",
-        "published",
-    )
-    assert {each["tier"] for each in found["engines"]} == set(STANDARD_TIERS)
-    for each in found["engines"]:
+    plan_json = read("--model", LLAMA, "--gpus", "2xH100", "--load", "40/s")
+    assert plan_json["speed"] == "roofline"
+    assert plan_json["hardware"] == "H100"
+    assert plan_json["losses"] == "published"
+    assert {each["tier"] for each in plan_json["engines"]} == set(STANDARD_TIERS)
+    for each in plan_json["engines"]:
         assert each["weights_bytes"] > 5e9
         assert each["kv_bytes_per_token"] == 131_072
-    assert set(found["alone"]) == set(STANDARD_TIERS)
-    assert sum(found["plan"]["shares"].values()) == pytest.approx(1)
-    assert found["as_set"] is None  # the settings name no tiers
+    assert set(plan_json["alone"]) == set(STANDARD_TIERS)
+    assert sum(plan_json["plan"]["shares"].values()) == pytest.approx(1)
+    assert plan_json["as_set"] is None  # the settings name no tiers
 
 
 def test_standard_output_has_the_plan_alone() -> None:
     """What the solver's library may print would break a program that reads it."""
-    args = [
-        QARR,
-        "plan",
-        "--model",
-        LLAMA,
-        "--gpus",
-        "2xH100",
-        "--load",
-        "40/s",
-        "--json",
-    ]
-    done = subprocess.run(args, capture_output=True, text=True, check=True, timeout=100)
-    assert json.loads(done.stdout)["plan"] is not None
+    options = "--gpus 2xH100 --load 40/s --json"
+    args = [QARR, "plan", "--model", LLAMA, *options.split()]
+    result = subprocess.run(
+        args, capture_output=True, text=True, check=True, timeout=100
+    )
+    assert json.loads(result.stdout)["plan"] is not None
 
 
 def test_what_is_missing_is_told() -> None:
-    assert (
-        qarr("plan", "--model", LLAMA, "--gpus", "2xH100", "--load", "400/s").exit_code
-        == 1
-    )
-    few = read("--model", LLAMA, "--gpus", "2xH100", "--load", "400/s")
+    too_much = ("--model", LLAMA, "--gpus", "2xH100", "--load", "400/s")
+    assert qarr("plan", *too_much).exit_code == 1
+    few = read(*too_much)
     assert few["plan"] is None
     assert few["verdict"] == (
         "400 requests a second at the peak are too many for 2 x H100: the cheapest that would do is 16 x H100. "
         "These GPUs carry at most 51.2 a second at the peak within the loss budget."
     )
-    lossy = read(
-        "--model",
-        str(CONFIGS / "llama-3.3-70b.json"),
-        "--gpus",
-        "1xA100",
-        "--load",
-        "0.1/s",
-        "--loss",
-        "0",
-    )
+    options = "--gpus 1xA100 --load 0.1/s --loss 0"
+    lossy = read("--model", LLAMA_70B, *options.split())
     assert lossy["plan"] is None
     assert (
         lossy["verdict"]
@@ -240,60 +203,49 @@ def test_what_is_missing_is_told() -> None:
     )
 
 
-LARGEST = "--model", LLAMA, "--gpus", "4xL4", "--mix", "coding", "--loss", "0.2"
+LARGEST = ("--model", LLAMA, "--gpus", "4xL4", "--mix", "coding", "--loss", "0.2")
 
 
 def test_without_a_load_the_largest_ones() -> None:
     """Each fleet's largest load; the fleets for a share of the planned one's are those of that load when it is given."""
-    args = *LARGEST, "--day", "0.5,1.5"
-    found = read(*args)
+    args = (*LARGEST, "--day", "0.5,1.5")
+    plan_json = read(*args)
     largest = {
-        name: each["requests_per_s"] for name, each in found["largest_loads"].items()
+        name: each["requests_per_s"]
+        for name, each in plan_json["largest_loads"].items()
     }
     assert list(largest) == ["planned", "fast alone", "balanced alone", "precise alone"]
-    assert 0.79 < found["requests_per_s"] / largest["planned"] <= 0.8
-    assert found["share_of_largest_load"] == 0.8
-    again = read(*args, "--load", f"{found['requests_per_s']:g}/s")
-    assert again["plan"] == found["plan"]
-    assert again["alone"] == found["alone"]
+    assert 0.79 < plan_json["requests_per_s"] / largest["planned"] <= 0.8
+    assert plan_json["share_of_largest_load"] == 0.8
+    again = read(*args, "--load", f"{plan_json['requests_per_s']:g}/s")
+    assert again["plan"] == plan_json["plan"]
+    assert again["alone"] == plan_json["alone"]
     assert "largest_loads" not in again
 
 
 def test_the_largest_loads_are_carried_and_no_larger_ones() -> None:
     largest = read(*LARGEST)["largest_loads"]
-    for factor, carried in ((0.999, True), (1.01, False)):
-        at_planned = read(
-            *LARGEST, "--load", f"{largest['planned']['requests_per_s'] * factor}/s"
-        )
-        assert (at_planned["plan"] is not None) == carried, factor
-        at_precise = read(
-            *LARGEST,
-            "--load",
-            f"{largest['precise alone']['requests_per_s'] * factor}/s",
-        )
-        assert (at_precise["alone"]["precise"] is not None) == carried, factor
+    planned_rate = largest["planned"]["requests_per_s"]
+    precise_rate = largest["precise alone"]["requests_per_s"]
+    for factor, is_carried in ((0.999, True), (1.01, False)):
+        at_planned = read(*LARGEST, "--load", f"{planned_rate * factor}/s")
+        assert (at_planned["plan"] is not None) == is_carried, factor
+        at_precise = read(*LARGEST, "--load", f"{precise_rate * factor}/s")
+        assert (at_precise["alone"]["precise"] is not None) == is_carried, factor
 
 
 def test_the_planned_fleet_carries_what_one_precision_within_the_budget_does() -> None:
     """A mix that carries more by its optimum loses too much in operation here; BF16 alone is there all the same."""
-    args = (
-        "--model",
-        str(CONFIGS / "llama-3.3-70b.json"),
-        "--gpus",
-        "8xH100",
-        "--mix",
-        "coding",
-        "--loss",
-        "0.1",
-    )
-    found = read(*args, "--day", "0.4,0.6,0.5,2.5", "--ttft", "2000")
+    options = "--gpus 8xH100 --mix coding --loss 0.1 --day 0.4,0.6,0.5,2.5 --ttft 2000"
+    plan_json = read("--model", LLAMA_70B, *options.split())
     largest = {
-        name: each["requests_per_s"] for name, each in found["largest_loads"].items()
+        name: each["requests_per_s"]
+        for name, each in plan_json["largest_loads"].items()
     }
     assert largest["precise alone"] <= largest["planned"] < largest["balanced alone"]
     assert (
         "--ttft and --tpot bound an engine's times without waiting; those of fleets have it in them"
-        in found["notes"]
+        in plan_json["notes"]
     )
 
 
@@ -318,33 +270,26 @@ def test_the_share_is_said() -> None:
 
 
 def test_a_budget_that_nothing_keeps_has_no_largest_load() -> None:
-    args = (
-        "--model",
-        str(CONFIGS / "llama-3.3-70b.json"),
-        "--gpus",
-        "1xA100",
-        "--loss",
-        "0",
-    )
+    args = ("--model", LLAMA_70B, "--gpus", "1xA100", "--loss", "0")
     assert qarr("plan", *args).exit_code == 1
-    found = read(*args)
-    assert found["largest_loads"]["planned"] is None
-    assert found["largest_loads"]["fast alone"]["requests_per_s"] > 0
-    assert found["largest_loads"]["precise alone"] is None
-    assert found["verdict"].startswith("Nothing keeps the budget of none")
+    plan_json = read(*args)
+    assert plan_json["largest_loads"]["planned"] is None
+    assert plan_json["largest_loads"]["fast alone"]["requests_per_s"] > 0
+    assert plan_json["largest_loads"]["precise alone"] is None
+    assert plan_json["verdict"].startswith("Nothing keeps the budget of none")
     assert "none keeps the loss budget" in plan(*args)
 
 
 def test_a_processor_whose_speed_is_unknown() -> None:
     """There is no fleet, and what was asked for besides is said to be left out; with --load it is a failure."""
-    found = read("--model", LLAMA, "--ttft", "500", "--loss", "1")
-    assert "plan" not in found
-    assert found["verdict"].startswith(
+    plan_json = read("--model", LLAMA, "--ttft", "500", "--loss", "1")
+    assert "plan" not in plan_json
+    assert plan_json["verdict"].startswith(
         "No fleet is planned: how fast this machine's processor computes the model is not"
     )
     assert any(
         note.startswith("not in the plan: --loss, --ttft: without a known speed")
-        for note in found["notes"]
+        for note in plan_json["notes"]
     )
     assert qarr("plan", "--model", LLAMA).exit_code == 0
     assert qarr("plan", "--model", LLAMA, "--load", "1/s").exit_code == 1
@@ -367,16 +312,8 @@ def test_gpus_by_their_figures(tmp_path: Path) -> None:
     assert read("--model", LLAMA, "--gpus", str(file), "--load", "8/s") == mine | {
         "notes": [note.replace(figures, str(file)) for note in mine["notes"]]
     }
-    text = " ".join(
-        plan(
-            "--model",
-            LLAMA,
-            "--gpus",
-            "Mine:48GB,864GB/s,362TF,int8=733TOPS",
-            "--load",
-            "8/s",
-        ).split()
-    )
+    without_fp8 = "--gpus Mine:48GB,864GB/s,362TF,int8=733TOPS --load 8/s"
+    text = " ".join(plan("--model", LLAMA, *without_fp8.split()).split())
     assert (
         "Mine as given: 48 GB, 864 GB/s, 362 TFLOP/s in BF16; no throughput in FP8, so FP8 weights are computed"
         in text
@@ -390,32 +327,31 @@ def test_gpus_by_their_figures(tmp_path: Path) -> None:
 
 def test_what_does_not_enter_is_said(tmp_path: Path) -> None:
     """Settings, prices and a model that is published in few bits already."""
-    config, prices = tmp_path / "qarr.toml", tmp_path / "prices.json"
+    config = tmp_path / "qarr.toml"
+    prices = tmp_path / "prices.json"
     config.write_text(
         '[tiers.nvfp4]\ncheckpoint = "/m"\n[tiers.fast]\ndraft = "ngram"\nmax_num_seqs = 64\n[server]\nport = 8081\n'
         '[policy]\nmax_loss = {code = 0.1}\n[engine]\nextra_args = ["--enforce-eager"]\n'
     )
     prices.write_text('{"currency": "EUR", "per_gpu_hour": {"H200": 2, "H20O": 3}}')
     args = ("--gpus", "16xH200", "--config", str(config), "--prices", str(prices))
-    found = read("--model", str(CONFIGS / "deepseek-v3.json"), *args)
-    ignored = {each["setting"]: each["why"] for each in found["ignored_settings"]}
+    plan_json = read("--model", DEEPSEEK, *args)
+    ignored = {each["setting"]: each["why"] for each in plan_json["ignored_settings"]}
     assert set(ignored) == {
-        *(
-            "tiers.nvfp4",
-            "tiers.fast.draft",
-            "tiers.fast.max_num_seqs",
-            "policy.max_loss",
-            "engine.extra_args",
-        ),
+        "tiers.nvfp4",
+        "tiers.fast.draft",
+        "tiers.fast.max_num_seqs",
+        "policy.max_loss",
+        "engine.extra_args",
     }
     assert ignored["tiers.nvfp4"].startswith(
         "only fast (4 bits), balanced (FP8) and precise (BF16) are planned so far"
     )
-    assert any(f"the price of H20O in {prices}" in note for note in found["notes"])
+    assert any(f"the price of H20O in {prices}" in note for note in plan_json["notes"])
     assert any(
-        "the model is published in fp8 already" in note for note in found["notes"]
+        "the model is published in fp8 already" in note for note in plan_json["notes"]
     )
-    text = " ".join(plan("--model", str(CONFIGS / "deepseek-v3.json"), *args).split())
+    text = " ".join(plan("--model", DEEPSEEK, *args).split())
     assert "settings that the planned fleets leave out: tiers.nvfp4: only fast" in text
     assert "tiers.fast.draft: what speculative decoding changes" in text
 
@@ -435,10 +371,8 @@ def test_as_set_is_what_was_written(tmp_path: Path) -> None:
     )
     plan("--model", str(tmp_path), "--gpus", "4xL4", "--kv-fp8", "--write", str(fp8))
     settings = load_settings(fp8)
-    assert (settings.engine.extra_args, settings.model.name) == (
-        ("--kv-cache-dtype", "fp8"),
-        str(tmp_path),
-    )
+    assert settings.engine.extra_args == ("--kv-cache-dtype", "fp8")
+    assert settings.model.name == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -464,11 +398,11 @@ def test_why_the_engines_as_set_are_not_planned(
 ) -> None:
     config = tmp_path / "qarr.toml"
     config.write_text(f"[tiers]\n{tiers}\n")
-    found = read(
+    plan_json = read(
         "--model", LLAMA, "--gpus", "3xH100", "--load", "50/s", "--config", str(config)
     )
-    assert found["as_set"] is None
-    assert obstacle in found["as_set_obstacle"]
+    assert plan_json["as_set"] is None
+    assert obstacle in plan_json["as_set_obstacle"]
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("*.json")])
@@ -484,26 +418,33 @@ def test_every_published_model(name: str) -> None:
 def test_the_mix_of_a_decision_log(tmp_path: Path) -> None:
     """Classes and complexities are counted; a file without decisions is an error."""
     log = DecisionLog(tmp_path / "log")
-    table, fleet = PolicyParameters({}), FleetSnapshot((), TemplateTokens())
+    table = PolicyParameters({})
+    fleet = FleetSnapshot((), TemplateTokens())
     for kind in (PromptClass.MATH, PromptClass.CHAT):
         features = PromptFeatures(
-            2, 1, 1, True, False, False, None, kind, 0.9, (), Complexity.TRIVIAL
+            chars=2,
+            words=1,
+            tokens=1,
+            tokens_exact=True,
+            contains_code=False,
+            asks_for_code=False,
+            language=None,
+            prompt_class=kind,
+            confidence=0.9,
+            signals=(),
+            complexity=Complexity.TRIVIAL,
         )
-        log.decided(
-            "r",
-            decide(RoutingQuery(features, 20, 100), fleet, table),
-            fleet,
-            table,
-            priority=0,
-        )
+        query = RoutingQuery(features, 20, max_tokens=100)
+        decision = decide(query, fleet, table)
+        log.decided("r", decision, fleet, table=table, priority=0)
     log.close()
-    assert _mix(str(tmp_path / "log")) == {
+    assert mix_of(str(tmp_path / "log")) == {
         (PromptClass.MATH, "trivial"): 1,
         (PromptClass.CHAT, "trivial"): 1,
     }
     (tmp_path / "empty").write_text("")
     with pytest.raises(PlanError, match="the decision log has no decisions"):
-        _mix(str(tmp_path / "empty"))
+        mix_of(str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize(
@@ -607,18 +548,10 @@ def test_a_measured_profile_comes_before_the_roofline(tmp_path: Path) -> None:
     )
     path = tmp_path / latency_name(digests, "x")
     path.write_text(profile.model_dump_json())
-    found = read(
-        "--model",
-        LLAMA,
-        "--gpus",
-        "1xH100",
-        "--max-num-seqs",
-        "10",
-        "--profile",
-        str(path),
-    )
-    assert found["speed"] == f"measured: {path}"
-    assert [each["tpot_ms"] for each in found["engines"]] == pytest.approx(
+    options = ("--max-num-seqs", "10", "--profile", str(path))
+    plan_json = read("--model", LLAMA, "--gpus", "1xH100", *options)
+    assert plan_json["speed"] == f"measured: {path}"
+    assert [each["tpot_ms"] for each in plan_json["engines"]] == pytest.approx(
         [10 + 5 * n + 1 + 10 * 40 / 250 for n in range(3)]
     )
     partly = tmp_path / "partly.json"
@@ -646,16 +579,7 @@ def test_a_measured_profile_comes_before_the_roofline(tmp_path: Path) -> None:
     }
     assert rates["precise alone"] is None
     assert rates["as set"] == rates["fast alone"] > machine["requests_per_s"] > 0
-    here = read(
-        "--model",
-        LLAMA,
-        "--load",
-        "0.1/s",
-        "--max-num-seqs",
-        "10",
-        "--profile",
-        str(path),
-    )
+    here = read("--model", LLAMA, "--load", "0.1/s", *options)
     assert [(each["tier"], each["replicas"]) for each in here["plan"]["engines"]] == [
         ("precise", 1)
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from classifier import PromptClass
-from router.cli.profile import _show, _show_latency
+from router.cli.profile import _print_latency, _print_quality
 from router.policy.profiles import (
     Diagnosis,
     Fit,
@@ -27,12 +27,23 @@ NOW = datetime(2026, 5, 1, tzinfo=UTC)
 
 
 def fit(**more: Any) -> Fit:
-    plain: dict[str, Any] = {
-        "tier": TierName.FAST, "ttft_base_ms": 30.0, "prefill_ms_per_token": 2.0, "ttft_steps": 1.5, "step_base_ms": 25.0,
-        "step_ms_per_sequence": 6.0, "step_knee": 8, "step_ms_beyond_knee": 0.0, "contention": 0.4, "ttft_spread": 0.1,
-        "tpot_spread": 0.1, "ttft_error": FitError(median=0.05, p95=0.2), "tpot_error": FitError(median=0.01, p95=0.04), "samples": 9,
-    }  # fmt: skip
-    return Fit(**plain | more)
+    usual: dict[str, Any] = {
+        "tier": TierName.FAST,
+        "ttft_base_ms": 30.0,
+        "prefill_ms_per_token": 2.0,
+        "ttft_steps": 1.5,
+        "step_base_ms": 25.0,
+        "step_ms_per_sequence": 6.0,
+        "step_knee": 8,
+        "step_ms_beyond_knee": 0.0,
+        "contention": 0.4,
+        "ttft_spread": 0.1,
+        "tpot_spread": 0.1,
+        "ttft_error": FitError(median=0.05, p95=0.2),
+        "tpot_error": FitError(median=0.01, p95=0.04),
+        "samples": 9,
+    }
+    return Fit(**usual | more)
 
 
 def test_losses_are_shown_as_answers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +55,7 @@ def test_losses_are_shown_as_answers(capsys: pytest.CaptureFixture[str]) -> None
             update={"diagnosis": scored}
         ),
     )
-    _show(quality(*counts))
+    _print_quality(quality(*counts))
     head, _, chat, math, _, about, _, diagnosed = capsys.readouterr().out.splitlines()
     assert head == (
         "m, measured with made. Of the answers that precise or the tier gets right: worse, better, net."
@@ -78,7 +89,7 @@ def test_fits_are_shown_as_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     """In milliseconds; the slower part beyond the knee only where there is one."""
     for knee, shown in ((0.0, False), (3.0, True)):
         fits = (fit(step_ms_beyond_knee=knee),)
-        _show_latency(
+        _print_latency(
             LatencyProfile(
                 created=NOW,
                 model="m",
@@ -107,9 +118,9 @@ def test_without_a_router_nothing_is_written(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path))
-    done = qarr("profile", kind, "--url", "http://127.0.0.1:9/")
-    assert isinstance(done.exception, ProfileError)
-    assert "http://127.0.0.1:9" in str(done.exception)
+    result = qarr("profile", kind, "--url", "http://127.0.0.1:9/")
+    assert isinstance(result.exception, ProfileError)
+    assert "http://127.0.0.1:9" in str(result.exception)
     assert not list(tmp_path.glob("*.json"))
 
 
@@ -121,23 +132,29 @@ def test_two_measurements_do_not_share_a_folder(
     (lock,) = tmp_path.iterdir()
     with lock.open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        done = qarr("profile", "latency", "--url", "http://127.0.0.1:9")
-    assert isinstance(done.exception, ProfileError)
-    assert "127.0.0.1:9" not in str(done.exception)
+        result = qarr("profile", "latency", "--url", "http://127.0.0.1:9")
+    assert isinstance(result.exception, ProfileError)
+    assert "127.0.0.1:9" not in str(result.exception)
 
 
 @pytest.mark.parametrize(
-    ("args", "said"), [(("quality", "--parallel", "0"), "--parallel"), (("latency", "--step", "0.1"), "--step"), (("latency", "--tier", "9"), "--tier")]
-)  # fmt: skip
+    ("args", "said"),
+    [
+        (("quality", "--parallel", "0"), "--parallel"),
+        (("latency", "--step", "0.1"), "--step"),
+        (("latency", "--tier", "9"), "--tier"),
+    ],
+)
 def test_options_have_bounds(args: tuple[str, ...], said: str) -> None:
-    done = qarr("profile", *args)
-    assert (done.exit_code, said in done.stderr) == (2, True)
+    result = qarr("profile", *args)
+    assert result.exit_code == 2
+    assert said in result.stderr
 
 
 def test_tasks_are_read_before_the_router_is_asked(tmp_path: Path) -> None:
     """A line of another form is named with its file."""
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "hi"}\n')
-    done = qarr(
+    result = qarr(
         "profile",
         "quality",
         "--tasks",
@@ -145,5 +162,5 @@ def test_tasks_are_read_before_the_router_is_asked(tmp_path: Path) -> None:
         "--url",
         "http://127.0.0.1:9",
     )
-    assert isinstance(done.exception, ProfileError)
-    assert "tasks.jsonl" in str(done.exception)
+    assert isinstance(result.exception, ProfileError)
+    assert "tasks.jsonl" in str(result.exception)

@@ -15,7 +15,7 @@ from redis import Redis
 from typer.testing import CliRunner
 
 from router.cli.main import COMMANDS, SHOWN, make_app
-from router.cli.serve import _show_plan, _to_follow
+from router.cli.serve import _show_memory_plan, _tiers_to_follow
 from router.section import SettingsError
 from tests.conftest import RedisServer
 from tests.fakes import quantizer as fake_quantizer
@@ -23,9 +23,9 @@ from tests.unit.cli.stub_router import qarr
 from tests.unit.tiers.made_models import model
 from tiers.errors import TierError
 from tiers.fleet import Fleet
-from tiers.plan import GIB, EngineShare, MemoryPlan
+from tiers.plan import GIB
 from tiers.preparing import ENGINE_START_S
-from tiers.spec import STANDARD_TIERS, EnginePlacement, TierSpec
+from tiers.spec import STANDARD_TIERS, EnginePlacement, TierName, TierSpec
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 
@@ -37,29 +37,37 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QARR_ENGINE__PYTHON", "/none")
 
 
+def tier_spec(name: TierName, checkpoint: Path | None = None) -> TierSpec:
+    return TierSpec(
+        name,
+        max_model_len=2048,
+        max_num_seqs=16,
+        max_in_flight=32,
+        checkpoint=checkpoint,
+    )
+
+
+def memory_share(tier: TierName, *, weights: int, on_disk: int) -> EngineShare:
+    return EngineShare(
+        tier,
+        weights=weights,
+        on_disk=on_disk,
+        kv_cache=GIB,
+        kv_tokens=4096,
+        placement=EnginePlacement(),
+    )
+
+
 def test_the_plan_says_what_is_measured_and_what_is_estimated(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A checkpoint that is not made yet has an estimated size; one that grows in memory has both sizes."""
-    made, unmade = (
-        TierSpec(PRECISE, 2048, 16, 32, checkpoint=tmp_path),
-        TierSpec(FAST, 2048, 16, 32),
-    )
-    shares = tuple(
-        EngineShare(
-            tier,
-            weights,
-            on_disk,
-            kv_cache=GIB,
-            kv_tokens=4096,
-            placement=EnginePlacement(),
-        )
-        for tier, weights, on_disk in (
-            (FAST, 2 * GIB, GIB),
-            (PRECISE, GIB // 2, GIB // 2),
-        )
-    )
-    _show_plan("m", MemoryPlan("CPU (2 cores)", shares), (made, unmade))
+    made_tier = tier_spec(PRECISE, checkpoint=tmp_path)
+    unmade = tier_spec(FAST)
+    grown_share = memory_share(FAST, weights=2 * GIB, on_disk=GIB)
+    plain_share = memory_share(PRECISE, weights=GIB // 2, on_disk=GIB // 2)
+    memory_plan = MemoryPlan("CPU (2 cores)", (grown_share, plain_share))
+    _show_memory_plan("m", memory_plan, (made_tier, unmade))
     head, grown, plain = capsys.readouterr().err.splitlines()
     assert head == "model m on CPU (2 cores)"
     assert (
@@ -71,12 +79,12 @@ def test_the_plan_says_what_is_measured_and_what_is_estimated(
 
 def test_tiers_to_follow_have_a_time_where_it_is_known() -> None:
     """Before the model's size is known it is not."""
-    fleet = Fleet(tuple(TierSpec(name, 2048, 16, 32) for name in STANDARD_TIERS))
+    fleet = Fleet(tuple(map(tier_spec, STANDARD_TIERS)))
     fleet.preparations.expect({FAST}, None)
-    assert _to_follow(fleet) == "to follow: fast"
+    assert _tiers_to_follow(fleet) == "to follow: fast"
     fleet.preparations.made(FAST)
     fleet.preparations.starting(FAST)
-    assert _to_follow(fleet) == f"to follow: fast in about {ENGINE_START_S:.0f} s"
+    assert _tiers_to_follow(fleet) == f"to follow: fast in about {ENGINE_START_S:.0f} s"
 
 
 def test_a_model_without_checkpoints_has_an_empty_list() -> None:
@@ -98,7 +106,8 @@ def test_finished_checkpoints_are_listed_with_their_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line each for people, and as JSON what scripts read."""
-    orders, python = tmp_path / "orders", tmp_path / "python"
+    orders = tmp_path / "orders"
+    python = tmp_path / "python"
     orders.mkdir()
     for command in ("bf16", "fp8", "awq"):
         (orders / command).write_text("done")
@@ -111,8 +120,8 @@ def test_finished_checkpoints_are_listed_with_their_folders(
         "QARR_QUANTIZER__PYTHON": python,
     }.items():  # fmt: skip
         monkeypatch.setenv(name, str(value))
-    made = qarr("model", "prepare")
-    assert made.exit_code == 0, made.output
+    made_tier = qarr("model", "prepare")
+    assert made_tier.exit_code == 0, made_tier.output
     listed = qarr("model", "list").stdout.splitlines()
     rows = json.loads(qarr("model", "list", "--json").stdout)
     assert [row["tier"] for row in rows] == ["fast", "balanced", "precise"]
@@ -143,18 +152,19 @@ def test_settings_are_a_table_or_a_schema(tmp_path: Path) -> None:
     assert "there is no setting prot" in qarr("settings", "prot").stderr
     assert json.loads(qarr("settings", "--schema").stdout)["title"] == "Settings"
     (tmp_path / "qarr.toml").write_text("[server]\nprot = 1\n")
-    done = qarr("settings", "--config", str(tmp_path / "qarr.toml"))
-    assert (type(done.exception), done.stdout) == (SettingsError, "")
+    result = qarr("settings", "--config", str(tmp_path / "qarr.toml"))
+    assert type(result.exception) is SettingsError
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_can_be_loaded_alone(name: str) -> None:
     """Only what it needs is imported for it; the help has a sentence on it."""
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         make_app((name,)), [name, "--help"], env={"COLUMNS": "100"}
     )
-    assert done.exit_code == 0
-    assert "Usage: " in done.output
+    assert result.exit_code == 0
+    assert "Usage: " in result.output
 
 
 def test_the_other_name_of_serve_is_not_listed() -> None:
@@ -181,7 +191,7 @@ def test_a_redis_without_scripts_is_refused_in_one_line(own_redis: RedisServer) 
     """Routers would each count alone, however many there are."""
     with Redis.from_url(own_redis.url) as operator:
         operator.execute_command("ACL", "SETUSER", "default", "-@scripting")
-    done = subprocess.run(
+    result = subprocess.run(
         [
             Path(sys.executable).with_name("qarr"),
             "serve",
@@ -194,8 +204,8 @@ def test_a_redis_without_scripts_is_refused_in_one_line(own_redis: RedisServer) 
         timeout=60,
         env={**os.environ, "QARR_STATE__REDIS_URL": own_redis.url},
     )
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
     assert line.startswith(
         "error: state.redis_url: this Redis cannot count for routers ("
     )

@@ -12,9 +12,18 @@ from tiers.errors import OperationError
 from tiers.lifecycle.canary import read_canary
 
 REPLICA: dict[str, Any] = {
-    "id": "fast-0", "state": "ready", "precision": "fp8", "in_flight": 2, "served": 40, "failed": 1, "kv_cache_usage": 0.256, "tpot_ms": 31.26,
-    "pid": 4711, "url": "http://127.0.0.1:9101", "detail": None,
-}  # fmt: skip
+    "id": "fast-0",
+    "state": "ready",
+    "precision": "fp8",
+    "in_flight": 2,
+    "served": 40,
+    "failed": 1,
+    "kv_cache_usage": 0.256,
+    "tpot_ms": 31.26,
+    "pid": 4711,
+    "url": "http://127.0.0.1:9101",
+    "detail": None,
+}
 BARE = {
     **REPLICA,
     "id": "fast-1",
@@ -126,16 +135,14 @@ def test_an_operation_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) ->
         operation("running", "drains"),
         operation("done", "2 requests finished"),
     ]
-    done, router = operate("drain", "fast-0", {
+    result, router = operate("drain", "fast-0", {
         "GET /tiers": (200, fleet({**REPLICA, "state": "draining"})),
         "POST /admin/replicas/fast-0/drain": (202, operation("running", "begins")),
         "GET /admin/operations/7": (200, steps),
     })  # fmt: skip
-    assert (done.exit_code, done.stdout) == (
-        0,
-        "fast-0: drain done, 2 requests finished\n",
-    )
-    assert [line.partition(" s ")[2] for line in done.stderr.splitlines()[1:]] == [
+    assert result.exit_code == 0
+    assert result.stdout == "fast-0: drain done, 2 requests finished\n"
+    assert [line.partition(" s ")[2] for line in result.stderr.splitlines()[1:]] == [
         f"fast-0: {detail} (is draining, 2 in flight)"
         for detail in ("begins", "drains", "2 requests finished")
     ]
@@ -145,12 +152,12 @@ def test_an_operation_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_successors_state_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """While an engine is replaced the new one counts; one that the fleet has not yet, or no more, is gone."""
     monkeypatch.setattr("router.cli.tiers.POLL_S", 0)
-    done, _ = operate("recycle", "fast-0", {
+    result, _ = operate("recycle", "fast-0", {
         "GET /tiers": (200, [fleet(REPLICA), fleet(REPLICA), fleet(REPLICA, {**REPLICA, "id": "fast-2", "state": "warming"})]),
         "POST /admin/replicas/fast-0/recycle": (202, operation("running", "starts", "fast-2")),
         "GET /admin/operations/7": (200, operation("done", "replaced", "fast-2")),
     })  # fmt: skip
-    assert [line.partition(" s ")[2] for line in done.stderr.splitlines()[1:]] == [
+    assert [line.partition(" s ")[2] for line in result.stderr.splitlines()[1:]] == [
         "fast-0: starts (gone)", "fast-0: replaced (warming, 2 in flight)",
     ]  # fmt: skip
 
@@ -162,15 +169,15 @@ def test_a_tier_means_its_replicas_one_after_another() -> None:
         f"POST /admin/replicas/fast-{n}/resume": (202, operation("done", "ready"))
         for n in (0, 1)
     }
-    done, router = operate("resume", "fast", answers)
-    assert done.stdout == "fast-0: resume done, ready\nfast-1: resume done, ready\n"
+    result, router = operate("resume", "fast", answers)
+    assert result.stdout == "fast-0: resume done, ready\nfast-1: resume done, ready\n"
     answers["POST /admin/replicas/fast-0/resume"] = (
         202,
         operation("failed", "it was never drained"),
     )
-    done, router = operate("resume", "fast", answers)
-    assert isinstance(done.exception, OperationError)
-    assert str(done.exception) == "resume of fast-0 failed: it was never drained"
+    result, router = operate("resume", "fast", answers)
+    assert isinstance(result.exception, OperationError)
+    assert str(result.exception) == "resume of fast-0 failed: it was never drained"
     assert not [asked for asked in router.asked if "fast-1" in asked]
 
 
@@ -212,13 +219,13 @@ def test_whether_nobody_is_to_be_served_is_asked(
             202,
             operation("done", "over"),
         )
-    done, router = operate(kind, target, answers)
-    assert isinstance(done.exception, OperationError)
-    assert "--force" in str(done.exception)
-    assert "every request gets 503" in done.stderr
+    result, router = operate(kind, target, answers)
+    assert isinstance(result.exception, OperationError)
+    assert "--force" in str(result.exception)
+    assert "every request gets 503" in result.stderr
     assert router.asked == ["GET /tiers"]
-    done, router = operate(kind, target, answers, "--force")
-    assert done.exit_code == 0
+    result, router = operate(kind, target, answers, "--force")
+    assert result.exit_code == 0
     with stub_router(**answers) as router:
         assert (
             qarr("tiers", kind, target, "--url", router.url, stdin="y\n").exit_code == 0
@@ -255,9 +262,9 @@ def test_where_others_serve_or_nobody_did_nothing_is_asked(
 @pytest.mark.parametrize("target", ["fast-9", "huge", "precise", ""])
 def test_unknown_targets_are_named_with_what_there_is(target: str) -> None:
     """A tier without replicas is no target; nothing is asked of any replica."""
-    done, router = operate("drain", target, {"GET /tiers": (200, fleet(REPLICA))})
+    result, router = operate("drain", target, {"GET /tiers": (200, fleet(REPLICA))})
     assert (
-        str(done.exception)
+        str(result.exception)
         == f"there is no tier or replica {target!r}: fast, precise, fast-0"
     )
     assert router.asked == ["GET /tiers"]
@@ -268,9 +275,10 @@ def test_what_a_tiers_engines_compute_is_accepted(
 ) -> None:
     """For the next hour, also where nothing was recorded yet; other names are no tiers."""
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path / "profiles"))
-    told = qarr("tiers", "record", "fast").stdout
+    output = qarr("tiers", "record", "fast").stdout
     assert (
-        told == "fast: starts and resumes of the next hour are accepted and recorded\n"
+        output
+        == "fast: starts and resumes of the next hour are accepted and recorded\n"
     )
     (acceptance,) = read_canary(tmp_path / "profiles/canary.json").acceptances
     assert acceptance.tier == "fast"
@@ -291,17 +299,18 @@ def test_an_added_engine_is_followed_until_it_is_ready(
         "POST /admin/replicas": (201, {"id": "fast-0"}),
         "GET /tiers": (200, states("starting", "warming", "warming", "ready")),
     }
-    done, _ = operate("add", "fast", answers, engine)
-    assert (done.exit_code, done.stdout) == (0, "fast-0: added, is ready\n")
-    assert [line.partition(" s ")[2] for line in done.stderr.splitlines()[1:]] == [
+    result, _ = operate("add", "fast", answers, engine)
+    assert result.exit_code == 0
+    assert result.stdout == "fast-0: added, is ready\n"
+    assert [line.partition(" s ")[2] for line in result.stderr.splitlines()[1:]] == [
         "fast-0: is starting", "fast-0: is warming",
     ]  # fmt: skip
     answers["GET /tiers"] = (
         200,
         states("starting", "unreachable", detail="no answer\nTraceback"),
     )
-    done, _ = operate("add", "fast", answers, engine)
-    assert str(done.exception) == (
+    result, _ = operate("add", "fast", answers, engine)
+    assert str(result.exception) == (
         "fast-0 is added, but is unreachable: no answer; it gets requests when it is ready, 'qarr tiers remove fast-0' takes "
         "it out"
     )
@@ -322,17 +331,18 @@ def test_a_replica_is_removed_by_its_id_or_its_address(
         ),
         "GET /admin/operations/7": (200, operation("done", "removed")),
     }
-    done, _ = operate("remove", named, answers, "--force")
-    assert (done.exit_code, done.stdout) == (0, "fast-0: remove done, removed\n")
-    assert done.stderr.splitlines()[-1].endswith("fast-0: removed (is gone)")
+    result, _ = operate("remove", named, answers, "--force")
+    assert result.exit_code == 0
+    assert result.stdout == "fast-0: remove done, removed\n"
+    assert result.stderr.splitlines()[-1].endswith("fast-0: removed (is gone)")
 
 
 def test_a_replica_that_is_not_there_is_not_removed() -> None:
-    done, router = operate(
+    result, router = operate(
         "remove", "http://10.0.0.9:8000", {"GET /tiers": (200, fleet(REPLICA, BARE))}
     )
     assert (
-        str(done.exception)
+        str(result.exception)
         == "there is no replica 'http://10.0.0.9:8000': fast-0, fast-1"
     )
     assert router.asked == ["GET /tiers"]

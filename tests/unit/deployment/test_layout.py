@@ -24,7 +24,7 @@ from router.deployment.layout import (
 from router.deployment.options import supervisor_options
 from router.section import SettingsError
 from router.settings import Settings, load_settings
-from tests.unit.cli.test_doctor import checkpoint
+from tests.unit.cli.sealed_checkpoint import make_checkpoint
 from tests.unit.made_configs import model_folder, tier_folder
 from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from tiers.errors import CheckpointError, EngineError, PlanError
@@ -53,7 +53,7 @@ def settings(**overrides: Any) -> Settings:
 def made(tmp_path: Path) -> dict[TierName, Checkpoint]:
     """Make a small checkpoint for each tier, with a tokenizer of two words."""
     found = {
-        tier: read_checkpoint(tier, checkpoint(tmp_path / f"made-{tier}", tier))
+        tier: read_checkpoint(tier, make_checkpoint(tmp_path / f"made-{tier}", tier))
         for tier in STANDARD_TIERS
     }
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
