@@ -34,7 +34,7 @@ from router.deployment.layout import (
 )
 from router.deployment.listening import listen, open_keys
 from router.deployment.on_ray import make_ray_deployment
-from router.deployment.reloading import Asked
+from router.deployment.reloading import SettingsLoader
 from router.deployment.run import StartObserver, check_files, run
 from router.redis_link import check_redis
 from router.section import cache_dir
@@ -111,7 +111,7 @@ def up(
     )
     if not deployment.missing and deployment.ray is None:
         _show_plan(deployment.model, deployment.plan, deployment.specs)
-    _run(deployment, sock, keys, started, logging, Asked(settings, load))
+    _run(deployment, sock, keys, started, logging, SettingsLoader(settings, load))
 
 
 def _tiers_for_gpus(settings: Settings) -> dict[str, Any]:
@@ -220,7 +220,15 @@ def serve_engines(
         err.print(
             "no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated"
         )
-    _run(deployment, sock, keys, started, logging, Asked(settings, load), predecessor)
+    _run(
+        deployment,
+        sock,
+        keys,
+        started,
+        logging,
+        SettingsLoader(settings, load),
+        predecessor,
+    )
 
 
 def _check_redis(settings: Settings) -> None:
@@ -264,7 +272,7 @@ def _run(
     keys: KeyStore,
     started: float,
     logging: Logging,
-    asked: Asked,
+    loader: SettingsLoader,
     predecessor: HandoverClient | None = None,
 ) -> None:
     host, port = sock.getsockname()[:2]
@@ -326,7 +334,14 @@ def _run(
             )
         )
     uvloop.run(
-        run(deployment, sock, observer, keys=keys, asked=asked, predecessor=predecessor)
+        run(
+            deployment,
+            sock,
+            observer,
+            keys=keys,
+            loader=loader,
+            predecessor=predecessor,
+        )
     )
     say("stopped")
     if not logging.stop():

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.deployment.layout import check_draft, make_deployment, speed_machine
+from router.deployment.drafts import check_draft
+from router.deployment.layout import make_deployment, speed_machine
 from router.settings import load_settings
 from tests.unit.deployment.test_layout import made, settings
 from tiers.errors import CheckpointError, PlanError, TokenizerMismatchError
