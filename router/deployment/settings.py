@@ -39,7 +39,7 @@ from tiers.checkpoints.prepare import (
 from tiers.lifecycle.engine_args import check_own
 from tiers.spec import TierName
 
-MOST_REPLICAS = 64  # of a tier on one machine
+MOST_REPLICAS = 64  # a tier, on one machine
 
 
 def _dns_address(url: str) -> str:
