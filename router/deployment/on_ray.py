@@ -24,7 +24,7 @@ from router.deployment.settings import DiscoverySettings, TierSettings
 from router.settings import Settings
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
-from tiers.cluster.job import Job, WantedReplica
+from tiers.cluster.job import PlacementJob, WantedReplica
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError, PlanError
 from tiers.fleet import Fleet
@@ -111,12 +111,12 @@ def _job(
     *,
     folder: Path,
     engines_file: Path,
-) -> Job:
+) -> PlacementJob:
     """Return what the placement is to do."""
     replicas = []
     for spec in specs:
         replicas += wanted_replicas(spec, settings, model)
-    return Job(
+    return PlacementJob(
         address=settings.ray.address,
         replicas=tuple(replicas),
         engines_file=str(engines_file.absolute()),

@@ -20,7 +20,7 @@ import pytest
 from tests.ports import reserved_range
 from tests.waiting import call_within, source_of, until, wait_until
 from tiers.cluster.actor import DETACHED, hold_port, is_healthy, node_environment
-from tiers.cluster.job import Job, WantedReplica, write_json
+from tiers.cluster.job import PlacementJob, WantedReplica, write_json
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 IDS = ("ray-fast-0", "ray-precise-0")
 
 
-def job(folder: Path) -> Job:
+def job(folder: Path) -> PlacementJob:
     replicas = tuple(
         WantedReplica(
             name,
@@ -40,7 +40,7 @@ def job(folder: Path) -> Job:
         )
         for name in IDS
     )
-    return Job(
+    return PlacementJob(
         "auto",
         replicas,
         str(folder / "engines.json"),
