@@ -227,7 +227,9 @@ def _jobs(
     )
 
 
-def _job(tier: TierName, method: str, recipe: dict[str, Any], *, folder: Path) -> _PlannedCheckpoint:
+def _job(
+    tier: TierName, method: str, recipe: dict[str, Any], *, folder: Path
+) -> _PlannedCheckpoint:
     target = folder / f"{method}-{recipe_digest(method, recipe)}"
     return _PlannedCheckpoint(tier, method, recipe=recipe, target=target)
 
@@ -485,7 +487,9 @@ class _Maker:
             )
             return checkpoint
 
-    def _convert(self, job: _PlannedCheckpoint, source: Path, work: Path) -> dict[str, Any]:
+    def _convert(
+        self, job: _PlannedCheckpoint, source: Path, work: Path
+    ) -> dict[str, Any]:
         """Fill a folder with a checkpoint's files; return what its manifest says about their making."""
         if job.method == "awq":
             return self._quantize_awq(job, source, work)
@@ -497,7 +501,9 @@ class _Maker:
             return {"method": "BF16, imported from GGUF", **_made_by(done)}
         return self._take_base(source, work)
 
-    def _quantize_awq(self, job: _PlannedCheckpoint, source: Path, work: Path) -> dict[str, Any]:
+    def _quantize_awq(
+        self, job: _PlannedCheckpoint, source: Path, work: Path
+    ) -> dict[str, Any]:
         options = self._options
         argv = [
             "--calibration",

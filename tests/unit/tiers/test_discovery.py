@@ -19,7 +19,7 @@ from tests.unit.tiers.test_roster import ids, watched
 from tests.waiting import until
 from tiers.errors import DiscoveryError
 from tiers.lifecycle.discovery import (
-    MAX_BYTES,
+    MAX_FILE_BYTES,
     DiscoveryOptions,
     at_address,
     parse_file,
@@ -114,7 +114,7 @@ def test_a_file_names_engines_by_tier() -> None:
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     """A pipe would be waited for; something endless would fill the memory."""
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "big").write_bytes(b" " * (MAX_BYTES + 1))
+    (tmp_path / "big").write_bytes(b" " * (MAX_FILE_BYTES + 1))
     for name, wrong in (
         ("none", "missing"),
         ("pipe", "not a regular file"),
