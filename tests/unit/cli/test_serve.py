@@ -20,7 +20,7 @@ from router.section import SettingsError
 from tests.conftest import RedisServer
 from tests.fakes import quantizer as fake_quantizer
 from tests.unit.cli.stub_router import qarr
-from tests.unit.tiers.test_checkpoints import model
+from tests.unit.made_checkpoints import model
 from tiers.errors import TierError
 from tiers.fleet import Fleet
 from tiers.plan import GIB, Plan, Share

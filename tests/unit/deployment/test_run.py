@@ -24,7 +24,8 @@ def settings(**overrides: Any) -> Settings:
 
 def test_files_that_can_be_written_are_made(tmp_path: Path) -> None:
     """With their folders, readable by their owner only; prompts only where a share of them is sampled."""
-    log, prompts = tmp_path / "a/log", tmp_path / "b/prompts"
+    log = tmp_path / "a/log"
+    prompts = tmp_path / "b/prompts"
     check_files(
         settings(
             telemetry={

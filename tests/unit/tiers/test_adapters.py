@@ -18,10 +18,11 @@ ADAPTERS = "/admin/adapters"
 
 
 async def test_a_tier_offers_what_all_its_ready_replicas_have() -> None:
-    spec = TierSpec(FAST, 100, 1, 1)
+    spec = TierSpec(FAST, max_model_len=100, max_num_seqs=1, max_in_flight=1)
     fleet = Fleet((spec,))
     one, two = (
-        fleet.add(Replica(f"fast-{n}", spec, f"http://{n}", "", "m")) for n in range(2)
+        fleet.add(Replica(f"fast-{n}", spec, url=f"http://{n}", api_key="", model="m"))
+        for n in range(2)
     )
     assert fleet.note_adapters(one, ("a", "b"))
     one.mark(ReplicaStatus.READY)
@@ -41,26 +42,22 @@ async def test_adapters_are_loaded_and_requests_for_them_name_them(
     """In the tiers that are asked for; the engine gets the adapter's name as its model, on both APIs."""
     async with router_stack(tmp_path) as stack:
         stack.engines[PRECISE].loads = False
-        loaded = await load(stack, "support", "/x", [FAST, PRECISE])
+        loaded = await load(stack, "support", "/x", tiers=[FAST, PRECISE])
         assert loaded["replicas"][0] == {
             "replica": "fast-0",
             "done": True,
             "detail": "loaded",
         }
-        assert (loaded["replicas"][1]["replica"], loaded["replicas"][1]["done"]) == (
-            "precise-0",
-            False,
-        )
+        assert loaded["replicas"][1]["replica"] == "precise-0"
+        assert loaded["replicas"][1]["done"] is False
         assert "404" in loaded["replicas"][1]["detail"]
         assert stack.engines[FAST].adapters == {"support": "/x"}
         again = await stack.client.post(
             stack.url + ADAPTERS,
             json={"name": "support", "path": "/y", "tiers": ["fast"]},
         )
-        assert (
-            again.status_code,
-            "already has a model support" in again.json()["detail"],
-        ) == (409, True)
+        assert again.status_code == 409
+        assert "already has a model support" in again.json()["detail"]
 
         chat = {"model": "support", "messages": [{"role": "user", "content": "hi"}]}
         for hint in ("fast", "precise"):
@@ -78,7 +75,8 @@ async def test_adapters_are_loaded_and_requests_for_them_name_them(
         }
 
         card = (await stack.client.get(f"{stack.url}/v1/models/support")).json()
-        assert (card["parent"], card["tiers"]) == ("auto", ["fast"])
+        assert card["parent"] == "auto"
+        assert card["tiers"] == ["fast"]
         gone = await stack.client.delete(f"{stack.url}{ADAPTERS}/support")
         assert gone.json()["replicas"] == [
             {"replica": "fast-0", "done": True, "detail": "unloaded"}
@@ -96,11 +94,9 @@ async def test_adapters_are_loaded_and_requests_for_them_name_them(
 
 async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack:
-        await load(stack, "support", "/x", [FAST])
-        engine, (replica,) = (
-            stack.engines[FAST],
-            [r for r in stack.fleet.replicas if r.spec.name is FAST],
-        )
+        await load(stack, "support", "/x", tiers=[FAST])
+        engine = stack.engines[FAST]
+        (replica,) = [r for r in stack.fleet.replicas if r.spec.name is FAST]
         engine.alive = False
         await until(
             lambda: replica.state.status is not ReplicaStatus.READY, poll_s=0.01
@@ -122,10 +118,8 @@ async def test_what_others_load_is_found(
         refused = await stack.generate(
             adapter="theirs", tier="fast", tier_policy="require"
         )
-        assert (refused.status_code, refused.json()["type"]) == (
-            422,
-            "urn:qarr:problem:no-adapter",
-        )
+        assert refused.status_code == 422
+        assert refused.json()["type"] == "urn:qarr:problem:no-adapter"
 
 
 WRONG_BODIES: list[tuple[dict[str, object], str, str]] = [

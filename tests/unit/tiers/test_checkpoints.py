@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.made_checkpoints import LLAMA_8B, model
 from tiers.checkpoints.checkpoint import (
     MANIFEST,
     Checkpoint,
@@ -40,24 +41,6 @@ from tiers.errors import CheckpointError, TokenizerMismatchError
 from tiers.spec import STANDARD_TIERS, Precision
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-LLAMA_8B = {
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "vocab_size": 128256,
-}  # fmt: skip
-
-
-def model(
-    folder: Path, vocabulary: int = 1, template: str = "t", size: int = 10
-) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(
-        json.dumps({"model": {"vocab": vocabulary}, "version": "1"})
-    )
-    (folder / "chat_template.jinja").write_text(template)
-    (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "dtype": "bfloat16"}))
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", 2) + b"{}")
-        file.truncate(size)
-    return folder
 
 
 def test_interrupted_work_is_not_finished_work(tmp_path: Path) -> None:
@@ -104,7 +87,8 @@ def test_sealed_checkpoint_reads_back(tmp_path: Path) -> None:
 
 def test_same_tokenizer_written_differently_is_the_same(tmp_path: Path) -> None:
     """Key order and white space do not count, content does."""
-    left, right = model(tmp_path / "a"), model(tmp_path / "b")
+    left = model(tmp_path / "a")
+    right = model(tmp_path / "b")
     (right / "tokenizer.json").write_text('{"version":"1",  "model":{"vocab":1}}')
     check_alike({FAST: left, PRECISE: right})
 
@@ -114,7 +98,8 @@ def test_tiers_that_differ_are_refused_with_both_digests(
     tmp_path: Path, change: dict
 ) -> None:
     """A different tokenizer or chat template is named, with both digests and both folders."""
-    left, right = model(tmp_path / "a"), model(tmp_path / "b", **change)
+    left = model(tmp_path / "a")
+    right = model(tmp_path / "b", **change)
     with pytest.raises(TokenizerMismatchError) as caught:
         check_alike({FAST: left, PRECISE: right})
     part = "tokenizer_digest" if "vocabulary" in change else "chat_template_digest"
@@ -261,7 +246,8 @@ def weights(
     folder: Path, tensors: dict[str, tuple[str, int]], name: str = "model.safetensors"
 ) -> Path:
     """Write a weight file of tensors, each with its type and size in bytes."""
-    header, end = {}, 0
+    header = {}
+    end = 0
     for tensor, (dtype, size) in tensors.items():
         header[tensor] = {
             "dtype": dtype,
@@ -277,10 +263,8 @@ def weights(
 
 def test_recipes_keep_their_folders() -> None:
     """A changed digest would make every checkpoint of every user anew; raise RECIPE_VERSION where that is meant."""
-    assert (recipe_digest("bf16", {}), recipe_digest("fp8", {})) == (
-        "538cd899",
-        "ab8fdbdd",
-    )
+    assert recipe_digest("bf16", {}) == "538cd899"
+    assert recipe_digest("fp8", {}) == "ab8fdbdd"
     awq = {
         "calibration": "c",
         "group_size": 0,
@@ -412,7 +396,8 @@ def test_folders_without_a_tokenizer_are_no_models(
 
 def test_two_that_make_in_one_store_take_turns(tmp_path: Path) -> None:
     """The second begins when the first has finished, and sees what it made."""
-    seen, begun = [], threading.Event()
+    seen = []
+    begun = threading.Event()
 
     def second() -> None:
         begun.set()

@@ -33,19 +33,19 @@ def job(folder: Path) -> PlacementJob:
         WantedReplica(
             name,
             name.split("-")[1],
-            "/models/m",
-            ("--model", "/models/m"),
-            {"A": "1"},
-            {"CPU": 2.0},
+            checkpoint="/models/m",
+            args=("--model", "/models/m"),
+            env={"A": "1"},
+            resources={"CPU": 2.0},
         )
         for name in IDS
     )
     return PlacementJob(
         "auto",
         replicas,
-        str(folder / "engines.json"),
-        str(folder / "own/status.json"),
-        str(folder),
+        engines_file=str(folder / "engines.json"),
+        status_file=str(folder / "own/status.json"),
+        log_dir=str(folder),
         stop_grace_s=0,
     )
 
@@ -95,7 +95,8 @@ class Running:
     """A runner whose placement does what the test orders."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.orders, self.job = folder / "orders", job(folder)
+        self.orders = folder / "orders"
+        self.job = job(folder)
         program = folder / "python"
         program.write_text(
             f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m tests.fakes.placement "$2"\n'
@@ -103,7 +104,7 @@ class Running:
         program.chmod(0o755)
         monkeypatch.setenv("FAKE_PLACEMENT", str(self.orders))
         self.order([])
-        self.options = RayOptions(program, folder / "own", self.job, "key")
+        self.options = RayOptions(program, folder / "own", job=self.job, api_key="key")
         self.lines: list[str] = []
         self.engines = RayEngines(self.options, self.lines.append)
         self.task = asyncio.create_task(self.engines.run())

@@ -16,7 +16,13 @@ from tiers.lifecycle.command import (
 )
 from tiers.spec import Draft, EngineLaunch, OtlpTarget, Placement, TierName, TierSpec
 
-SPEC = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=Path("/models/x"))
+SPEC = TierSpec(
+    TierName.FAST,
+    max_model_len=2048,
+    max_num_seqs=16,
+    max_in_flight=32,
+    checkpoint=Path("/models/x"),
+)
 
 
 def launch(**changes: object) -> EngineLaunch:
@@ -29,12 +35,10 @@ def launch(**changes: object) -> EngineLaunch:
 
 def test_cpu_engine_is_eager_and_unbound() -> None:
     """A CPU engine runs eagerly, with its own threads; its key is not on the command line."""
-    argv, env = (
-        engine_argv(launch(placement=Placement(threads=3, kv_cache_gib=2))),
-        engine_environment(
-            launch(placement=Placement(threads=3, kv_cache_gib=2)),
-            {"VLLM_CPU_KVCACHE_SPACE": "9"},
-        ),
+    argv = engine_argv(launch(placement=Placement(threads=3, kv_cache_gib=2)))
+    env = engine_environment(
+        launch(placement=Placement(threads=3, kv_cache_gib=2)),
+        {"VLLM_CPU_KVCACHE_SPACE": "9"},
     )
     assert "VLLM_CPU_KVCACHE_SPACE" not in env  # the plan's counts
     assert "--enforce-eager" in argv
@@ -43,12 +47,11 @@ def test_cpu_engine_is_eager_and_unbound() -> None:
     assert "secret" not in " ".join(argv)
     assert env["VLLM_API_KEY"] == "secret"
     assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(2 << 30)
-    assert (env["OMP_NUM_THREADS"], env["VLLM_CPU_OMP_THREADS_BIND"]) == ("3", "nobind")
+    assert env["OMP_NUM_THREADS"] == "3"
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     traced = engine_environment(launch(otlp=OtlpTarget("http://c:4317", "grpc")), {})
-    assert (
-        env["VLLM_WORKER_MULTIPROC_METHOD"],
-        traced["VLLM_WORKER_MULTIPROC_METHOD"],
-    ) == ("fork", "spawn")
+    assert env["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    assert traced["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 def test_gpu_engine_gets_its_share() -> None:
@@ -100,7 +103,8 @@ def test_parents_environment_is_cleaned() -> None:
     env = engine_environment(
         launch(otlp=OtlpTarget("http://c:4318/v1/traces", "http/protobuf")), parent
     )
-    assert (env["OTEL_SERVICE_NAME"], env["HOME"]) == ("vllm-fast", "/root")
+    assert env["OTEL_SERVICE_NAME"] == "vllm-fast"
+    assert env["HOME"] == "/root"
     assert not {"OTEL_EXPORTER_OTLP_ENDPOINT", "PYTHONPATH"} & set(env)
     assert env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
 
@@ -119,7 +123,8 @@ def test_the_routers_secrets_do_not_reach_an_engine() -> None:
     }
     env = engine_environment(launch(api_key="own"), parent)
     assert "secret" not in "".join(env.values())
-    assert (env["LD_LIBRARY_PATH"], env["VLLM_LOGGING_LEVEL"]) == ("/cuda", "DEBUG")
+    assert env["LD_LIBRARY_PATH"] == "/cuda"
+    assert env["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert "VLLM_PORT" not in env  # a Service's address, not a port
     traced = engine_environment(
         launch(api_key="own", otlp=OtlpTarget("http://c:4317", "grpc")), parent
@@ -172,7 +177,8 @@ def test_the_parents_key_is_not_the_engines() -> None:
     env = engine_environment(
         launch(api_key="own"), {"VLLM_API_KEY": "other", "HF_HUB_OFFLINE": "0"}
     )
-    assert (env["VLLM_API_KEY"], env["HF_HUB_OFFLINE"]) == ("own", "1")
+    assert env["VLLM_API_KEY"] == "own"
+    assert env["HF_HUB_OFFLINE"] == "1"
 
 
 def test_other_programs_get_all_but_our_own_variables() -> None:

@@ -50,7 +50,16 @@ async def elsewhere(
         *(FakeEngine(behaviour).app for behaviour in behaviours)
     ) as urls:
         fleet = Fleet(
-            (TierSpec(FAST, 2048, 16, 32, urls=tuple(urls), stated_precision=stated),)
+            (
+                TierSpec(
+                    FAST,
+                    max_model_len=2048,
+                    max_num_seqs=16,
+                    max_in_flight=32,
+                    urls=tuple(urls),
+                    stated_precision=stated,
+                ),
+            )
         )
         supervisor = Supervisor(fleet, SupervisorOptions(tmp_path, **options))
         supervisor.start([], fleet.specs)
@@ -144,7 +153,8 @@ async def test_an_engine_that_was_replaced_is_asked_again(tmp_path: Path) -> Non
         (replica,) = watched.fleet.replicas
         behaviour.alive = False
         await until(lambda: replica.state.status is ReplicaStatus.UNREACHABLE)
-        behaviour.root, behaviour.alive = "made/precise", True
+        behaviour.root = "made/precise"
+        behaviour.alive = True
         await until(lambda: replica.state.status is ReplicaStatus.READY)
         assert watched.fleet.spec(FAST).precision == replica.spec.precision == "bf16"
 
@@ -231,7 +241,8 @@ async def test_an_engine_that_answers_otherwise_is_quarantined(tmp_path: Path) -
         asked = len(behaviour.requests)
         for _ in range(5):
             await asyncio.sleep(0.02)
-        assert (replica.state.status, len(behaviour.requests)) == (QUARANTINED, asked)
+        assert replica.state.status == QUARANTINED
+        assert len(behaviour.requests) == asked
 
 
 async def test_a_quarantined_engine_that_is_mended_and_started_again_serves(
@@ -254,25 +265,25 @@ async def test_resume_compares_a_quarantined_engine_first(tmp_path: Path) -> Non
         replica = await replaced(watched, behaviour, first_id=5)
         await until(lambda: replica.state.status is QUARANTINED)
         refused = await operated(watched, "resume")
-        assert (refused.state, replica.state.status) == ("failed", QUARANTINED)
+        assert refused.state == "failed"
+        assert replica.state.status == QUARANTINED
         assert (
             "fast-0 did not become ready: its log-probabilities of fixed texts are 0.50 nats"
             in refused.detail
         )
         behaviour.first_id = 0
         done = await operated(watched, "resume")
-        assert (done.state, done.detail, replica.state.status) == (
-            "done",
-            "is ready",
-            ReplicaStatus.READY,
-        )
+        assert done.state == "done"
+        assert done.detail == "is ready"
+        assert replica.state.status == ReplicaStatus.READY
 
 
 async def test_weights_that_were_changed_on_purpose_are_recorded_anew(
     tmp_path: Path,
 ) -> None:
     """`qarr tiers record` and `qarr tiers resume`; what it computes is the measure from then on."""
-    behaviour, canary = Behaviour(), canary_of(tmp_path)
+    behaviour = Behaviour()
+    canary = canary_of(tmp_path)
     async with elsewhere(tmp_path, behaviour, canary=canary) as watched:
         replica = await replaced(watched, behaviour, first_id=5)
         await until(lambda: replica.state.status is QUARANTINED)
@@ -373,7 +384,8 @@ async def test_an_engine_that_computes_for_others_does_not_hang(
         for _ in range(75):
             behaviour.tokens += 1
             await asyncio.sleep(0.02)
-        assert (asked, replica.state.status) == ([], ReplicaStatus.READY)
+        assert asked == []
+        assert replica.state.status == ReplicaStatus.READY
         await until(lambda: replica.state.status is QUARANTINED)
         lease.release()
 
@@ -383,7 +395,9 @@ def slow_down(replica: Replica) -> None:
     for _ in range(10):
         trends = replica.state.trends
         replica.update(
-            trends=Trends(trends.ttft, trends.tpot.after(10, 80, time.monotonic(), 0.3))
+            trends=Trends(
+                trends.ttft, trends.tpot.after(10, 80, now=time.monotonic(), spread=0.3)
+            )
         )
 
 

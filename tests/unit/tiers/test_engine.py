@@ -16,7 +16,13 @@ from tiers.spec import TierName, TierSpec
 @pytest.fixture
 def engine() -> Engine:
     return Engine(
-        Replica("fast-0", TierSpec(TierName.FAST, 1, 1, 1), "u", "", "m"),
+        Replica(
+            "fast-0",
+            TierSpec(TierName.FAST, max_model_len=1, max_num_seqs=1, max_in_flight=1),
+            url="u",
+            api_key="",
+            model="m",
+        ),
         None,
         WatchdogOptions(),
     )
@@ -24,16 +30,17 @@ def engine() -> Engine:
 
 def test_a_start_forgets_what_was_true_of_the_process_before(engine: Engine) -> None:
     """Wear, readiness and a restart that was asked for belong to one process; that it was ready once does not."""
-    wear, engine.started_at = engine.wear, 0.0
-    engine.ready_at, engine.recycle, engine.was_ready = 5.0, "too slow", True
+    wear = engine.wear
+    engine.started_at = 0.0
+    engine.ready_at = 5.0
+    engine.recycle = "too slow"
+    engine.was_ready = True
     engine.again.set()
     engine.begun()
-    assert (
-        engine.ready_at,
-        engine.recycle,
-        engine.again.is_set(),
-        engine.was_ready,
-    ) == (None, None, False, True)
+    assert engine.ready_at is None
+    assert engine.recycle is None
+    assert engine.again.is_set() is False
+    assert engine.was_ready is True
     assert engine.wear is not wear
     assert engine.started_at > 0.0
 

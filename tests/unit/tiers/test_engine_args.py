@@ -79,10 +79,8 @@ def test_vllms_own_words_are_told(
 
 def test_what_was_accepted_is_not_asked_again(tmp_path: Path, python: Path) -> None:
     """All tiers are asked about at once; without arguments, nothing is asked."""
-    known, given = (
-        tmp_path / "known",
-        {FAST: ("--dtype", "half"), BALANCED: ("--parser", "x"), PRECISE: ()},
-    )
+    known = tmp_path / "known"
+    given = {FAST: ("--dtype", "half"), BALANCED: ("--parser", "x"), PRECISE: ()}
     check_engine_args(python, {FAST: (), PRECISE: ()}, known)
     assert started(tmp_path) == 0
     asked: list[None] = []

@@ -10,9 +10,21 @@ import pytest
 from tiers.lifecycle.less_memory import GIB, SHORTEST_CONTEXT, with_less
 from tiers.spec import EngineLaunch, Placement, TierName, TierSpec
 
-SPEC = TierSpec(TierName.PRECISE, 8192, 16, 32, checkpoint=Path("/models/x"))
+SPEC = TierSpec(
+    TierName.PRECISE,
+    max_model_len=8192,
+    max_num_seqs=16,
+    max_in_flight=32,
+    checkpoint=Path("/models/x"),
+)
 CPU = EngineLaunch(
-    SPEC, Placement(kv_cache_gib=8), Path("p"), "m", "127.0.0.1", 9101, "key"
+    SPEC,
+    Placement(kv_cache_gib=8),
+    python=Path("p"),
+    served_model="m",
+    host="127.0.0.1",
+    port=9101,
+    api_key="key",
 )
 GPU = replace(CPU, placement=Placement(gpus=(0,), gpu_memory_fraction=0.5))
 TOO_LONG = (
@@ -41,7 +53,8 @@ def per_token() -> int:
 @pytest.mark.parametrize("log", [ALLOCATOR, KILLED, "MemoryError\n"])
 def test_the_kv_cache_is_halved_first_and_then_the_context(log: str) -> None:
     """Down to one request's; then the context, as far as it is of use; then nothing is left to try."""
-    launch, seen = CPU, []
+    launch = CPU
+    seen = []
     while (
         smaller := with_less(launch, f"INFO started\n{log}\nINFO more", per_token)
     ) is not None:
@@ -60,10 +73,8 @@ def test_what_vllm_finds_free_is_believed() -> None:
     asked = replace(CPU, env={"VLLM_CPU_KVCACHE_SPACE": "64", "A": "b"})
     smaller = with_less(asked, LITTLE_FREE, per_token)
     assert smaller is not None
-    assert (smaller.launch.placement.kv_cache_gib, smaller.launch.env) == (
-        2.5,
-        {"A": "b"},
-    )
+    assert smaller.launch.placement.kv_cache_gib == 2.5
+    assert smaller.launch.env == {"A": "b"}
     assert smaller.why == "KV cache 2.5 instead of 64 GiB: 5.1 GiB were free"
 
 
@@ -92,10 +103,8 @@ def test_a_kv_cache_too_small_for_one_request_shortens_the_context(
 
 def test_a_gpu_engine_gets_a_smaller_share() -> None:
     """What is free, if vLLM says it; else less for the KV cache, so that more is left for the rest."""
-    taken, failed = (
-        with_less(GPU, GPU_TAKEN, per_token),
-        with_less(GPU, CUDA, per_token),
-    )
+    taken = with_less(GPU, GPU_TAKEN, per_token)
+    failed = with_less(GPU, CUDA, per_token)
     assert taken is not None
     assert failed is not None
     assert taken.launch.placement.gpu_memory_fraction == 0.393

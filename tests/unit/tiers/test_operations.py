@@ -37,11 +37,9 @@ from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-READY, DRAINING, STARTING = (
-    ReplicaStatus.READY,
-    ReplicaStatus.DRAINING,
-    ReplicaStatus.STARTING,
-)
+READY = ReplicaStatus.READY
+DRAINING = ReplicaStatus.DRAINING
+STARTING = ReplicaStatus.STARTING
 QARR = Path(sys.executable).with_name("qarr")
 
 
@@ -69,11 +67,9 @@ async def test_drain_and_resume(
         assert operation.detail == "drained"
         assert "'qarr tiers resume fast-0'" in (own.first.state.detail or "")
         await finished(own, "resume", "fast-0")
-        assert (
-            own.first.state.status,
-            own.first.state.detail,
-            own.first.state.pid,
-        ) == (READY, None, pid)
+        assert own.first.state.status == READY
+        assert own.first.state.detail is None
+        assert own.first.state.pid == pid
 
 
 async def test_a_drained_engine_stays_drained_when_it_comes_back(
@@ -83,7 +79,8 @@ async def test_a_drained_engine_stays_drained_when_it_comes_back(
     async with own_engines(tmp_path, monkeypatch) as own:
         await finished(own, "drain", "fast-0")
         operation = await finished(own, "restart", "fast-0")
-        assert (operation.state, own.first.state.status) == ("done", DRAINING)
+        assert operation.state == "done"
+        assert own.first.state.status == DRAINING
 
 
 async def test_resume_breaks_a_drain_off(
@@ -97,11 +94,9 @@ async def test_resume_breaks_a_drain_off(
         with pytest.raises(NotPossibleError, match=r"fast-0 is busy: drain"):
             own.supervisor.operations.begin("restart", "fast-0")
         await finished(own, "resume", "fast-0")
-        assert (drain.state, drain.detail, own.first.state.status) == (
-            "failed",
-            "broken off",
-            READY,
-        )
+        assert drain.state == "failed"
+        assert drain.detail == "broken off"
+        assert own.first.state.status == READY
         lease.release()
 
 
@@ -164,7 +159,9 @@ async def test_recycling_never_lowers_capacity(
             return operation.state != "running"
 
         await until(has_ended, "the engine to be recycled", poll_s=0.01)
-        assert (operation.state, operation.successor, least) == ("done", "fast-1", 1)
+        assert operation.state == "done"
+        assert operation.successor == "fast-1"
+        assert least == 1
         assert [(r.id, r.state.status) for r in own.fleet.replicas] == [
             ("fast-1", READY)
         ]
@@ -204,8 +201,10 @@ async def test_in_place_needs_another_replica(
         await finished(own, "resume", "precise-0")
         pid = own.first.state.pid
         operation = await finished(own, "recycle", "fast-0")
-        assert (operation.state, operation.successor) == ("done", None)
-        assert (own.first.id, own.first.state.status) == ("fast-0", READY)
+        assert operation.state == "done"
+        assert operation.successor is None
+        assert own.first.id == "fast-0"
+        assert own.first.state.status == READY
         assert own.first.state.pid != pid
 
 
@@ -233,7 +232,8 @@ async def test_an_engine_by_url_is_drained_but_not_restarted(tmp_path: Path) -> 
     async with router_stack(tmp_path) as stack:
         operate = f"{stack.url}/admin/replicas/fast-0"
         begun = await stack.client.post(f"{operate}/drain")
-        assert (begun.status_code, begun.json()["operation"]) == (202, "drain")
+        assert begun.status_code == 202
+        assert begun.json()["operation"] == "drain"
         answer = await stack.generate(tier="fast")
         assert answer.headers["x-qarr-tier"] == "balanced"
         assert "hint fast not taken: is draining" in answer.headers["x-qarr-reason"]
@@ -242,10 +242,8 @@ async def test_an_engine_by_url_is_drained_but_not_restarted(tmp_path: Path) -> 
         ).json()
         assert shown["replica"] == "fast-0"
         refused = await stack.client.post(f"{operate}/restart")
-        assert (refused.status_code, refused.json()["type"]) == (
-            409,
-            "urn:qarr:problem:not-possible",
-        )
+        assert refused.status_code == 409
+        assert refused.json()["type"] == "urn:qarr:problem:not-possible"
         assert "restart it where it runs" in refused.json()["detail"]
         await stack.client.post(f"{operate}/resume")
         assert (await stack.generate(tier="fast")).headers["x-qarr-tier"] == "fast"
@@ -264,7 +262,7 @@ async def test_the_command_operates_on_a_fleet(
     ) as own:
         settings = load_settings()
         app = App(
-            settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file),
+            settings, own.fleet, EstimatingCounter(), telemetry=Telemetry(None), model="fake", keys=KeyStore(settings.auth.keys_file),
             operations=own.supervisor.operations,
         ).asgi  # fmt: skip
         async with serving(app, http=protocol_for(settings.server, refusal)) as url:
@@ -280,10 +278,8 @@ async def test_the_command_operates_on_a_fleet(
                 )
 
             drained = await tiers("drain", "fast")
-            assert (drained.returncode, drained.stdout) == (
-                0,
-                "fast-0: drain done, drained\n",
-            )
+            assert drained.returncode == 0
+            assert drained.stdout == "fast-0: drain done, drained\n"
             listed = (await tiers()).stdout
             assert all(
                 part in listed for part in ("fast-0", "precise-0", "draining")
@@ -315,8 +311,8 @@ async def test_requests_are_served_while_an_engine_is_recycled(
             settings,
             own.fleet,
             EstimatingCounter(),
-            Telemetry(None),
-            "fake",
+            telemetry=Telemetry(None),
+            model="fake",
             keys=KeyStore(settings.auth.keys_file),
         ).asgi
         answers: list[tuple[int, bool]] = []
@@ -376,9 +372,11 @@ class Control:
 
 
 def operations(options: OperationOptions | None = None) -> tuple[Fleet, Operations]:
-    spec = TierSpec(TierName.FAST, 2048, 16, 32)
+    spec = TierSpec(
+        TierName.FAST, max_model_len=2048, max_num_seqs=16, max_in_flight=32
+    )
     fleet = Fleet((spec,))
-    fleet.add(Replica("fast-0", spec, "u", "", "m", status=READY))
+    fleet.add(Replica("fast-0", spec, url="u", api_key="", model="m", status=READY))
     return fleet, Operations(Control(fleet), options or OperationOptions())
 
 
@@ -406,10 +404,13 @@ async def test_an_operation_tells_when_it_ended_and_how() -> None:
     lease = fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
     assert lease is not None
     drain = ours.begin("drain", "fast-0")
-    assert (drain.state, drain.detail, drain.ended) == ("running", "begun", None)
+    assert drain.state == "running"
+    assert drain.detail == "begun"
+    assert drain.ended is None
     lease.release()
     await until(lambda: drain.ended is not None)
-    assert (drain.state, drain.detail) == ("done", "drained")
+    assert drain.state == "done"
+    assert drain.detail == "drained"
     assert drain.ended is not None
     assert drain.ended >= drain.began
 
@@ -422,5 +423,6 @@ async def test_stopping_breaks_operations_off() -> None:
     drain = ours.begin("drain", "fast-0")
     await until(lambda: drain.detail == "waits for 1 open requests")
     await ours.stop()
-    assert (drain.state, drain.detail) == ("failed", "broken off")
+    assert drain.state == "failed"
+    assert drain.detail == "broken off"
     lease.release()

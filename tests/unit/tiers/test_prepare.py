@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.fakes import quantizer as fake
-from tests.unit.tiers.test_checkpoints import model
+from tests.unit.made_checkpoints import model
 from tiers.checkpoints.checkpoint import MANIFEST, Checkpoint
 from tiers.checkpoints.prepare import (
     DEFAULT_GGUF,
@@ -69,16 +69,12 @@ def test_all_three_are_made_once(options: PrepareOptions, orders: Path) -> None:
             (orders / f"{command}.argv").read_text().startswith(f"{made[0].path} ")
         ), "from the BF16 checkpoint"
     fast = checkpoints[0].manifest
-    assert (fast.model, fast.group_size, fast.calibration_samples, fast.versions) == (
-        "my-model",
-        64,
-        32,
-        {"fake": "1"},
-    )
-    assert (fast.calibration_max_tokens, fast.calibration_tokens) == (
-        options.calibration_tokens,
-        4096,
-    )
+    assert fast.model == "my-model"
+    assert fast.group_size == 64
+    assert fast.calibration_samples == 32
+    assert fast.versions == {"fake": "1"}
+    assert fast.calibration_max_tokens == options.calibration_tokens
+    assert fast.calibration_tokens == 4096
     assert len({c.manifest.tokenizer_digest for c in checkpoints}) == 1
     assert (
         prepare(replace(options, quantizer_python=options.store / "none"), nothing)
@@ -277,7 +273,8 @@ def test_a_model_of_the_hub_is_fetched_once(options: PrepareOptions) -> None:
     assert not target.exists()
     model(target)
     base = locate(replace(hub, quantizer_python=options.store / "none"), nothing)
-    assert (base.name, base.source) == ("model-1.5", target.resolve())
+    assert base.name == "model-1.5"
+    assert base.source == target.resolve()
 
 
 def test_the_default_model_is_known_by_its_file(options: PrepareOptions) -> None:
@@ -285,8 +282,6 @@ def test_the_default_model_is_known_by_its_file(options: PrepareOptions) -> None
     gguf.parent.mkdir(parents=True)
     gguf.touch()
     base = locate(replace(options, model=DEFAULT_MODEL), nothing)
-    assert (base.name, base.digest, base.source) == (
-        DEFAULT_MODEL,
-        DEFAULT_GGUF_SHA256,
-        gguf,
-    )
+    assert base.name == DEFAULT_MODEL
+    assert base.digest == DEFAULT_GGUF_SHA256
+    assert base.source == gguf

@@ -63,10 +63,8 @@ async def test_an_engine_that_does_not_fit_is_started_with_less(
             own.details(ReplicaStatus.STARTING)[0]
             == "started with less: KV cache 0.5 instead of 1 GiB: it ran out of memory"
         )
-        assert (
-            replica.spec.max_model_len,
-            own.fleet.spec(TierName.FAST).max_model_len,
-        ) == (1024, 1024)
+        assert replica.spec.max_model_len == 1024
+        assert own.fleet.spec(TierName.FAST).max_model_len == 1024
         assert replica.state.pid is not None
         before = psutil.Process(replica.state.pid)
         argv = before.cmdline()
@@ -135,7 +133,8 @@ async def test_an_engine_that_does_not_keep_its_tiers_promise_is_refused(
 
 async def test_engine_elsewhere_comes_and_goes(tmp_path: Path) -> None:
     """An engine given by URL is unreachable while away and warmed again when it is back."""
-    behaviour, seen = Behaviour(alive=False), list[ReplicaStatus]()
+    behaviour = Behaviour(alive=False)
+    seen = list[ReplicaStatus]()
     async with watching(
         tmp_path, behaviour, on_change=lambda r: seen.append(r.state.status)
     ) as fleet:
@@ -180,7 +179,8 @@ async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) 
     async with watching(tmp_path, behaviour) as fleet:
         replica = fleet.replicas[0]
         await until(lambda: replica.state.status is ReplicaStatus.READY)
-        asked, behaviour.delay_s = behaviour.measurements, 0.1
+        asked = behaviour.measurements
+        behaviour.delay_s = 0.1
         # a measurement is under way
         await until(lambda: behaviour.measurements > asked)
         fleet.speeds = {TierName.FAST: SpeedModel(10.0, 0.1, 5.0, profiled=True)}
@@ -201,7 +201,17 @@ async def watching(
     async with serving_all(
         *(FakeEngine(behaviour).app for behaviour in behaviours)
     ) as urls:
-        fleet = Fleet((TierSpec(TierName.FAST, 2048, 16, 32, urls=tuple(urls)),))
+        fleet = Fleet(
+            (
+                TierSpec(
+                    TierName.FAST,
+                    max_model_len=2048,
+                    max_num_seqs=16,
+                    max_in_flight=32,
+                    urls=tuple(urls),
+                ),
+            )
+        )
         supervisor = Supervisor(fleet, SupervisorOptions(tmp_path), on_change)
         supervisor.start([], fleet.specs)
         try:

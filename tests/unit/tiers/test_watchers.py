@@ -24,12 +24,10 @@ from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-READY, FAILED, UNREACHABLE, STARTING = (
-    ReplicaStatus.READY,
-    ReplicaStatus.FAILED,
-    ReplicaStatus.UNREACHABLE,
-    ReplicaStatus.STARTING,
-)
+READY = ReplicaStatus.READY
+FAILED = ReplicaStatus.FAILED
+UNREACHABLE = ReplicaStatus.UNREACHABLE
+STARTING = ReplicaStatus.STARTING
 NO_NUMBER = GAUGES.format("NaN", 0)
 
 
@@ -43,7 +41,17 @@ async def watched(
     monkeypatch.setattr("tiers.lifecycle.watching.POLL_S", 0.02)
     monkeypatch.setattr("tiers.lifecycle.elsewhere_engine.RETRY_PAUSE_S", 0.02)
     async with serving(FakeEngine(behaviour).app) as url:
-        fleet = fleet_type((TierSpec(TierName.FAST, 2048, 16, 32, urls=(url,)),))
+        fleet = fleet_type(
+            (
+                TierSpec(
+                    TierName.FAST,
+                    max_model_len=2048,
+                    max_num_seqs=16,
+                    max_in_flight=32,
+                    urls=(url,),
+                ),
+            )
+        )
         supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
         supervisor.start([], fleet.specs)
         try:
