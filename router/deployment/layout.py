@@ -32,7 +32,7 @@ from tiers.cluster.runner import RayOptions
 from tiers.errors import EngineError, PlanError
 from tiers.plan import Machine, Plan, machine_name, make_plan, read_machine
 from tiers.ranking import rising
-from tiers.spec import UNKNOWN, Draft, EngineLaunch, TierName, TierSpec
+from tiers.spec import UNKNOWN, Draft, EngineLaunch, Placement, TierName, TierSpec
 
 HOST = "127.0.0.1"
 NO_PLAN = Plan(device="", shares=())
@@ -99,11 +99,7 @@ def make_deployment(
     specs = with_adapters(specs, settings.lora)
     local_specs = tuple(spec for spec in specs if spec.replicas)
     missing_tiers = tuple(spec.name for spec in local_specs if spec.checkpoint is None)
-    _check_means(
-        settings,
-        are_checkpoints_missing=bool(missing_tiers),
-        runs_engines=bool(local_specs),
-    )
+    _check_means(settings, local_specs)
     _check_fit(specs, local_specs, settings)
     if tokenizer is None:
         tokenizer = next(iter(checkpoint_folders(specs).values()), None)
@@ -149,19 +145,17 @@ def _configured_specs(
     Raises:
         PlanError: Every tier is left out.
     """
-    specs = rising(
-        [
-            tier_spec(
-                name,
-                settings.tiers.of(name),
-                checkpoints_by_tier,
-                args=engine_args(settings, name),
-                named_by=named_by(settings, name),
-            )
-            for name in settings.tiers.names
-        ],
-        losses={},
-    )
+    configured_specs = [
+        tier_spec(
+            name,
+            settings.tiers.of(name),
+            checkpoints_by_tier,
+            args=engine_args(settings, name),
+            named_by=named_by(settings, name),
+        )
+        for name in settings.tiers.names
+    ]
+    specs = rising(configured_specs, losses={})
     if not start_engines:
         specs = tuple(_without_engines_here(spec) for spec in specs)
     if not any(spec.urls or spec.named_by or spec.replicas for spec in specs):
@@ -178,13 +172,11 @@ def _without_engines_here(spec: TierSpec) -> TierSpec:
     return replace(spec, replicas=0)
 
 
-def _check_means(
-    settings: Settings, *, are_checkpoints_missing: bool, runs_engines: bool
-) -> None:
+def _check_means(settings: Settings, local_specs: Sequence[TierSpec]) -> None:
     """Check that there is what missing checkpoints are made of, and what engines run with."""
-    if are_checkpoints_missing:
+    if any(spec.checkpoint is None for spec in local_specs):
         check_model(prepare_options(settings))
-    if runs_engines and not settings.engine.python.is_file():
+    if local_specs and not settings.engine.python.is_file():
         raise EngineError(
             f"there is no engine environment at {settings.engine.python}: run 'make engine-env', or set engine.python to "
             f"an interpreter that has vLLM"
@@ -300,23 +292,31 @@ def make_launches(
     for spec in specs:
         for number in range(spec.replicas):
             if spec.startable:
+                placement = plan.placement(spec.name, number)
                 launches.append(
-                    EngineLaunch(
-                        tier=replace(spec, urls=(), named_by=(), stated_precision=None),
-                        placement=plan.placement(spec.name, number),
-                        python=settings.engine.python,
-                        served_model=model,
-                        host=HOST,
-                        port=port,
-                        api_key=secrets.token_urlsafe(24),
-                        otlp=engine_target(),
-                        extra_args=all_engine_args(settings, spec),
-                        env=settings.tiers.of(spec.name).env,
-                        adapters=adapters_of(spec, settings.lora),
-                    )
+                    _launch(spec, placement, settings, port=port, model=model)
                 )
             port += 1
     return tuple(launches)
+
+
+def _launch(
+    spec: TierSpec, placement: Placement, settings: Settings, *, port: int, model: str
+) -> EngineLaunch:
+    """Return how one engine of a tier is started, with a key of its own."""
+    return EngineLaunch(
+        tier=replace(spec, urls=(), named_by=(), stated_precision=None),
+        placement=placement,
+        python=settings.engine.python,
+        served_model=model,
+        host=HOST,
+        port=port,
+        api_key=secrets.token_urlsafe(24),
+        otlp=engine_target(),
+        extra_args=all_engine_args(settings, spec),
+        env=settings.tiers.of(spec.name).env,
+        adapters=adapters_of(spec, settings.lora),
+    )
 
 
 def engine_args(settings: Settings, tier: TierName) -> tuple[str, ...]:

@@ -230,10 +230,9 @@ async def test_ending_ends_the_quantizer(tmp_path: Path, command: str) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
         kept = sorted(
-            p.name.split("-")[0]
-            for folder in up.store.glob("model-*")
-            for p in folder.iterdir()
-            if p.is_dir()
+            path.name.split("-")[0]
+            for path in up.store.glob("model-*/*")
+            if path.is_dir()
         )
         assert kept == (["bf16", "fp8"] if command == "awq" else [])
         assert "stopped" in up.said()

@@ -33,7 +33,7 @@ from tiers.spec import STANDARD_TIERS, UNKNOWN
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 URL = "http://10.0.0.5:8000"
 
-# Of a template that shows no family.
+# The arguments for a template that shows no family.
 HERMES = (
     "--enable-auto-tool-choice",
     "--tool-call-parser",

@@ -85,7 +85,8 @@ def test_two_engines_of_a_node_get_different_ports() -> None:
     with hold_port("127.0.0.1", first) as one, hold_port("127.0.0.1", first) as other:
         ports = {one.getsockname()[1], other.getsockname()[1]}
         assert len(ports) == 2
-        assert min(ports) > first  # which is taken
+        # The first one is taken.
+        assert min(ports) > first
         for port in ports:
             with socket.create_server(("127.0.0.1", port)):
                 assert not is_healthy("127.0.0.1", first)
