@@ -46,15 +46,7 @@ async def score_engine(
         NoScoresError: The engine's answers have no log-probabilities.
         ProbeError: The engine did not answer.
     """
-    scored_texts = []
-    for fixed_text in fixed_texts():
-        token_ids = await _token_ids(probe, model, fixed_text)
-        logprobs = await probe.prompt_logprobs(model, token_ids, timeout_s)
-        scored_texts.append(
-            ScoredText(
-                name=fixed_text.name, token_ids=tuple(token_ids), logprobs=logprobs
-            )
-        )
+    scored_texts = await _score_texts(probe, model, timeout_s)
     continuations = []
     for fixed_text, text in zip(fixed_texts(), scored_texts, strict=True):
         prompt = text.token_ids
@@ -73,6 +65,22 @@ async def score_engine(
         decode_gap=gap(prefilled, decoded),
         token_ms=decode_s * 1000 / max(tokens, 1),
     )
+
+
+async def _score_texts(
+    probe: EngineProbe, model: str, timeout_s: float
+) -> list[ScoredText]:
+    """Have an engine score each fixed text as a prompt."""
+    scored_texts = []
+    for fixed_text in fixed_texts():
+        token_ids = await _token_ids(probe, model, fixed_text)
+        logprobs = await probe.prompt_logprobs(model, token_ids, timeout_s)
+        scored_texts.append(
+            ScoredText(
+                name=fixed_text.name, token_ids=tuple(token_ids), logprobs=logprobs
+            )
+        )
+    return scored_texts
 
 
 @dataclass(frozen=True, slots=True)
