@@ -50,10 +50,10 @@ from router.policy.losses import losses
 from router.policy.profiles import percentile
 from tiers.simulated.gpu import (
     LLAMA_8B,
+    GpuStep,
     Hardware,
     Job,
     Scheduler,
-    Step,
     hardware,
     offline,
 )
@@ -161,7 +161,7 @@ class Engine:
     scheduler: Scheduler
     speed: SpeedModel
     requests: list[Request] = field(default_factory=list)
-    step: Step | None = None
+    step: GpuStep | None = None
     busy_ms: float = 0.0
 
     @property

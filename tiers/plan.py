@@ -239,9 +239,35 @@ def held_bytes(checkpoint: Path, instructions: InstructionSet | None) -> int:
     group_size = SMALLEST_GROUP
     if kernel is Kernel.VLLM_INT4:
         group_size = _group_size(checkpoint)
-    if kernel is Kernel.QARR_BF16:  # it holds float32
-        return 2 * weight_bytes(checkpoint)
-    return weight_bytes(checkpoint) + added_bytes(
+    return _bytes_in_memory(
+        kernel,
+        on_disk=weight_bytes(checkpoint),
+        quantized=quantized,
+        group_size=group_size,
+        instructions=instructions,
+    )
+
+
+def _bytes_in_memory(
+    kernel: Kernel,
+    *,
+    on_disk: int,
+    quantized: int,
+    group_size: int,
+    instructions: InstructionSet | None,
+) -> int:
+    """Return the memory, in bytes, of weights that a kernel computes with.
+
+    Args:
+        kernel: The kernel.
+        on_disk: The bytes of all weights in the checkpoint.
+        quantized: Those of the quantized ones among them.
+        group_size: How many 4-bit weights share a scale.
+        instructions: Of the processor.
+    """
+    if kernel is Kernel.QARR_BF16:  # It holds float32.
+        return 2 * on_disk
+    return on_disk + added_bytes(
         kernel, quantized, group_size, instructions=instructions
     )
 
@@ -270,15 +296,17 @@ def expected_bytes(
     kept_bytes = min(_unquantized_bytes(base), base_bytes)
     weight_count = (base_bytes - kept_bytes) / WEIGHT_BYTES[Precision.BF16]
     on_disk = kept_bytes + int(weight_count * LINEAR_BYTES[precision])
-    kernel = choose_kernel(precision, instructions)
+    quantized = 0
     if precision is not Precision.BF16:
         quantized = int(weight_count * WEIGHT_BYTES[precision])
-        return on_disk, on_disk + added_bytes(
-            kernel, quantized, SMALLEST_GROUP, instructions=instructions
-        )
-    if kernel is Kernel.QARR_BF16:  # it holds float32
-        return on_disk, 2 * on_disk
-    return on_disk, on_disk
+    held = _bytes_in_memory(
+        choose_kernel(precision, instructions),
+        on_disk=on_disk,
+        quantized=quantized,
+        group_size=SMALLEST_GROUP,
+        instructions=instructions,
+    )
+    return on_disk, held
 
 
 def _unquantized_bytes(base: Path) -> int:

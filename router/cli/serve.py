@@ -35,7 +35,7 @@ from router.deployment.layout import (
 )
 from router.deployment.listening import listen, open_keys
 from router.deployment.on_ray import make_ray_deployment
-from router.deployment.reloading import Asked
+from router.deployment.reloading import SettingsLoader
 from router.deployment.run import StartObserver, check_files, run
 from router.redis_link import check_redis
 from router.section import cache_dir
@@ -135,7 +135,7 @@ def up(
         keys,
         started_at=started_at,
         logging=logging,
-        asked=Asked(settings, load),
+        loader=SettingsLoader(settings, load),
     )
 
 
@@ -267,7 +267,7 @@ def serve_engines(
         keys,
         started_at=started_at,
         logging=logging,
-        asked=Asked(settings, load),
+        loader=SettingsLoader(settings, load),
         predecessor=predecessor,
     )
 
@@ -388,7 +388,7 @@ def _run(
     *,
     started_at: float,
     logging: Logging,
-    asked: Asked,
+    loader: SettingsLoader,
     predecessor: HandoverClient | None = None,
 ) -> None:
     """Run the router until a signal ends it, and say what happens meanwhile."""
@@ -411,7 +411,7 @@ def _run(
             listening_socket,
             lines.observer(),
             keys=keys,
-            asked=asked,
+            loader=loader,
             predecessor=predecessor,
         )
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from classifier import (
     EstimatingCounter,
@@ -16,116 +14,58 @@ from classifier import (
     TokenizerError,
     extract,
 )
-from router.deployment.settings import LoraSettings, TierSettings
+from router.deployment.drafts import check_draft, with_drafts
+from router.deployment.lora import (
+    adapters_of,
+    check_adapters,
+    named_adapters,
+    with_adapters,
+)
+from router.deployment.settings import TierSettings
 from router.settings import Settings
 from router.telemetry.otel_environment import engine_target
-from tiers.checkpoints.checkpoint import Checkpoint, check_alike, identity
+from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.checkpoints.parsers import parser_args
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.cluster.runner import RayOptions
-from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatchError
-from tiers.plan import (
-    Machine,
-    MemoryPlan,
-    machine_name,
-    make_plan,
-    model_config,
-    read_machine,
-)
+from tiers.errors import EngineError, PlanError
+from tiers.plan import Machine, MemoryPlan, machine_name, make_plan, read_machine
 from tiers.ranking import rising
-from tiers.spec import (
-    UNKNOWN,
-    Adapter,
-    Adapters,
-    Draft,
-    EngineLaunch,
-    TierName,
-    TierSpec,
-)
+from tiers.spec import UNKNOWN, Draft, EngineLaunch, EnginePlacement, TierName, TierSpec
 
 HOST = "127.0.0.1"
-
-
-def make_launches(
-    specs: Sequence[TierSpec], plan: MemoryPlan, settings: Settings, model: str
-) -> tuple[EngineLaunch, ...]:
-    """Return how engines are started, in the order of their ports; those without a checkpoint have only a port."""
-    engines = [(spec, number) for spec in specs for number in range(spec.replicas)]
-    return tuple(
-        EngineLaunch(
-            tier=replace(spec, urls=(), named_by=(), stated_precision=None),
-            placement=plan.placement(spec.name, number),
-            python=settings.engine.python,
-            served_model=model,
-            host=HOST,
-            port=port,
-            api_key=secrets.token_urlsafe(24),
-            otlp=engine_target(),
-            extra_args=whole_args(settings, spec),
-            env=settings.tiers.of(spec.name).env,
-            adapters=adapters_of(spec, settings.lora),
-        )
-        for port, (spec, number) in enumerate(engines, settings.engine.base_port)
-        if spec.startable
-    )
-
-
-def engine_args(settings: Settings, tier: TierName) -> tuple[str, ...]:
-    """Return the arguments of a tier's engines that a person gave, in their order: the last one counts."""
-    return (*settings.engine.extra_args, *settings.tiers.of(tier).engine_args)
-
-
-def whole_args(settings: Settings, spec: TierSpec) -> tuple[str, ...]:
-    """Return the same after the parsers of the model's family, if its checkpoint is here."""
-    given = engine_args(settings, spec.name)
-    return (
-        (*parser_args(spec.checkpoint, given), *given)
-        if spec.checkpoint is not None
-        else given
-    )
-
-
-def speed_machine(settings: Settings) -> str:
-    """Return what measured speeds belong to: the machine, and how its engines use it apart from their checkpoints."""
-    found = []
-    for name in settings.tiers.names:
-        tier = settings.tiers.of(name)
-        if not tier.replicas_here:
-            continue
-        ways = (
-            [f"draft {tier.draft} x {Draft(tier.draft).tokens}"] if tier.draft else []
-        )
-        if named_for(name, settings.lora) or settings.lora.at_run_time:
-            ways.append("LoRA")
-        if (world := tier.tensor_parallel * tier.pipeline_parallel) > 1:
-            ways.append(
-                f"{world} GPUs ({tier.tensor_parallel} x {tier.pipeline_parallel})"
-            )
-        if ways:
-            found.append(f"{name}: {', '.join(ways)}")
-    return "; ".join([machine_name(), *found])
+NO_PLAN = MemoryPlan(device="", shares=())
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Everything that is started together, checked before anything starts."""
+    """Everything that is started together, checked before anything starts.
+
+    Attributes:
+        specs: The tiers, by rising precision.
+        launches: Engines to start here at once; none if checkpoints are missing.
+        plan: How these share the machine.
+        counter: Counts tokens as the engines do, once there is a checkpoint.
+        model: The model's name.
+        missing: Tiers to run here whose checkpoints must be made first.
+        tokenizer: Folder of the model's tokenizer; None: none is known yet.
+        ray: Engines to place on a Ray cluster; None: there are none.
+    """
 
     settings: Settings
-    specs: tuple[TierSpec, ...]  # the tiers, by rising precision
-    # engines to start here at once; none if checkpoints are missing
+    specs: tuple[TierSpec, ...]
     launches: tuple[EngineLaunch, ...]
-    plan: MemoryPlan  # how they share the machine
-    counter: TokenCounter  # counts tokens as the engines do, once there is a checkpoint
-    model: str  # the model's name
-    # tiers to run here whose checkpoints must be made first
+    plan: MemoryPlan
+    counter: TokenCounter
+    model: str
     missing: tuple[TierName, ...] = ()
-    # folder of the model's tokenizer; None: none is known yet
     tokenizer: Path | None = None
-    ray: RayOptions | None = None  # engines to place on a Ray cluster; None: none
+    ray: RayOptions | None = None
 
     @property
     def local(self) -> frozenset[TierName]:
+        """Return the tiers that have engines here, now or once their checkpoints are made."""
         if self.missing:
             return frozenset(spec.name for spec in self.specs if spec.replicas)
         return frozenset(launch.tier.name for launch in self.launches)
@@ -140,128 +80,145 @@ def make_deployment(
 ) -> Deployment:
     """Lay out the fleet: which tiers run here, on what, and with which tokenizer.
 
-    ``checkpoints`` are for tiers without URLs or a folder of their own; if one is missing, engines start only when the
-    model's size is known. Without ``start_engines`` tiers without URLs are left out. ``tokenizer`` is a model folder to
-    count tokens with; None: a checkpoint's.
+    Args:
+        settings: The settings.
+        checkpoints: For tiers without URLs or a folder of their own. If one is missing, engines start only when the
+            model's size is known.
+        start_engines: Without it tiers without URLs are left out.
+        tokenizer: A model folder to count tokens with; None: a checkpoint's.
 
     Raises:
         TierError: There is no such model, tiers differ in tokenizer, the machine is too small, or there are no tiers.
         TokenizerError: The tokenizer's folder has none.
     """
-    prepared = {c.tier: c for c in checkpoints}
-    tiers = settings.tiers
-    specs = tuple(
+    checkpoints_by_tier = {checkpoint.tier: checkpoint for checkpoint in checkpoints}
+    specs = _configured_specs(
+        settings, checkpoints_by_tier, start_engines=start_engines
+    )
+    specs = with_drafts(specs, settings, checkpoints_by_tier)
+    specs = with_adapters(specs, settings.lora)
+    local_specs = tuple(spec for spec in specs if spec.replicas)
+    missing_tiers = tuple(spec.name for spec in local_specs if spec.checkpoint is None)
+    _check_means(settings, local_specs)
+    _check_fit(specs, local_specs, settings)
+    if tokenizer is None:
+        tokenizer = next(iter(checkpoint_folders(specs).values()), None)
+        counter = make_counter(tokenizer)
+    else:
+        counter = named_counter(tokenizer)
+    # The classifier's weights are read now, not at the first request.
+    extract("", counter)
+    if missing_tiers:
+        return Deployment(
+            settings=settings,
+            specs=specs,
+            launches=(),
+            plan=NO_PLAN,
+            counter=LateCounter(counter),
+            model=slug(settings.model.name),
+            missing=missing_tiers,
+            tokenizer=tokenizer,
+        )
+    plan = plan_of(settings, read_machine(), local_specs)
+    model = model_name(settings, checkpoints_by_tier)
+    return Deployment(
+        settings=settings,
+        specs=without(plan.left_out, specs),
+        launches=make_launches(
+            without(plan.left_out, local_specs), plan, settings, model=model
+        ),
+        plan=plan,
+        counter=counter,
+        model=model,
+        tokenizer=tokenizer,
+    )
+
+
+def _configured_specs(
+    settings: Settings,
+    checkpoints_by_tier: Mapping[TierName, Checkpoint],
+    *,
+    start_engines: bool,
+) -> tuple[TierSpec, ...]:
+    """Return the tiers of the settings by rising precision, without drafts' folders and adapters.
+
+    Raises:
+        PlanError: Every tier is left out.
+    """
+    configured_specs = [
         tier_spec(
             name,
-            tiers.of(name),
-            prepared,
-            engine_args(settings, name),
-            named_by(settings, name),
+            settings.tiers.of(name),
+            checkpoints_by_tier,
+            args=engine_args(settings, name),
+            named_by=named_by(settings, name),
         )
-        for name in tiers.names
-    )
-    specs = rising(specs, {})
+        for name in settings.tiers.names
+    ]
+    specs = rising(configured_specs, losses={})
     if not start_engines:
-        specs = tuple(
-            elsewhere(spec) if spec.urls or spec.named_by else replace(spec, replicas=0)
-            for spec in specs
-        )
+        specs = tuple(_without_engines_here(spec) for spec in specs)
     if not any(spec.urls or spec.named_by or spec.replicas for spec in specs):
         raise PlanError(
             "every tier is left out: tiers.fast.replicas, balanced and precise are 0, and neither urls, dns nor "
             "discovery.file are given"
         )
-    specs = with_adapters(with_drafts(specs, settings, prepared), settings.lora)
-    local = tuple(spec for spec in specs if spec.replicas)
-    missing = tuple(spec.name for spec in local if spec.checkpoint is None)
-    if missing:
+    return specs
+
+
+def _without_engines_here(spec: TierSpec) -> TierSpec:
+    if spec.urls or spec.named_by:
+        return elsewhere(spec)
+    return replace(spec, replicas=0)
+
+
+def _check_means(settings: Settings, local_specs: Sequence[TierSpec]) -> None:
+    """Check that there is what missing checkpoints are made of, and what engines run with."""
+    if any(spec.checkpoint is None for spec in local_specs):
         check_model(prepare_options(settings))
-    if local and not settings.engine.python.is_file():
+    if local_specs and not settings.engine.python.is_file():
         raise EngineError(
             f"there is no engine environment at {settings.engine.python}: run 'make engine-env', or set engine.python to "
             f"an interpreter that has vLLM"
         )
-    folders = {
-        spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None
-    }
-    check_alike(folders)
-    for spec in local:
+
+
+def _check_fit(
+    specs: Sequence[TierSpec], local_specs: Sequence[TierSpec], settings: Settings
+) -> None:
+    """Check that checkpoints, drafts and adapters fit together."""
+    check_alike(checkpoint_folders(specs))
+    for spec in local_specs:
         check_draft(spec)
-    check_adapters(local, settings.lora)
-    folder = next(iter(folders.values()), None) if tokenizer is None else tokenizer
-    counter = make_counter(folder) if tokenizer is None else named_counter(tokenizer)
-    extract("", counter)  # reads the weights now, not at the first request
-    if missing:
-        model = slug(settings.model.name)
-        return Deployment(
-            settings,
-            specs,
-            (),
-            MemoryPlan("", ()),
-            LateCounter(counter),
-            model,
-            missing,
-            folder,
-        )
-    plan = plan_of(settings, read_machine(), local)
-    specs, local = without(plan.left_out, specs), without(plan.left_out, local)
-    precise = prepared.get(TierName.PRECISE)
-    model = precise.manifest.model if precise else settings.model.name
-    launches = make_launches(local, plan, settings, model)
-    return Deployment(settings, specs, launches, plan, counter, model, tokenizer=folder)
+    check_adapters(local_specs, settings.lora)
 
 
-def plan_of(
-    settings: Settings,
-    machine: Machine,
-    local: Sequence[TierSpec],
-    base: Path | None = None,
-) -> MemoryPlan:
-    """Share the machine; where memory does not suffice, tiers for whose engines the settings do not ask are left out."""
-    tiers = {name: settings.tiers.of(name) for name in settings.tiers.names}
-    drafts = {tier.draft for tier in tiers.values()}
-    asked = {
-        name
-        for name, tier in tiers.items()
-        if tier.checkpoint or tier.replicas is not None
-    }
-    optional = set(tiers) - asked - drafts
-    return make_plan(
-        machine,
-        local,
-        kv_cache_gib=settings.engine.cpu_kv_cache_gib,
-        base=base,
-        optional=optional,
-    )
+def checkpoint_folders(specs: Sequence[TierSpec]) -> dict[TierName, Path]:
+    """Return the checkpoints' folders of those tiers that have one."""
+    return {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
 
 
-def without(
-    left_out: Sequence[TierName], specs: Sequence[TierSpec]
-) -> tuple[TierSpec, ...]:
-    return tuple(
-        replace(spec, replicas=0, checkpoint=None) if spec.name in left_out else spec
-        for spec in specs
-    )
+def model_name(
+    settings: Settings, checkpoints_by_tier: Mapping[TierName, Checkpoint]
+) -> str:
+    """Return the model's name, as the BF16 checkpoint has it, else as in the settings."""
+    if TierName.PRECISE not in checkpoints_by_tier:
+        return settings.model.name
+    return checkpoints_by_tier[TierName.PRECISE].manifest.model
 
 
-def prepare_options(settings: Settings) -> PrepareOptions:
-    return PrepareOptions(
-        model=settings.model.name,
-        store=settings.model.store,
-        quantizer_python=settings.quantizer.python,
-        calibration=settings.model.calibration,
-        calibration_samples=settings.model.calibration_samples,
-    )
+# How tiers and their engines are described.
 
 
 def tier_spec(
     name: TierName,
     tier: TierSettings,
-    prepared: Mapping[TierName, Checkpoint],
+    checkpoints_by_tier: Mapping[TierName, Checkpoint],
     args: Sequence[str] = (),
     named_by: tuple[str, ...] = (),
 ) -> TierSpec:
     """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one."""
+    stated_precision = tier.precision if tier.urls or named_by else None
     spec = TierSpec(
         name=name,
         max_model_len=tier.max_model_len,
@@ -269,7 +226,7 @@ def tier_spec(
         max_in_flight=tier.max_in_flight,
         urls=tier.urls,
         named_by=named_by,
-        stated_precision=((tier.urls or named_by) and tier.precision) or None,
+        stated_precision=stated_precision or None,
         replicas=tier.replicas_here,
         gpus=tier.gpus,
         tensor_parallel=tier.tensor_parallel,
@@ -284,17 +241,37 @@ def tier_spec(
             checkpoint=tier.checkpoint,
             precision=checkpoint_precision(tier.checkpoint, args),
         )
-    return with_checkpoint(spec, prepared[name], args) if name in prepared else spec
+    if name not in checkpoints_by_tier:
+        return spec
+    return with_checkpoint(spec, checkpoints_by_tier[name], args)
+
+
+def with_checkpoint(
+    spec: TierSpec, checkpoint: Checkpoint, args: Sequence[str]
+) -> TierSpec:
+    """Return a tier whose engines are started from a prepared checkpoint.
+
+    Args:
+        spec: The tier.
+        checkpoint: The checkpoint.
+        args: The engines' arguments that a person gave: they can change the precision.
+    """
+    return replace(
+        spec,
+        checkpoint=checkpoint.path,
+        digest=checkpoint.manifest.weights_digest,
+        precision=checkpoint_precision(checkpoint.path, args),
+    )
 
 
 def named_by(settings: Settings, tier: TierName) -> tuple[str, ...]:
-    own = settings.tiers.of(tier)
-    return tuple(str(each) for each in (own.dns, settings.discovery.file) if each)
+    """Return what names engines of a tier that come and go: its DNS name and the file of engines."""
+    sources = (settings.tiers.of(tier).dns, settings.discovery.file)
+    return tuple(str(source) for source in sources if source)
 
 
 def elsewhere(spec: TierSpec) -> TierSpec:
     """Return a tier as its engines given by URL have it, whatever is started here besides."""
-    precision = told_precision(UNKNOWN, spec.stated_precision)
     return replace(
         spec,
         checkpoint=None,
@@ -302,26 +279,155 @@ def elsewhere(spec: TierSpec) -> TierSpec:
         replicas=0,
         draft=None,
         adapters=(),
-        precision=precision,
+        precision=told_precision(UNKNOWN, spec.stated_precision),
     )
 
 
-def with_checkpoint(spec: TierSpec, made: Checkpoint, args: Sequence[str]) -> TierSpec:
-    precision = checkpoint_precision(made.path, args)
-    return replace(
-        spec,
-        checkpoint=made.path,
-        digest=made.manifest.weights_digest,
-        precision=precision,
+def make_launches(
+    specs: Sequence[TierSpec], plan: MemoryPlan, settings: Settings, model: str
+) -> tuple[EngineLaunch, ...]:
+    """Return how engines are started, in the order of their ports; those without a checkpoint have only a port."""
+    launches = []
+    port = settings.engine.base_port
+    for spec in specs:
+        for number in range(spec.replicas):
+            if spec.startable:
+                placement = plan.placement(spec.name, number)
+                launches.append(
+                    _launch(spec, placement, settings, port=port, model=model)
+                )
+            port += 1
+    return tuple(launches)
+
+
+def _launch(
+    spec: TierSpec,
+    placement: EnginePlacement,
+    settings: Settings,
+    *,
+    port: int,
+    model: str,
+) -> EngineLaunch:
+    """Return how one engine of a tier is started, with a key of its own."""
+    return EngineLaunch(
+        tier=replace(spec, urls=(), named_by=(), stated_precision=None),
+        placement=placement,
+        python=settings.engine.python,
+        served_model=model,
+        host=HOST,
+        port=port,
+        api_key=secrets.token_urlsafe(24),
+        otlp=engine_target(),
+        extra_args=all_engine_args(settings, spec),
+        env=settings.tiers.of(spec.name).env,
+        adapters=adapters_of(spec, settings.lora),
     )
+
+
+def engine_args(settings: Settings, tier: TierName) -> tuple[str, ...]:
+    """Return the arguments of a tier's engines that a person gave, in their order: the last one counts."""
+    return (*settings.engine.extra_args, *settings.tiers.of(tier).engine_args)
+
+
+def all_engine_args(settings: Settings, spec: TierSpec) -> tuple[str, ...]:
+    """Return a person's arguments after those for the parsers of the model's family, if its checkpoint is here."""
+    persons_args = engine_args(settings, spec.name)
+    if spec.checkpoint is None:
+        return persons_args
+    return (*parser_args(spec.checkpoint, persons_args), *persons_args)
+
+
+def prepare_options(settings: Settings) -> PrepareOptions:
+    """Return how checkpoints are made."""
+    return PrepareOptions(
+        model=settings.model.name,
+        store=settings.model.store,
+        quantizer_python=settings.quantizer.python,
+        calibration=settings.model.calibration,
+        calibration_samples=settings.model.calibration_samples,
+    )
+
+
+# How they share the machine.
+
+
+def plan_of(
+    settings: Settings,
+    machine: Machine,
+    local_specs: Sequence[TierSpec],
+    base: Path | None = None,
+) -> MemoryPlan:
+    """Share the machine; where memory does not suffice, tiers for whose engines the settings do not ask are left out."""
+    tiers = {name: settings.tiers.of(name) for name in settings.tiers.names}
+    drafts = {tier.draft for tier in tiers.values()}
+    optional = set()
+    for name, tier in tiers.items():
+        is_requested = tier.checkpoint is not None or tier.replicas is not None
+        if not is_requested and name not in drafts:
+            optional.add(name)
+    return make_plan(
+        machine,
+        local_specs,
+        kv_cache_gib=settings.engine.cpu_kv_cache_gib,
+        base=base,
+        optional=optional,
+    )
+
+
+def without(
+    left_out: Sequence[TierName], specs: Sequence[TierSpec]
+) -> tuple[TierSpec, ...]:
+    """Return the tiers, some of which get no engines here."""
+    kept = []
+    for spec in specs:
+        if spec.name in left_out:
+            kept.append(replace(spec, replicas=0, checkpoint=None))
+        else:
+            kept.append(spec)
+    return tuple(kept)
+
+
+def speed_machine(settings: Settings) -> str:
+    """Return what measured speeds belong to: the machine, and how its engines use it apart from their checkpoints."""
+    parts = [machine_name()]
+    for name in settings.tiers.names:
+        features = _speed_features(name, settings)
+        if features:
+            parts.append(f"{name}: {', '.join(features)}")
+    return "; ".join(parts)
+
+
+def _speed_features(name: TierName, settings: Settings) -> list[str]:
+    """Return what changes the speed of a tier's engines here: a draft, adapters, several GPUs."""
+    tier = settings.tiers.of(name)
+    features: list[str] = []
+    if not tier.replicas_here:
+        return features
+    if tier.draft:
+        features.append(f"draft {tier.draft} x {Draft(tier.draft).tokens}")
+    if named_adapters(name, settings.lora) or settings.lora.at_run_time:
+        features.append("LoRA")
+    world_size = tier.tensor_parallel * tier.pipeline_parallel
+    if world_size > 1:
+        features.append(
+            f"{world_size} GPUs ({tier.tensor_parallel} x {tier.pipeline_parallel})"
+        )
+    return features
+
+
+# What counts tokens.
 
 
 def named_counter(folder: Path) -> TokenCounter:
-    """Return a counter with the tokenizer of a folder that the user has named; ``TokenizerError``: it has none."""
+    """Return a counter with the tokenizer of a folder that the user has named.
+
+    Raises:
+        TokenizerError: The folder has none.
+    """
     if not (folder / "tokenizer.json").is_file():
-        what = "has no tokenizer.json" if folder.is_dir() else "is no folder"
+        fault = "has no tokenizer.json" if folder.is_dir() else "is no folder"
         raise TokenizerError(
-            f"--tokenizer: {folder} {what}: name the model's folder, or leave the option out and tokens are estimated"
+            f"--tokenizer: {folder} {fault}: name the model's folder, or leave the option out and tokens are estimated"
         )
     return make_counter(folder)
 
@@ -350,136 +456,3 @@ class LateCounter(TokenCounter):
 
     def count(self, text: str) -> int:
         return self._counter.count(text)
-
-
-def with_drafts(
-    specs: Sequence[TierSpec],
-    settings: Settings,
-    prepared: Mapping[TierName, Checkpoint] = MappingProxyType({}),
-) -> tuple[TierSpec, ...]:
-    """Return the tiers with the folders of their drafts, as far as they are made.
-
-    ``PlanError``: a draft is no lower tier, or its checkpoint is not there, and is not made either.
-    """
-    here = {spec.name: spec for spec in specs}
-    rising = list(here)
-    found = []
-    for spec in specs:
-        draft = spec.draft
-        if draft is None or draft.startable or not spec.replicas:
-            found.append(replace(spec, draft=draft if spec.replicas else None))
-            continue
-        if draft.source not in here:
-            found.append(
-                replace(spec, draft=replace(draft, checkpoint=Path(draft.source)))
-            )
-            continue
-        tier = TierName(draft.source)
-        if rising.index(tier) >= rising.index(spec.name):
-            raise PlanError(
-                f"tiers.{spec.name}.draft is {tier}: ngram, a tier of lower precision or a model folder is allowed"
-            )
-        made = prepared[tier].path if tier in prepared else None
-        own = settings.tiers.of(tier)
-        folder = (
-            (here[tier].checkpoint if tier in here else None) or own.checkpoint or made
-        )
-        if folder is None and not own.replicas_here:
-            raise PlanError(
-                f"tiers.{spec.name}.draft is {tier}, whose checkpoint is not made: run 'qarr model prepare', let its "
-                f"engines run here, or name a folder"
-            )
-        found.append(replace(spec, draft=replace(draft, checkpoint=folder)))
-    return tuple(found)
-
-
-def check_draft(spec: TierSpec) -> None:
-    """Check that a tier's draft model reads and writes the same tokens as the tier, else ``TokenizerMismatchError``."""
-    draft = None if spec.draft is None else spec.draft.checkpoint
-    if draft is None or spec.checkpoint is None:
-        return
-    own, its = (
-        identity(spec.checkpoint).tokenizer_digest,
-        identity(draft).tokenizer_digest,
-    )
-    try:
-        size, its_size = (
-            model_config(folder).get("vocab_size")
-            for folder in (spec.checkpoint, draft)
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"tiers.{spec.name}.draft: {error}: a folder with a config.json is needed"
-        ) from error
-    if own != its or size != its_size:
-        raise TokenizerMismatchError(
-            f"tiers.{spec.name}.draft has another vocabulary: {spec.name} ({spec.checkpoint}) has {size} tokens, digest "
-            f"{own}; the draft ({draft}) has {its_size}, digest {its}. A draft must share the tier's tokenizer: name a "
-            f"lower tier, or a folder with the same tokenizer.json"
-        )
-
-
-CONFIG = "adapter_config.json"
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 reserves memory for
-
-
-def named_for(tier: TierName, lora: LoraSettings) -> tuple[str, ...]:
-    return tuple(
-        sorted(
-            name
-            for name, own in lora.adapters.items()
-            if not own.tiers or tier in own.tiers
-        )
-    )
-
-
-def with_adapters(
-    specs: Sequence[TierSpec], lora: LoraSettings
-) -> tuple[TierSpec, ...]:
-    return tuple(
-        replace(spec, adapters=named_for(spec.name, lora)) if spec.replicas else spec
-        for spec in specs
-    )
-
-
-def adapters_of(spec: TierSpec, lora: LoraSettings) -> Adapters:
-    """Return what a tier's engines are started with for LoRA; ``PlanError``: a folder holds no adapter."""
-    named = named_for(spec.name, lora)
-    loaded = tuple(
-        Adapter(name, str(lora.adapters[name].path.absolute())) for name in named
-    )
-    ranks = [_rank(name, lora.adapters[name].path) for name in named]
-    highest = max([*ranks, lora.max_rank if lora.at_run_time else 1])
-    return Adapters(
-        loaded, next(rank for rank in RANKS if rank >= highest), lora.at_run_time
-    )
-
-
-def check_adapters(local: Sequence[TierSpec], lora: LoraSettings) -> None:
-    """Raise ``PlanError`` if a folder holds no adapter, or one is named for a tier that has no engines here."""
-    here = {spec.name for spec in local}
-    for name, own in lora.adapters.items():
-        missing = [tier for tier in own.tiers if tier not in here]
-        if missing:
-            raise PlanError(
-                f"lora.adapters.{name}.tiers names {missing[0]}, which has no engines here: engines given by URL load "
-                f"adapters where they run, and the router finds them"
-            )
-    for spec in local:
-        adapters_of(spec, lora)
-
-
-def _rank(name: str, folder: Path) -> int:
-    where = f"lora.adapters.{name}.path is {folder}"
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        kind, rank = config["peft_type"], config["r"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(
-            f"{where}: {error}: a folder of PEFT with an {CONFIG} is needed"
-        ) from error
-    if kind != "LORA" or not isinstance(rank, int) or not 1 <= rank <= RANKS[-1]:
-        raise PlanError(
-            f"{where}: it is of kind {kind} and rank {rank}; LORA of rank 1 to {RANKS[-1]} is allowed"
-        )
-    return rank

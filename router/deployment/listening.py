@@ -16,29 +16,47 @@ class ListenError(Exception):
 
 
 def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
-    """Return the keys; ``ListenError``: there are none, and others than this machine's reach the address."""
+    """Return the keys that requests need.
+
+    Args:
+        settings: The settings.
+        host: The address that is served; None: that of the settings.
+
+    Raises:
+        ListenError: There are none, and others than this machine's reach the address.
+    """
+    if host is None:
+        host = settings.server.host
     keys = open_access(settings)
-    host = settings.server.host if host is None else host
     keys.reached_by_others = not is_loopback(host)
-    if not keys.required and not keys.may_be_keyless:
-        lacking = "there are no keys: make one with 'qarr keys add NAME'"
-        if keys.version is not None:
-            lacking = f"{keys.path} says that requests need no key: need keys with 'qarr keys on'"
-        raise ListenError(
-            f"server.host is {host}, which others can reach, and {lacking}, or say auth.allow_keyless = true to serve "
-            f"everyone"
+    if keys.required or keys.may_be_keyless:
+        return keys
+    if keys.version is None:
+        fault = "there are no keys: make one with 'qarr keys add NAME'"
+    else:
+        fault = (
+            f"{keys.path} says that requests need no key: need keys with 'qarr keys on'"
         )
-    return keys
+    raise ListenError(
+        f"server.host is {host}, which others can reach, and {fault}, or say auth.allow_keyless = true to serve "
+        f"everyone"
+    )
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Open the router's listening socket before anything slow starts; ``ListenError``: it cannot be had."""
-    host, port = settings.server.host, settings.server.port
+    """Open the router's listening socket before anything slow starts.
+
+    Raises:
+        ListenError: It cannot be had.
+    """
+    host = settings.server.host
+    port = settings.server.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host == "::" and socket.has_dualstack_ipv6()  # every address of IPv4 too
+    # The address of all interfaces takes connections over IPv4, too.
+    takes_ipv4_too = host == "::" and socket.has_dualstack_ipv6()
     try:
         sock = socket.create_server(
-            (host, port), family=family, backlog=2048, dualstack_ipv6=both
+            (host, port), family=family, backlog=2048, dualstack_ipv6=takes_ipv4_too
         )
     except OSError as error:
         raise ListenError(

@@ -9,34 +9,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from router.deployment.drafts import check_draft, with_drafts
 from router.deployment.layout import (
     Deployment,
-    adapters_of,
-    check_adapters,
-    check_draft,
+    all_engine_args,
+    checkpoint_folders,
     engine_args,
     make_deployment,
+    model_name,
     tier_spec,
-    whole_args,
-    with_adapters,
-    with_drafts,
 )
+from router.deployment.lora import adapters_of, check_adapters, with_adapters
 from router.deployment.settings import DiscoverySettings, TierSettings
 from router.settings import Settings
 from router.telemetry.otel_environment import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
-from tiers.cluster.job import Job, WantedReplica
+from tiers.cluster.job import PlacementJob, WantedReplica
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError, PlanError
 from tiers.fleet import Fleet
 from tiers.lifecycle.command import engine_options, engine_variables
 from tiers.spec import EngineLaunch, EnginePlacement, ReplicaStatus, TierName, TierSpec
 
-# of the memory of a GPU that an engine has for itself, vLLM's own default
+# An engine's share of the memory of a GPU that it has for itself; vLLM's own default.
 GPU_SHARE = 0.9
-FOLLOW_S = 0.5  # between two looks at the engines' file
+LONGEST_POLL_S = 0.5  # between two looks at the engines' file
 ACROSS_NODES = ("--distributed-executor-backend", "ray")
-OF_THE_NODE = {"VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"}  # variables that its actor sets
+ENGINE_KEY = "VLLM_API_KEY"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def make_ray_deployment(
@@ -44,60 +44,49 @@ def make_ray_deployment(
 ) -> Deployment:
     """Lay out a fleet on a Ray cluster, whose nodes have the checkpoints under the same paths.
 
-    ``TierError``: a checkpoint is missing, tiers differ in tokenizer, or a tier's resources cannot be right.
+    Raises:
+        TierError: A checkpoint is missing, tiers differ in tokenizer, or a tier's resources cannot be right.
     """
     if not settings.ray.python.is_file():
         raise EngineError(
             f"there is no Ray environment at {settings.ray.python}: run 'scripts/setup ray', or set ray.python to an "
             f"interpreter that has Ray and vLLM"
         )
-    specs = _placed_specs(settings, {c.tier: c for c in checkpoints})
-    precise = next((c for c in checkpoints if c.tier is TierName.PRECISE), None)
-    model = precise.manifest.model if precise else settings.model.name
-    key = settings.engine.api_key or secrets.token_urlsafe(24)
+    checkpoints_by_tier = {checkpoint.tier: checkpoint for checkpoint in checkpoints}
+    specs = _placed_specs(settings, checkpoints_by_tier)
+    model = model_name(settings, checkpoints_by_tier)
+    api_key = settings.engine.api_key or secrets.token_urlsafe(24)
     folder = settings.server.runtime_dir / f"ray-{os.getpid()}"
-    file = settings.discovery.file or folder / "engines.json"
-    job = Job(
-        address=settings.ray.address,
-        replicas=tuple(
-            wanted
-            for spec in specs
-            for wanted in wanted_replicas(spec, settings, model)
-        ),
-        engines_file=str(file.absolute()),
-        status_file=str(folder.absolute() / "status.json"),
-        log_dir=str(settings.engine.log_dir.absolute()),
-        base_port=settings.engine.base_port,
-        start_timeout_s=settings.engine.start_timeout_s,
-        traced=engine_target() is not None,
-    )
-    follows = settings.model_copy(
-        update={
-            "engine": settings.engine.model_copy(update={"api_key": key}),
-            "discovery": DiscoverySettings(
-                file=file, interval_s=min(settings.discovery.interval_s, FOLLOW_S)
-            ),
-            # the router finds them at the engines
-            "lora": settings.lora.model_copy(update={"adapters": {}}),
-        }
-    )
+    engines_file = settings.discovery.file or folder / "engines.json"
+    job = _job(settings, specs, model, folder=folder, engines_file=engines_file)
     deployment = make_deployment(
-        follows, (), start_engines=False, tokenizer=specs[0].checkpoint
+        _following(settings, api_key=api_key, engines_file=engines_file),
+        checkpoints=(),
+        start_engines=False,
+        tokenizer=specs[0].checkpoint,
     )
-    return replace(
-        deployment, model=model, ray=RayOptions(settings.ray.python, folder, job, key)
+    ray = RayOptions(
+        python=settings.ray.python, folder=folder, job=job, api_key=api_key
     )
+    return replace(deployment, model=model, ray=ray)
 
 
 def _placed_specs(
-    settings: Settings, prepared: Mapping[TierName, Checkpoint]
+    settings: Settings, checkpoints_by_tier: Mapping[TierName, Checkpoint]
 ) -> tuple[TierSpec, ...]:
-    tiers = {name: settings.tiers.of(name) for name in settings.tiers.names}
+    """Return the tiers that have replicas on the cluster, checked."""
     specs = tuple(
-        tier_spec(name, tier, prepared, engine_args(settings, name))
-        for name, tier in tiers.items()
+        tier_spec(
+            name,
+            settings.tiers.of(name),
+            checkpoints_by_tier,
+            args=engine_args(settings, name),
+        )
+        for name in settings.tiers.names
     )
-    specs = with_adapters(with_drafts(specs, settings, prepared), settings.lora)
+    specs = with_adapters(
+        with_drafts(specs, settings, checkpoints_by_tier), settings.lora
+    )
     placed = tuple(spec for spec in specs if spec.replicas)
     if not placed:
         raise PlanError(
@@ -110,11 +99,49 @@ def _placed_specs(
                 f"the same path"
             )
         check_draft(spec)
-    check_alike(
-        {spec.name: spec.checkpoint for spec in placed if spec.checkpoint is not None}
-    )
+    check_alike(checkpoint_folders(placed))
     check_adapters(placed, settings.lora)
     return placed
+
+
+def _job(
+    settings: Settings,
+    specs: Sequence[TierSpec],
+    model: str,
+    *,
+    folder: Path,
+    engines_file: Path,
+) -> PlacementJob:
+    """Return what the placement is to do."""
+    replicas = []
+    for spec in specs:
+        replicas += wanted_replicas(spec, settings, model)
+    return PlacementJob(
+        address=settings.ray.address,
+        replicas=tuple(replicas),
+        engines_file=str(engines_file.absolute()),
+        status_file=str(folder.absolute() / "status.json"),
+        log_dir=str(settings.engine.log_dir.absolute()),
+        base_port=settings.engine.base_port,
+        start_timeout_s=settings.engine.start_timeout_s,
+        traced=engine_target() is not None,
+    )
+
+
+def _following(settings: Settings, *, api_key: str, engines_file: Path) -> Settings:
+    """Return the settings of a router that follows the file of engines, and knows their key."""
+    discovery = DiscoverySettings(
+        file=engines_file,
+        interval_s=min(settings.discovery.interval_s, LONGEST_POLL_S),
+    )
+    return settings.model_copy(
+        update={
+            "engine": settings.engine.model_copy(update={"api_key": api_key}),
+            "discovery": discovery,
+            # The router finds adapters at the engines.
+            "lora": settings.lora.model_copy(update={"adapters": {}}),
+        }
+    )
 
 
 def wanted_replicas(
@@ -122,29 +149,23 @@ def wanted_replicas(
 ) -> list[WantedReplica]:
     """Return a tier's replicas as the placement takes them.
 
-    ``PlanError``: the tier's resources do not fit its engines, or an adapter's folder holds none.
+    Raises:
+        PlanError: The tier's resources do not fit its engines, or an adapter's folder holds none.
     """
     tier = settings.tiers.of(spec.name)
     resources = replica_resources(spec, tier, settings.ray.resources)
-    launch = EngineLaunch(
-        tier=replace(spec, urls=(), named_by=(), stated_precision=None),
-        placement=_share(spec, resources, settings.engine.cpu_kv_cache_gib or 1),
-        python=Path(),
-        served_model=model,
-        host="",
-        port=0,
-        api_key="",
-        otlp=engine_target(),
-        extra_args=(
-            *(ACROSS_NODES if tier.across_nodes else ()),
-            *whole_args(settings, spec),
-        ),
-        env=tier.env,
-        adapters=adapters_of(spec, settings.lora),
-    )
-    own = engine_variables(launch)
-    dropped = OF_THE_NODE - set(tier.env) if launch.placement.gpus else {"VLLM_API_KEY"}
-    if tier.across_nodes:  # vLLM's executor reserves them
+    launch = _launch(spec, settings, model, resources=resources)
+    # An engine's actor sets these variables on its node.
+    nodes_variables = {ENGINE_KEY}
+    if launch.placement.gpus and VISIBLE_GPUS not in tier.env:
+        nodes_variables.add(VISIBLE_GPUS)
+    variables = {
+        name: value
+        for name, value in engine_variables(launch).items()
+        if name not in nodes_variables
+    }
+    if tier.across_nodes:
+        # vLLM's executor reserves them.
         resources.pop("GPU", None)
     return [
         WantedReplica(
@@ -152,7 +173,7 @@ def wanted_replicas(
             tier=str(spec.name),
             checkpoint=str(spec.checkpoint),
             args=tuple(engine_options(launch)),
-            env={name: value for name, value in own.items() if name not in dropped},
+            env=variables,
             resources=resources,
             across_nodes=tier.across_nodes,
         )
@@ -160,17 +181,48 @@ def wanted_replicas(
     ]
 
 
+def _launch(
+    spec: TierSpec, settings: Settings, model: str, *, resources: Mapping[str, float]
+) -> EngineLaunch:
+    """Return how a tier's engines are started; their nodes add address, interpreter and key."""
+    tier = settings.tiers.of(spec.name)
+    args = all_engine_args(settings, spec)
+    if tier.across_nodes:
+        args = (*ACROSS_NODES, *args)
+    return EngineLaunch(
+        tier=replace(spec, urls=(), named_by=(), stated_precision=None),
+        placement=_placement(spec, resources, settings.engine.cpu_kv_cache_gib or 1),
+        python=Path(),
+        served_model=model,
+        host="",
+        port=0,
+        api_key="",
+        otlp=engine_target(),
+        extra_args=args,
+        env=tier.env,
+        adapters=adapters_of(spec, settings.lora),
+    )
+
+
 def replica_resources(
     spec: TierSpec, tier: TierSettings, usual: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return what Ray reserves for one replica; ``PlanError``: GPUs and parallelism do not fit together."""
-    wanted = {
-        name: amount
-        for name, amount in {**usual, **tier.ray_resources}.items()
-        if amount
-    }
-    gpus, world, key = wanted.get("GPU", 0), spec.world_size, f"tiers.{spec.name}"
-    if tier.across_nodes and (world == 1 or not gpus):
+    """Return what Ray reserves for one replica.
+
+    Args:
+        spec: The replica's tier.
+        tier: The tier's settings.
+        usual: What is reserved where the tier's settings say nothing else.
+
+    Raises:
+        PlanError: GPUs and parallelism do not fit together.
+    """
+    amounts = {**usual, **tier.ray_resources}
+    wanted = {name: amount for name, amount in amounts.items() if amount}
+    gpus = wanted.get("GPU", 0)
+    world_size = spec.world_size
+    key = f"tiers.{spec.name}"
+    if tier.across_nodes and (world_size == 1 or not gpus):
         raise PlanError(
             f"{key}.across_nodes is for an engine on several GPUs, as vLLM's Ray executor takes no CPUs: set "
             f"{key}.tensor_parallel or pipeline_parallel, and GPU in {key}.ray_resources"
@@ -179,23 +231,22 @@ def replica_resources(
         raise PlanError(
             f"GPU {gpus:g} is no whole number: {key}.ray_resources takes those, or a part of one GPU"
         )
-    if gpus and (world > 1 or gpus > 1) and gpus != world:
+    if gpus and (world_size > 1 or gpus > 1) and gpus != world_size:
         raise PlanError(
             f"a replica of {spec.name} gets GPU {gpus:g} of Ray, but its engine takes tensor_parallel x pipeline_parallel "
-            f"= {world}: set {key}.ray_resources accordingly"
+            f"= {world_size}: set {key}.ray_resources accordingly"
         )
     return wanted
 
 
-def _share(
+def _placement(
     spec: TierSpec, resources: Mapping[str, float], kv_cache_gib: float
 ) -> EnginePlacement:
     """Return an engine's share of its node: its GPUs, else as many threads as it has CPUs."""
     gpus = resources.get("GPU", 0)
     if not gpus:
-        return EnginePlacement(
-            threads=max(int(resources.get("CPU", 1)), 1), kv_cache_gib=kv_cache_gib
-        )
+        threads = max(int(resources.get("CPU", 1)), 1)
+        return EnginePlacement(threads=threads, kv_cache_gib=kv_cache_gib)
     return EnginePlacement(
         gpus=tuple(range(spec.world_size)),
         gpu_memory_fraction=GPU_SHARE * min(gpus, 1.0),
@@ -203,25 +254,35 @@ def _share(
 
 
 class OnRay:
-    """The placement beside a running router; nothing where no engines are on Ray. ``say`` gets a line for each change."""
+    """The placement beside a running router; nothing where no engines are on Ray.
+
+    Args:
+        options: What is placed; None: nothing.
+        fleet: The router's fleet.
+        say: Gets a line for each change.
+    """
 
     def __init__(
         self, options: RayOptions | None, fleet: Fleet, say: Callable[[str], None]
     ) -> None:
-        self._engines = RayEngines(options, say) if options is not None else None
-        self._fleet, self._count = (
-            fleet,
-            len(options.job.replicas) if options is not None else 0,
-        )
+        self._fleet = fleet
+        self._engines: RayEngines | None = None
+        self._placed_replicas = 0
+        if options is not None:
+            self._engines = RayEngines(options, say)
+            self._placed_replicas = len(options.job.replicas)
         self._task: asyncio.Task[None] | None = None
 
     @property
     def settled(self) -> bool:
-        ready = sum(
+        """Tell whether every placed replica was ready once, and the router has found as many."""
+        if self._engines is None:
+            return True
+        ready_replicas = sum(
             replica.state.status is ReplicaStatus.READY
             for replica in self._fleet.replicas
         )
-        return self._engines is None or (self._engines.settled and ready >= self._count)
+        return self._engines.settled and ready_replicas >= self._placed_replicas
 
     def start(self) -> None:
         if self._engines is not None:

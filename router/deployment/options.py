@@ -11,7 +11,7 @@ from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import FleetOptions
 
 CANARY_FILE = "canary.json"
-# per token, of an engine alone on the machine against its latency profile
+# How many times as long a token may take as in the latency profile, of an engine alone on the machine.
 MAX_SLOWDOWN = 8.0
 
 
@@ -23,6 +23,7 @@ def fleet_options(settings: Settings) -> FleetOptions:
 
 def supervisor_options(settings: Settings) -> SupervisorOptions:
     engine = settings.engine
+    dns_names = {name: settings.tiers.of(name).dns for name in settings.tiers.names}
     return SupervisorOptions(
         log_dir=engine.log_dir,
         start_timeout_s=engine.start_timeout_s,
@@ -36,11 +37,7 @@ def supervisor_options(settings: Settings) -> SupervisorOptions:
         canary=make_canary(settings),
         discovery=DiscoveryOptions(
             file=settings.discovery.file,
-            names={
-                tier: name
-                for tier in settings.tiers.names
-                if (name := settings.tiers.of(tier).dns)
-            },
+            names={tier: dns for tier, dns in dns_names.items() if dns},
             interval_s=settings.discovery.interval_s,
         ),
     )

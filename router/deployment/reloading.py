@@ -22,16 +22,19 @@ from tiers.spec import TierName
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SettingsLoader:
     """The settings as the command read them at its start, and what reads them again."""
 
     settings: Settings
     load: Callable[[], Settings]
 
     def reloads(self, listening: socket.socket) -> Reloads:
-        return Reloads(self.settings, partial(self._read, listening.getsockname()[0]))
+        """Return what reloads the settings of a router that listens on a socket."""
+        host = listening.getsockname()[0]
+        return Reloads(self.settings, partial(self._read, host))
 
     def _read(self, host: str) -> Settings:
+        """Read the settings, and check that the address may be served with their keys."""
         try:
             settings = self.load()
             open_keys(settings, host)
@@ -40,76 +43,94 @@ class Asked:
         return settings
 
 
-class Parts:
-    """The parts of a running router. On Ray the deployment's settings differ from those that were read."""
+class RunningParts:
+    """The parts of a running router that take reloaded settings.
+
+    Args:
+        deployment: What runs. On Ray its settings differ from those that were read.
+        read_settings: The settings as they were read.
+        app: The router's app.
+        server: Its server.
+        fleet: Its fleet.
+        roster: Of the engines that run elsewhere.
+    """
 
     def __init__(
         self,
         deployment: Deployment,
-        read: Settings,
+        read_settings: Settings,
         app: App,
         server: Server,
         *,
         fleet: Fleet,
         roster: Roster,
     ) -> None:
-        self._deployment, self._app, self._server, self._fleet = (
-            deployment,
-            app,
-            server,
-            fleet,
-        )
-        self._roster, self._read, self._own = roster, read, deployment.settings
+        self._deployment = deployment
+        self._read_settings = read_settings
+        self._settings_in_force = deployment.settings
+        self._app = app
+        self._server = server
+        self._fleet = fleet
+        self._roster = roster
 
     async def prepare(self, settings: Settings) -> Commit:
-        self._check_urls(settings)
-        sections = {
-            change.key.partition(".")[0] for change in changes(self._read, settings)
+        """Prepare all parts for new settings; return what makes them take these.
+
+        Raises:
+            ReloadError: They cannot be taken.
+        """
+        self._check_engines(settings)
+        changed_sections = {
+            change.key.partition(".")[0]
+            for change in changes(self._read_settings, settings)
         }
-        own = self._own.model_copy(
-            update={name: getattr(settings, name) for name in sections}
+        new_settings = self._settings_in_force.model_copy(
+            update={section: getattr(settings, section) for section in changed_sections}
         )
-        use = self._app.prepare(own)
-        urls = {
-            name: own.tiers.of(name).urls
-            for name in own.tiers.names
-            if own.tiers.of(name).urls
-        }
+        use_in_app = self._app.prepare(new_settings)
+        new_urls = _urls_by_tier(new_settings)
 
         async def commit() -> None:
-            use()
-            self._fleet.use(fleet_options(own))
-            if urls != self._urls:
-                self._roster.name(Source.SETTINGS, urls)
-            self._read, self._own = settings, own
-            self._server.use(own.server)
+            use_in_app()
+            self._fleet.use(fleet_options(new_settings))
+            if new_urls != _urls_by_tier(self._settings_in_force):
+                self._roster.name(Source.SETTINGS, new_urls)
+            self._read_settings = settings
+            self._settings_in_force = new_settings
+            self._server.use(new_settings.server)
 
         return commit
 
-    @property
-    def _urls(self) -> dict[TierName, tuple[str, ...]]:
-        return {
-            name: self._own.tiers.of(name).urls
-            for name in self._own.tiers.names
-            if self._own.tiers.of(name).urls
-        }
+    def _check_engines(self, settings: Settings) -> None:
+        """Check that new settings neither start nor end engines, and that a router without engines of its own keeps some.
 
-    def _check_urls(self, settings: Settings) -> None:
-        deployment, tiers = self._deployment, settings.tiers
+        Raises:
+            ReloadError: They do not keep to that.
+        """
+        deployment = self._deployment
         if deployment.local or deployment.ray is not None:
-            for name in tiers.names:
-                before, after = (
-                    self._read.tiers.of(name).replicas_here,
-                    tiers.of(name).replicas_here,
-                )
-                if before != after:
-                    raise ReloadError(
-                        f"tiers.{name}.urls: {after} engines of the tier would be started here instead of {before}; set "
-                        f"tiers.{name}.replicas = {before}, or restart the router"
-                    )
-        elif settings.discovery.file is None and not any(
-            tiers.of(name).urls or tiers.of(name).dns for name in tiers.names
-        ):
+            self._check_replicas(settings)
+            return
+        if settings.discovery.file is not None:
+            return
+        tiers = [settings.tiers.of(name) for name in settings.tiers.names]
+        if not any(tier.urls or tier.dns for tier in tiers):
             raise ReloadError(
                 "tiers.*.urls: no engine would be left; name at least one"
             )
+
+    def _check_replicas(self, settings: Settings) -> None:
+        for name in settings.tiers.names:
+            before = self._read_settings.tiers.of(name).replicas_here
+            after = settings.tiers.of(name).replicas_here
+            if before != after:
+                raise ReloadError(
+                    f"tiers.{name}.urls: {after} engines of the tier would be started here instead of {before}; set "
+                    f"tiers.{name}.replicas = {before}, or restart the router"
+                )
+
+
+def _urls_by_tier(settings: Settings) -> dict[TierName, tuple[str, ...]]:
+    """Return the addresses of engines that run elsewhere, of tiers that have any."""
+    urls = {name: settings.tiers.of(name).urls for name in settings.tiers.names}
+    return {name: addresses for name, addresses in urls.items() if addresses}

@@ -39,7 +39,7 @@ from tiers.checkpoints.prepare import (
 from tiers.lifecycle.engine_args import check_own
 from tiers.spec import TierName
 
-MOST_REPLICAS = 64  # of a tier on one machine
+MOST_REPLICAS = 64  # a tier, on one machine
 
 
 def _dns_address(url: str) -> str:
@@ -49,9 +49,10 @@ def _dns_address(url: str) -> str:
         raise ValueError(
             "engines are reached by their addresses, which no certificate names: http:// is allowed"
         )
-    if wrong := wrong_with(url):
+    fault = wrong_with(url)
+    if fault:
         raise ValueError(
-            f"{wrong}; a name like http://qarr-fast.default.svc:8000 is allowed"
+            f"{fault}; a name like http://qarr-fast.default.svc:8000 is allowed"
         )
     return url
 
@@ -160,18 +161,19 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
 
     @model_validator(mode="after")
     def _enough_gpus(self) -> TierSettings:
-        world = self.tensor_parallel * self.pipeline_parallel
-        if self.gpus and len(self.gpus) < world:
+        world_size = self.tensor_parallel * self.pipeline_parallel
+        if self.gpus and len(self.gpus) < world_size:
             raise ValueError(
-                f"gpus names {len(self.gpus)}, one engine takes tensor_parallel x pipeline_parallel = {world}"
+                f"gpus names {len(self.gpus)}, one engine takes tensor_parallel x pipeline_parallel = {world_size}"
             )
         return self
 
     @property
     def replicas_here(self) -> int:
-        return (
-            int(not (self.urls or self.dns)) if self.replicas is None else self.replicas
-        )
+        """Return how many engines are started here."""
+        if self.replicas is not None:
+            return self.replicas
+        return 0 if self.urls or self.dns else 1
 
 
 DEFAULT_LENGTHS: dict[str, dict[str, Any]] = {
@@ -181,22 +183,26 @@ DEFAULT_LENGTHS: dict[str, dict[str, Any]] = {
 }
 
 
-def complete(given: Any) -> Any:
+def complete(tiers: Any) -> Any:
     """Let a file or variable set one key of one tier without repeating the rest.
 
     Variables of tiers that only the settings name arrive as text: JSON there is read here.
     """
-    if not isinstance(given, dict):
-        return given
-    tiers = {**{name: {} for name in DEFAULT_LENGTHS}, **given}
+    if not isinstance(tiers, dict):
+        return tiers
+    standard_tiers: dict[str, Any] = {name: {} for name in DEFAULT_LENGTHS}
     return {
-        name: {**DEFAULT_LENGTHS[name], **own}
-        if name in DEFAULT_LENGTHS and isinstance(own, dict)
-        else {key: _from_json(value) for key, value in own.items()}
-        if isinstance(own, dict)
-        else own
-        for name, own in tiers.items()
+        name: _complete_tier(name, tier)
+        for name, tier in {**standard_tiers, **tiers}.items()
     }
+
+
+def _complete_tier(name: str, tier: Any) -> Any:
+    if not isinstance(tier, dict):
+        return tier
+    if name in DEFAULT_LENGTHS:
+        return {**DEFAULT_LENGTHS[name], **tier}
+    return {key: _from_json(value) for key, value in tier.items()}
 
 
 def _from_json(value: Any) -> Any:
@@ -226,8 +232,8 @@ class TiersSettings(Section):
         )
 
     def of(self, name: TierName) -> TierSettings:
-        found: TierSettings = getattr(self, name)
-        return found
+        tier: TierSettings = getattr(self, name)
+        return tier
 
     @model_validator(mode="after")
     def _added_tiers_have_engines(self) -> TiersSettings:
@@ -244,17 +250,17 @@ class TiersSettings(Section):
 
     @model_validator(mode="after")
     def _engines_of_their_own(self) -> TiersSettings:
-        found: dict[str, str] = {}
+        key_of_url: dict[str, str] = {}
         for name in self.names:
             tier = self.of(name)
-            for key, url in (
-                *(("urls", url) for url in tier.urls),
-                *((("dns", tier.dns),) if tier.dns else ()),
-            ):
-                other = found.setdefault(normalised(url), f"tiers.{name}.{key}")
-                if other != f"tiers.{name}.{key}":
+            keys_and_urls = [(f"tiers.{name}.urls", url) for url in tier.urls]
+            if tier.dns:
+                keys_and_urls.append((f"tiers.{name}.dns", tier.dns))
+            for key, url in keys_and_urls:
+                first_key = key_of_url.setdefault(normalised(url), key)
+                if first_key != key:
                     raise ValueError(
-                        f"{other} and tiers.{name}.{key} both name {url}: an engine serves at one precision"
+                        f"{first_key} and {key} both name {url}: an engine serves at one precision"
                     )
         return self
 

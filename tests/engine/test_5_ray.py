@@ -24,7 +24,7 @@ from tests.ports import reserved_ports
 from tests.waiting import call_within
 from tiers.cluster.job import (
     KEY_VARIABLE,
-    Job,
+    PlacementJob,
     PlacementState,
     WantedReplica,
     read_status,
@@ -180,7 +180,7 @@ def test_what_cannot_be_placed_is_told(nodes: Nodes, tmp_path: Path) -> None:
         WantedReplica("large", "fast", str(tmp_path), (), {}, {"CPU": 99, "GPU": 1}),
     ]
     status = tmp_path / "status.json"
-    job = Job(
+    job = PlacementJob(
         nodes.address,
         tuple(wanted),
         str(tmp_path / "engines.json"),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tiers.cluster.job import (
     KEY_VARIABLE,
-    Job,
     PlacedReplica,
+    PlacementJob,
     PlacementState,
     engines_by_tier,
     write_json,
@@ -25,7 +25,7 @@ from tiers.cluster.job import (
 
 def main() -> int:
     job, orders, done = (
-        Job.read(Path(sys.argv[1])),
+        PlacementJob.read(Path(sys.argv[1])),
         Path(os.environ["FAKE_PLACEMENT"]),
         "",
     )

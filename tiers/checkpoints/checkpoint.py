@@ -42,7 +42,12 @@ TOKENIZER_FILES = (
 MAX_HEADER = 100_000_000  # bytes, the format's own bound
 FP8_DTYPES = {"F8_E4M3", "F8_E5M2"}  # as safetensors names them
 PACKED = ".weight_packed"  # as compressed-tensors names 4-bit weights
-_SAMPLE = 1 << 20
+LENGTH_BYTES = 8  # before a safetensors header; they hold its length
+BLOCK_BYTES = 1 << 24  # read at once
+# A fingerprint depends on so much of a file's start and end.
+SAMPLE_BYTES = 1 << 20
+FINGERPRINTED = {".safetensors", ".json", ".jinja", ".model", ".gguf"}
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Manifest(BaseModel):
@@ -111,7 +116,7 @@ def read_checkpoint(tier: TierName, path: Path) -> Checkpoint | None:
         manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return None
-    return Checkpoint(tier, path, manifest)
+    return Checkpoint(tier, path, manifest=manifest)
 
 
 def identity(path: Path) -> Identity:
@@ -133,11 +138,10 @@ def identity(path: Path) -> Identity:
         if source is definition:
             canonical = json.dumps(json.loads(canonical), sort_keys=True).encode()
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"the tokenizer in {path} cannot be read ({error}): not a model folder"
-        ) from error
+        raise _unreadable_tokenizer(path, error) from error
+    template = json.dumps(chat_template(path)).encode()
     return Identity(
-        _sha256(canonical), _sha256(json.dumps(chat_template(path)).encode())
+        tokenizer_digest=_sha256(canonical), chat_template_digest=_sha256(template)
     )
 
 
@@ -147,19 +151,22 @@ def chat_template(path: Path) -> Any:
     Raises:
         CheckpointError: It cannot be read.
     """
-    config, template = path / "tokenizer_config.json", path / "chat_template.jinja"
+    template = path / "chat_template.jinja"
+    config = path / "tokenizer_config.json"
     try:
         if template.is_file():
             return template.read_text("utf-8")
-        return (
-            json.loads(config.read_bytes()).get("chat_template") or ""
-            if config.is_file()
-            else ""
-        )
+        if not config.is_file():
+            return ""
+        return json.loads(config.read_bytes()).get("chat_template") or ""
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"the tokenizer in {path} cannot be read ({error}): not a model folder"
-        ) from error
+        raise _unreadable_tokenizer(path, error) from error
+
+
+def _unreadable_tokenizer(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the tokenizer in {path} cannot be read ({error}): not a model folder"
+    )
 
 
 def check_alike(folders: Mapping[TierName, Path]) -> None:
@@ -168,16 +175,19 @@ def check_alike(folders: Mapping[TierName, Path]) -> None:
     Raises:
         TokenizerMismatchError: Two tiers differ in tokenizer or chat template; both digests are named.
     """
+    if not folders:
+        return
     identities = {tier: identity(path) for tier, path in folders.items()}
-    for tier, mine in identities.items():
-        other, theirs = next(iter(identities.items()))
+    first_tier = next(iter(folders))
+    for tier, own_identity in identities.items():
         for part in ("tokenizer_digest", "chat_template_digest"):
-            left, right = getattr(theirs, part), getattr(mine, part)
-            if left != right:
+            first_digest = getattr(identities[first_tier], part)
+            digest = getattr(own_identity, part)
+            if digest != first_digest:
                 name = part.removesuffix("_digest").replace("_", " ")
                 raise TokenizerMismatchError(
-                    f"{name}s differ: {other} ({folders[other]}) has {left}, {tier} ({folders[tier]}) has {right}. The "
-                    f"tiers must be made from one base model: run 'qarr model prepare', or correct "
+                    f"{name}s differ: {first_tier} ({folders[first_tier]}) has {first_digest}, {tier} ({folders[tier]}) "
+                    f"has {digest}. The tiers must be made from one base model: run 'qarr model prepare', or correct "
                     f"tiers.{tier}.checkpoint"
                 )
 
@@ -187,7 +197,7 @@ def weights_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            while block := file.read(1 << 24):
+            while block := file.read(BLOCK_BYTES):
                 digest.update(block)
     return digest.hexdigest()
 
@@ -198,47 +208,54 @@ def check_whole(folder: Path) -> None:
     Raises:
         CheckpointError: A file is not, or there are no weights.
     """
-    index = folder / "model.safetensors.index.json"
     try:
-        named = (
-            set(json.loads(index.read_bytes())["weight_map"].values())
-            if index.is_file()
-            else set()
-        )
-        names = sorted(named | {path.name for path in folder.glob("*.safetensors")})
+        names = _weight_files(folder)
         if not names:
             raise CheckpointError(f"{folder} has no weights")
         for name in names:
-            size, (length, tensors) = (
-                (folder / name).stat().st_size,
-                _header(folder / name),
-            )
-            announced = (
-                8
-                + length
-                + max(
-                    (entry["data_offsets"][1] for entry in tensors.values()), default=0
-                )
-            )
-            if size != announced:
-                raise CheckpointError(
-                    f"{folder / name} has {size} bytes, its header says {announced}: incomplete"
-                )
+            _check_length(folder / name)
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
 
+def _weight_files(folder: Path) -> list[str]:
+    """Return the names of a checkpoint's weight files: those that are there, and those of its index."""
+    names = {path.name for path in folder.glob("*.safetensors")}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names |= set(json.loads(index.read_bytes())["weight_map"].values())
+    return sorted(names)
+
+
+def _check_length(path: Path) -> None:
+    """Check that a weight file is as long as its header says.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    size_bytes = path.stat().st_size
+    header_bytes, tensors = _header(path)
+    data_bytes = max(
+        (tensor["data_offsets"][1] for tensor in tensors.values()), default=0
+    )
+    announced_bytes = LENGTH_BYTES + header_bytes + data_bytes
+    if size_bytes != announced_bytes:
+        raise CheckpointError(
+            f"{path} has {size_bytes} bytes, its header says {announced_bytes}: incomplete"
+        )
+
+
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the length and the entries of a safetensors header, which follows 8 bytes with its length."""
+    """Return the length and the entries of a safetensors header, which follows the bytes with its length."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > MAX_HEADER:
+        header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if header_bytes > MAX_HEADER:
             raise ValueError(f"{path} is no safetensors file")
-        header: dict[str, Any] = json.loads(file.read(length))
+        header: dict[str, Any] = json.loads(file.read(header_bytes))
     header.pop("__metadata__", None)
-    return length, header
+    return header_bytes, header
 
 
 def quantized_bytes(folder: Path) -> int:
@@ -247,34 +264,31 @@ def quantized_bytes(folder: Path) -> int:
     Raises:
         CheckpointError: A weight file has no readable header.
     """
-    found = 0
+    quantized = 0
     for path in folder.glob("*.safetensors"):
         try:
-            for name, entry in _header(path)[1].items():
-                if entry["dtype"] in FP8_DTYPES or name.endswith(PACKED):
-                    first, last = entry["data_offsets"]
-                    found += last - first
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            _, tensors = _header(path)
+            for name, tensor in tensors.items():
+                if tensor["dtype"] in FP8_DTYPES or name.endswith(PACKED):
+                    first_byte, end_byte = tensor["data_offsets"]
+                    quantized += end_byte - first_byte
+        except UNREADABLE as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return found
+    return quantized
 
 
 def fingerprint(folder: Path) -> str:
     """Digest the names, sizes and first and last MiB of a model's files, which is quick for any size."""
     digest = hashlib.sha256()
-    names = sorted(
-        p
-        for p in folder.iterdir()
-        if p.suffix in {".safetensors", ".json", ".jinja", ".model", ".gguf"}
-    )
-    for path in names:
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
+    paths = sorted(path for path in folder.iterdir() if path.suffix in FINGERPRINTED)
+    for path in paths:
+        size_bytes = path.stat().st_size
+        digest.update(f"{path.name}\0{size_bytes}\0".encode())
         with path.open("rb") as file:
-            digest.update(file.read(_SAMPLE))
-            if size > 2 * _SAMPLE:
-                file.seek(-_SAMPLE, os.SEEK_END)
-                digest.update(file.read(_SAMPLE))
+            digest.update(file.read(SAMPLE_BYTES))
+            if size_bytes > 2 * SAMPLE_BYTES:
+                file.seek(-SAMPLE_BYTES, os.SEEK_END)
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
@@ -334,15 +348,15 @@ def seal(
     """
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has no weights")
-    ours = identity(folder)
+    own_identity = identity(folder)
     manifest = Manifest(
         recipe_version=RECIPE_VERSION,
         model=model,
         precision=PRECISIONS[tier],
         base_digest=base_digest,
         weights_digest=weights_digest(folder),
-        tokenizer_digest=ours.tokenizer_digest,
-        chat_template_digest=ours.chat_template_digest,
+        tokenizer_digest=own_identity.tokenizer_digest,
+        chat_template_digest=own_identity.chat_template_digest,
         **made,
     )
     _write_manifest(folder, manifest)

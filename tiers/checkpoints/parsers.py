@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Without it, vLLM holds a call to its envelope alone: the arguments of a required tool may then be a string, unless its
 # caller sets ``strict``, which SDKs do not.
 STRICT = ("--tool-strict-level", "parameter")
-# writes a call as most models do: JSON between <tool_call> and </tool_call>
+# Most models write a call in its form: JSON between <tool_call> and </tool_call>.
 HERMES = "hermes"
 # A parser, and what only the templates of its family have; the first whose marks all occur counts.
 TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -46,7 +46,7 @@ TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hunyuan_a13b", ("<tool_calls>",)),
     ("olmo3", ("<function_calls>",)),
 )
-# The same for reasoning; a template without any of these is of a model that does not show its reasoning.
+# Parsers of reasoning; a template without any of these marks is of a model that does not show its reasoning.
 REASONING: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>",)),
     ("mistral", ("[THINK]",)),
@@ -59,44 +59,41 @@ REASONING: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def parser_args(folder: Path, given: tuple[str, ...]) -> tuple[str, ...]:
+def parser_args(folder: Path, persons_args: tuple[str, ...]) -> tuple[str, ...]:
     """Return vLLM's arguments that let a model's answers have tool calls and reasoning of their own.
 
     Args:
         folder: Of the checkpoint.
-        given: Arguments that a person gave; what these name is left to them.
+        persons_args: Arguments that a person gave; what these name is left to them.
 
     Raises:
         CheckpointError: The folder has no readable chat template.
     """
     template = str(chat_template(folder))
-    found: list[str] = []
-    if not _named("--tool-call-parser", given):
-        found += [
-            "--enable-auto-tool-choice",
-            "--tool-call-parser",
-            _first(TOOLS, template) or HERMES,
-        ]
-    if not _named(STRICT[0], given):
-        found += STRICT
-    reasoning = _first(REASONING, template)
-    if reasoning is not None and not _named("--reasoning-parser", given):
-        found += ["--reasoning-parser", reasoning]
-    return tuple(found)
+    args: list[str] = []
+    if not _is_named("--tool-call-parser", persons_args):
+        tool_parser = _matching_parser(TOOLS, template) or HERMES
+        args += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
+    if not _is_named(STRICT[0], persons_args):
+        args += STRICT
+    reasoning_parser = _matching_parser(REASONING, template)
+    if reasoning_parser is not None and not _is_named(
+        "--reasoning-parser", persons_args
+    ):
+        args += ["--reasoning-parser", reasoning_parser]
+    return tuple(args)
 
 
-def _first(
+def _matching_parser(
     parsers: tuple[tuple[str, tuple[str, ...]], ...], template: str
 ) -> str | None:
-    return next(
-        (
-            parser
-            for parser, marks in parsers
-            if all(mark in template for mark in marks)
-        ),
-        None,
-    )
+    """Return the first parser all of whose marks are in a chat template; None: there is none."""
+    for parser, marks in parsers:
+        if all(mark in template for mark in marks):
+            return parser
+    return None
 
 
-def _named(option: str, given: tuple[str, ...]) -> bool:
-    return any(argument.split("=")[0].replace("_", "-") == option for argument in given)
+def _is_named(option: str, args: tuple[str, ...]) -> bool:
+    """Tell whether arguments name an option, written with underscores or dashes."""
+    return any(argument.split("=")[0].replace("_", "-") == option for argument in args)

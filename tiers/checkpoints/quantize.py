@@ -27,6 +27,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 GROUP_SIZES = (128, 64, 32)
 GRID = 10  # scale ratios tried a layer; the paper tries 20 at twice the time
 DIGITS = 4  # Log-probabilities are kept with so many decimal places.
+FP32_BITS = 32
 VERSIONED = ("llmcompressor", "compressed-tensors", "transformers", "torch", "gguf")
 # The default model's GGUF file says ``tokenizer.ggml.pre = smollm``: numbers are split into single digits before the
 # byte-level stage, as in training. transformers' conversion loses the Digits stage, which changes the ids of every number.
@@ -71,10 +72,10 @@ def import_gguf(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source = Path(args.source)
-    pre = GGUFReader(source).fields["tokenizer.ggml.pre"].contents()
-    if pre != "smollm":
+    pre_tokenizer = GGUFReader(source).fields["tokenizer.ggml.pre"].contents()
+    if pre_tokenizer != "smollm":
         raise ValueError(
-            f"{source.name}: tokenizer.ggml.pre is {pre!r}, only 'smollm' can be imported; give a folder"
+            f"{source.name}: tokenizer.ggml.pre is {pre_tokenizer!r}, only 'smollm' can be imported; give a folder"
         )
     report.progress("reading the GGUF file")
     model = AutoModelForCausalLM.from_pretrained(
@@ -89,9 +90,9 @@ def import_gguf(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     model.save_pretrained(args.target)
     tokenizer.save_pretrained(args.target)
     path = Path(args.target, "tokenizer.json")
-    described = json.loads(path.read_text())
-    described["pre_tokenizer"] = SMOLLM_PRE_TOKENIZER
-    path.write_text(json.dumps(described, ensure_ascii=False))
+    definition = json.loads(path.read_text())
+    definition["pre_tokenizer"] = SMOLLM_PRE_TOKENIZER
+    path.write_text(json.dumps(definition, ensure_ascii=False))
     return {}
 
 
@@ -100,7 +101,7 @@ def fetch_hub(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     from huggingface_hub import snapshot_download
 
     report.progress(f"downloading {args.source}")
-    wanted = [
+    wanted_files = [
         "*.safetensors",
         "*.safetensors.index.json",
         "*.json",
@@ -108,16 +109,15 @@ def fetch_hub(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
         "*.model",
         "LICENSE*",
     ]
-    unwanted = ["original/*", "consolidated*"]
     try:
         snapshot_download(
             args.source,
             local_dir=args.target,
-            allow_patterns=wanted,
-            ignore_patterns=unwanted,
+            allow_patterns=wanted_files,
+            ignore_patterns=["original/*", "consolidated*"],
         )
     except Exception as error:  # noqa: BLE001  of this library, of its client, or of the disk
-        # one line, the log's last
+        # The last line of the log is shown to people, so the error has one line.
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
     return {}
 
@@ -166,13 +166,10 @@ def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
         model, args.group_size, prefer_small=args.prefer_small_groups
     )
     tokenizer = AutoTokenizer.from_pretrained(args.source)
-    lines = [
-        line
-        for line in Path(args.calibration).read_text("utf-8").splitlines()
-        if line.strip()
+    rows = [
+        _calibration_row(tokenizer, prompt, args.max_tokens)
+        for prompt in _calibration_prompts(Path(args.calibration), args.samples)
     ]
-    prompts = [json.loads(line)["text"] for line in evenly(lines, args.samples)]
-    rows = [_calibration_ids(tokenizer, text, args.max_tokens) for text in prompts]
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -200,12 +197,18 @@ def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
             shuffle_calibration_samples=False,  # sums are rounded by their order
         )
     _save(model, args.target, report)
-    tokens = sum(len(row["input_ids"]) for row in rows)
     return {
         "group_size": group_size,
         "calibration_samples": len(rows),
-        "calibration_tokens": tokens,
+        "calibration_tokens": sum(len(row["input_ids"]) for row in rows),
     }
+
+
+def _calibration_prompts(path: Path, count: int) -> list[str]:
+    """Return as many prompts of a calibration file (0 = all) as are to be used."""
+    lines = path.read_text("utf-8").splitlines()
+    filled_lines = [line for line in lines if line.strip()]
+    return [json.loads(line)["text"] for line in evenly(filled_lines, count)]
 
 
 def evenly(lines: Sequence[str], count: int) -> Sequence[str]:
@@ -216,18 +219,18 @@ def evenly(lines: Sequence[str], count: int) -> Sequence[str]:
     """
     if not 0 < count < len(lines):
         return lines
-    return [
-        lines[(2 * number + 1) * len(lines) // (2 * count)] for number in range(count)
-    ]
+    middles = [(2 * share + 1) * len(lines) // (2 * count) for share in range(count)]
+    return [lines[middle] for middle in middles]
 
 
 def score(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     """Compute the log-probabilities of the fixed texts with a checkpoint that was made before."""
-    return {"reference": score_texts(args.source, args.source, args.texts, report)}
+    folder = args.source
+    return {"reference": score_texts(folder, folder, args.texts, report=report)}
 
 
 def score_texts(
-    folder: str, tokenizer_folder: str, texts: str, report: Reporter
+    folder: str, tokenizer_folder: str, texts: str, *, report: Reporter
 ) -> dict[str, Any] | None:
     """Compute the log-probabilities of fixed texts with a finished checkpoint, in FP32 where it fits into memory.
 
@@ -248,14 +251,13 @@ def score_texts(
     report.progress("computing what its engines are compared with")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     dtype = torch.float32 if _fits_in_fp32(Path(folder)) else torch.bfloat16
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, device_map=device
+            folder, dtype=dtype, device_map=_device()
         ).eval()
-        scored = [
-            _scored(model, tokenizer, fixed)
-            for fixed in json.loads(Path(texts).read_text("utf-8"))
+        scored_texts = [
+            _scored(model, tokenizer, fixed_text)
+            for fixed_text in json.loads(Path(texts).read_text("utf-8"))
         ]
     except Exception as error:  # noqa: BLE001  a checkpoint that vLLM serves need not run in transformers
         print(
@@ -269,23 +271,25 @@ def score_texts(
     is_dated = "strftime_now" in str(tokenizer.chat_template or "")
     return {
         "chat_is_dated": is_dated,
-        "texts": [text for text in scored if text is not None],
+        "texts": [text for text in scored_texts if text is not None],
     }
 
 
-def _scored(model: Any, tokenizer: Any, fixed: dict[str, Any]) -> dict[str, Any] | None:
+def _scored(
+    model: Any, tokenizer: Any, fixed_text: dict[str, Any]
+) -> dict[str, Any] | None:
     """Score one text; None: it is a chat, and the model has no chat template."""
-    if "messages" not in fixed:
-        token_ids = tokenizer(fixed["text"])["input_ids"]
+    if "messages" not in fixed_text:
+        token_ids = tokenizer(fixed_text["text"])["input_ids"]
     elif tokenizer.chat_template:
         rendered = tokenizer.apply_chat_template(
-            fixed["messages"], tokenize=False, add_generation_prompt=True
+            fixed_text["messages"], tokenize=False, add_generation_prompt=True
         )
         token_ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     else:
         return None
     return {
-        "name": fixed["name"],
+        "name": fixed_text["name"],
         "token_ids": token_ids,
         "logprobs": _logprobs(model, token_ids),
     }
@@ -297,28 +301,39 @@ def _logprobs(model: Any, token_ids: list[int]) -> list[float]:
 
     with torch.inference_mode():
         logits = model(torch.tensor([token_ids], device=model.device)).logits[0].float()
-    of_all = torch.log_softmax(logits, dim=-1)
+    all_logprobs = torch.log_softmax(logits, dim=-1)
     return [
-        round(of_all[place, token].item(), DIGITS)
-        for place, token in enumerate(token_ids[1:])
+        round(all_logprobs[position, token_id].item(), DIGITS)
+        for position, token_id in enumerate(token_ids[1:])
     ]
 
 
 def _fits_in_fp32(folder: Path) -> bool:
     """Tell whether a checkpoint's weights take at most half of the free memory in FP32."""
+    stored_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    is_packed = "pack-quantized" in (folder / "config.json").read_text("utf-8")
+    bits_a_weight = 4 if is_packed else 8  # or more
+    return stored_bytes * FP32_BITS / bits_a_weight < _free_bytes() / 2
+
+
+def _free_bytes() -> int:
+    """Return the free memory of the GPU, else of the machine; 0: it is not known."""
     import torch
 
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    # a weight; or more
-    bits = 4 if "pack-quantized" in (folder / "config.json").read_text("utf-8") else 8
     if torch.cuda.is_available():
         free: int = torch.cuda.mem_get_info()[0]
-    else:
-        available = re.search(
-            r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text("utf-8")
-        )
-        free = 1024 * int(available[1]) if available else 0
-    return stored * 32 / bits < free / 2
+        return free
+    meminfo = Path("/proc/meminfo").read_text("utf-8")
+    available_kib = re.search(r"MemAvailable: *(\d+)", meminfo)
+    if available_kib is None:
+        return 0
+    return 1024 * int(available_kib[1])
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _load(source: str, report: Reporter) -> Any:
@@ -326,13 +341,11 @@ def _load(source: str, report: Reporter) -> Any:
     from transformers import AutoModelForCausalLM
 
     report.progress("loading the base model")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device()
+    dtype = torch.bfloat16
     # CPUs without bf16 instructions emulate them: the same calibration takes four times as long as in float32.
-    dtype = (
-        torch.bfloat16
-        if device == "cuda" or torch.cpu._is_avx512_bf16_supported()
-        else torch.float32
-    )
+    if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        dtype = torch.float32
     return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device)
 
 
@@ -345,16 +358,20 @@ def _save(model: Any, target: str, report: Reporter) -> None:
     model.save_pretrained(target, save_compressed=True)
 
 
-def _group_size(model: Any, asked: int, *, prefer_small: bool) -> int:
-    """Return the largest usable group size, or the asked one (0 = choose) if the model's dimensions allow it."""
+def _group_size(model: Any, requested_size: int, *, prefer_small: bool) -> int:
+    """Return the largest usable group size, or the requested one (0 = choose) if the model's dimensions allow it."""
     import torch
 
     widths = {
-        m.in_features
-        for n, m in model.named_modules()
-        if isinstance(m, torch.nn.Linear) and n != "lm_head"
+        module.in_features
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
     }
-    candidates = (asked,) if asked else GROUP_SIZES[1:] if prefer_small else GROUP_SIZES
+    candidates: tuple[int, ...] = GROUP_SIZES
+    if requested_size:
+        candidates = (requested_size,)
+    elif prefer_small:
+        candidates = GROUP_SIZES[1:]
     for size in candidates:
         if all(width % size == 0 for width in widths):
             return size
@@ -363,7 +380,7 @@ def _group_size(model: Any, asked: int, *, prefer_small: bool) -> int:
     )
 
 
-def _calibration_ids(
+def _calibration_row(
     tokenizer: Any, text: str, max_tokens: int
 ) -> dict[str, list[int]]:
     """Render a prompt as the engine will see it and cut it to ``max_tokens`` tokens."""
@@ -393,23 +410,20 @@ def _keep_scales(folder: Path, layers: _Layers) -> None:
     """
     import torch
     from llmcompressor.modifiers.transform.awq import AWQModifier
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    kept: dict[str, Any] = {}
-    for path in folder.glob("*.safetensors"):
-        # what a full disk cut off is searched again
-        with contextlib.suppress(SafetensorError, KeyError):
-            kept[path.stem] = load_file(path)["scales"]
-    layers.going_over = bool(kept)
-    search, run = AWQModifier._compute_best_scale, AWQModifier._run_samples
+    kept_scales = _kept_scales(folder)
+    layers.going_over = bool(kept_scales)
+    search_scale = AWQModifier._compute_best_scale
+    run_all_samples = AWQModifier._run_samples
 
     def best_scale(self: Any, mapping: Any, outputs: Any, weights: Any) -> Any:
-        if mapping.smooth_name in kept:
-            return kept[mapping.smooth_name]
+        """Return the kept scales of a layer, else search and keep them."""
+        if mapping.smooth_name in kept_scales:
+            return kept_scales[mapping.smooth_name]
         layers.searching()
-        scales = search(self, mapping, outputs, weights)
+        scales = search_scale(self, mapping, outputs, weights)
         path = folder / f"{mapping.smooth_name}.safetensors"
         save_file({"scales": scales.contiguous()}, path.with_suffix(".partial"))
         path.with_suffix(".partial").replace(path)
@@ -417,27 +431,49 @@ def _keep_scales(folder: Path, layers: _Layers) -> None:
 
     def run_samples(self: Any, module: Any) -> Any:
         """Skip the outputs that a search would compare with."""
-        needed = [m.smooth_name for m in self._resolved_mappings if m.parent is module]
-        return [torch.zeros(1)] if kept.keys() >= set(needed) else run(self, module)
+        needed_scales = {
+            mapping.smooth_name
+            for mapping in self._resolved_mappings
+            if mapping.parent is module
+        }
+        if kept_scales.keys() >= needed_scales:
+            return [torch.zeros(1)]
+        return run_all_samples(self, module)
 
-    AWQModifier._compute_best_scale, AWQModifier._run_samples = best_scale, run_samples
+    AWQModifier._compute_best_scale = best_scale
+    AWQModifier._run_samples = run_samples
+
+
+def _kept_scales(folder: Path) -> dict[str, Any]:
+    """Return the scales that are kept in a folder, by layer."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    scales = {}
+    for path in folder.glob("*.safetensors"):
+        # What a full disk cut off is searched again.
+        with contextlib.suppress(SafetensorError, KeyError):
+            scales[path.stem] = load_file(path)["scales"]
+    return scales
 
 
 class _Layers:
     """Turns llm-compressor's ``(3/31): Calibrating`` bars on standard error into progress events: 2 of 31 are done.
 
     Attributes:
-        going_over: The present layer may be one whose scales were kept: told apart, since these take far less time.
+        going_over: The present layer may be one whose scales were kept. This is told, since such layers take far less time.
     """
 
     def __init__(self, report: Reporter, message: str) -> None:
-        self._report, self._message = report, message
-        self._done, self._total = -1, 0
+        self._report = report
+        self._message = message
+        self._done: int | None = None
+        self._total = 0
         self.going_over = False
 
     def __enter__(self) -> Self:
         self._stderr = sys.stderr
-        sys.stderr = _Tee(sys.stderr, self._seen)
+        sys.stderr = _Tee(sys.stderr, self._read_bar)
         return self
 
     def searching(self) -> None:
@@ -446,30 +482,35 @@ class _Layers:
             self.going_over = False
             self._tell()
 
-    def _seen(self, text: str) -> None:
-        found = re.search(r"\((\d+)/(\d+)\)", text)
-        if found and int(found[1]) - 1 != self._done:
-            self._done, self._total = int(found[1]) - 1, int(found[2])
+    def _read_bar(self, text: str) -> None:
+        bar = re.search(r"\((\d+)/(\d+)\)", text)
+        if bar is None:
+            return
+        done = int(bar[1]) - 1
+        if done != self._done:
+            self._done = done
+            self._total = int(bar[2])
             self._tell()
 
     def _tell(self) -> None:
-        message = (
-            "going over the layers that are quantized already"
-            if self.going_over
-            else self._message
-        )
-        self._report.progress(message, self._done, self._total)
+        message = self._message
+        if self.going_over:
+            message = "going over the layers that are quantized already"
+        self._report.progress(message, self._done or 0, self._total)
 
     def __exit__(self, *_exc: object) -> None:
         sys.stderr = self._stderr
 
 
 class _Tee:
-    def __init__(self, stream: TextIO, seen: Callable[[str], None]) -> None:
-        self._stream, self._seen = stream, seen
+    """A stream that also shows a function what is written to it."""
+
+    def __init__(self, stream: TextIO, on_write: Callable[[str], None]) -> None:
+        self._stream = stream
+        self._on_write = on_write
 
     def write(self, text: str) -> int:
-        self._seen(text)
+        self._on_write(text)
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -493,6 +534,22 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Reporter], dict[str, Any]]] = 
 
 def main() -> None:
     """Run one command and report how it went; the exit status is 0 only for a finished target folder."""
+    args = _parse_args()
+    # This process ends with the one that started it.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    report = Reporter(os.fdopen(os.dup(1), "w"))
+    os.dup2(2, 1)  # whatever a library prints must not be read as an event
+    result = COMMANDS[args.command](args, report)
+    if args.texts and args.target:
+        has_tokenizer = Path(args.target, "tokenizer_config.json").is_file()
+        tokenizer_folder = args.target if has_tokenizer else args.source
+        result["reference"] = score_texts(
+            args.target, tokenizer_folder, args.texts, report=report
+        )
+    report.event("done", versions=dict(_versions()), **result)
+
+
+def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -534,21 +591,7 @@ def main() -> None:
         parser.error("a target folder is needed")
     if args.texts is None and args.command == "score":
         parser.error("--texts is needed")
-    # when the process that started this one ends
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    report = Reporter(os.fdopen(os.dup(1), "w"))
-    os.dup2(2, 1)  # whatever a library prints must not be read as an event
-    result = COMMANDS[args.command](args, report)
-    if args.texts and args.target:
-        tokenizer_folder = (
-            args.target
-            if Path(args.target, "tokenizer_config.json").is_file()
-            else args.source
-        )
-        result["reference"] = score_texts(
-            args.target, tokenizer_folder, args.texts, report
-        )
-    report.event("done", versions=dict(_versions()), **result)
+    return args
 
 
 if __name__ == "__main__":

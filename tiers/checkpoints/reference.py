@@ -109,9 +109,9 @@ def texts_digest() -> str:
 
 def reference_from_event(event: dict[str, Any] | None) -> ReferenceScores | None:
     """Return the scores that ``quantize.py`` reports; None: it could not compute any."""
-    return (
-        None if event is None else ReferenceScores(texts_digest=texts_digest(), **event)
-    )
+    if event is None:
+        return None
+    return ReferenceScores(texts_digest=texts_digest(), **event)
 
 
 def gap(reference: Sequence[ScoredText], measured: Sequence[ScoredText]) -> float:
@@ -124,10 +124,10 @@ def gap(reference: Sequence[ScoredText], measured: Sequence[ScoredText]) -> floa
         ValueError: They have no token in common.
     """
     differences: list[float] = []
-    known = {text.name: text for text in reference}
+    reference_texts = {text.name: text for text in reference}
     for text in measured:
-        if text.name in known:
-            differences += _differences(known[text.name], text)
+        if text.name in reference_texts:
+            differences += _differences(reference_texts[text.name], text)
     if not differences:
         raise ValueError("no token of the fixed texts is the same in both")
     return sum(differences) / len(differences)
@@ -143,7 +143,7 @@ def _differences(reference: ScoredText, measured: ScoredText) -> list[float]:
     if places <= 0:
         return []
     pairs = zip(reference.logprobs[-places:], measured.logprobs[-places:], strict=True)
-    return [abs(ours - theirs) for ours, theirs in pairs]
+    return [abs(expected - actual) for expected, actual in pairs]
 
 
 def _common_ending(left: Sequence[int], right: Sequence[int]) -> int:
@@ -165,7 +165,9 @@ def allowed_gap(precision: str) -> float:
     """
     if precision.startswith(("bf16", "fp16", "fp32")):
         return SIXTEEN_BITS_GAP
-    return FOUR_BIT_WEIGHTS_GAP if "int4" in precision else ROUNDED_ACTIVATIONS_GAP
+    if "int4" in precision:
+        return FOUR_BIT_WEIGHTS_GAP
+    return ROUNDED_ACTIVATIONS_GAP
 
 
 def allowed_loss_gap(precision: str) -> float:
@@ -175,8 +177,6 @@ def allowed_loss_gap(precision: str) -> float:
         precision: As ``TierSpec.precision`` names it; an unknown one may be as low as four bits.
     """
     bits = bits_of(precision)
-    return (
-        EIGHT_BITS_LOSS_GAP
-        if bits is not None and bits >= EIGHT_BITS
-        else FOUR_BITS_LOSS_GAP
-    )
+    if bits is None or bits < EIGHT_BITS:
+        return FOUR_BITS_LOSS_GAP
+    return EIGHT_BITS_LOSS_GAP

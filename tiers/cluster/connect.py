@@ -18,6 +18,7 @@ from tiers.cluster.resources import NodeResources
 CONNECT_S = 30.0
 TCP_S = 5.0
 UNUSABLE = 2  # exit status: starting again is of no use
+MAX_ERROR_CHARS = 500
 
 
 class ClusterError(Exception):
@@ -33,11 +34,8 @@ def connect(address: str) -> None:
     if address == LOCAL_CLUSTER:
         address = os.environ.get("RAY_ADDRESS", LOCAL_CLUSTER)
     _check_reachable(address)
-    timer = threading.Timer(
-        CONNECT_S,
-        _give_up,
-        [_absent(address, f"it did not answer within {CONNECT_S:g} s")],
-    )
+    silence = _absent(address, f"it did not answer within {CONNECT_S:g} s")
+    timer = threading.Timer(CONNECT_S, _give_up, [silence])
     timer.daemon = True
     timer.start()
     try:
@@ -64,7 +62,9 @@ def nodes() -> list[NodeResources]:
     free = available_resources_per_node()
     return [
         NodeResources(
-            node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {})
+            address=node["NodeManagerAddress"],
+            total=node["Resources"],
+            free=free.get(node["NodeID"], {}),
         )
         for node in ray.nodes()
         if node["Alive"]
@@ -73,8 +73,9 @@ def nodes() -> list[NodeResources]:
 
 def _check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
+    # Without an address, Ray looks for the cluster itself.
     if not host or not port.isdigit():
-        return  # Ray looks for it itself
+        return
     try:
         socket.create_connection((host.strip("[]"), int(port)), TCP_S).close()
     except OSError as error:
@@ -91,7 +92,7 @@ def _absent(address: str, why: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]
+    return " ".join(str(error).split())[:MAX_ERROR_CHARS]
 
 
 def _give_up(text: str) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOCAL_CLUSTER = "auto"  # the address of the cluster that this machine belongs to
-# of the placement: the key of its engines, which no file holds
+# The placement finds its engines' key in this variable: no file holds it.
 KEY_VARIABLE = "VLLM_API_KEY"
 
 
@@ -24,9 +24,9 @@ class PlacementState(StrEnum):
 
     PLACING = "placing"  # no node has its resources free
     STARTING = "starting"
-    READY = "ready"  # it answers health checks
+    READY = "ready"  # the engine answers health checks
     SILENT = "silent"  # its node does not answer at the moment
-    FAILED = "failed"  # it did not start, or ended; it is started again after a pause
+    FAILED = "failed"  # the engine did not start, or ended; it is started again after a pause
     LOST = "lost"  # its node is gone; it is placed again
 
 
@@ -54,7 +54,7 @@ class WantedReplica:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlacementJob:
     """Everything that the placement is to do.
 
     Attributes:
@@ -95,18 +95,18 @@ class Job:
         write_json(path, asdict(self))
 
     @classmethod
-    def read(cls, path: Path) -> Job:
+    def read(cls, path: Path) -> PlacementJob:
         """Read a job that ``write`` has written.
 
         Raises:
             OSError: It cannot be read.
         """
-        found = json.loads(path.read_text("utf-8"))
-        replicas = (
-            WantedReplica(**{**each, "args": tuple(each["args"])})
-            for each in found.pop("replicas")
-        )
-        return cls(replicas=tuple(replicas), **found)
+        members = json.loads(path.read_text("utf-8"))
+        replicas = []
+        for wanted in members.pop("replicas"):
+            args = tuple(wanted.pop("args"))
+            replicas.append(WantedReplica(args=args, **wanted))
+        return cls(replicas=tuple(replicas), **members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +129,14 @@ class PlacedReplica:
     @property
     def line(self) -> str:
         """Return the state in words."""
-        where = {
-            PlacementState.STARTING: f" on {self.node}",
-            PlacementState.READY: f": {self.url} answers",
-        }
-        return f"{self.id:16} {self.state}{where.get(self.state, '')}{f': {self.detail}' if self.detail else ''}"
+        text = f"{self.id:16} {self.state}"
+        if self.state is PlacementState.STARTING:
+            text += f" on {self.node}"
+        elif self.state is PlacementState.READY:
+            text += f": {self.url} answers"
+        if self.detail:
+            text += f": {self.detail}"
+        return text
 
 
 def read_status(path: Path) -> tuple[PlacedReplica, ...]:
@@ -143,13 +146,14 @@ def read_status(path: Path) -> tuple[PlacedReplica, ...]:
         OSError: The file cannot be read.
     """
     try:
-        found = json.loads(path.read_text("utf-8"))
+        members = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return ()
-    return tuple(
-        PlacedReplica(**{**each, "state": PlacementState(each["state"])})
-        for each in found
-    )
+    replicas = []
+    for placed in members:
+        state = PlacementState(placed.pop("state"))
+        replicas.append(PlacedReplica(state=state, **placed))
+    return tuple(replicas)
 
 
 def write_status(path: Path, replicas: Sequence[PlacedReplica]) -> None:
@@ -158,21 +162,18 @@ def write_status(path: Path, replicas: Sequence[PlacedReplica]) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    write_json(path, [asdict(each) for each in replicas])
+    write_json(path, [asdict(replica) for replica in replicas])
 
 
 def engines_by_tier(
     tiers: Sequence[str], replicas: Sequence[PlacedReplica]
 ) -> dict[str, list[str]]:
     """Return the addresses of the engines that answer, for the file that routers follow."""
-    return {
-        tier: [
-            each.url
-            for each in replicas
-            if each.tier == tier and each.state is PlacementState.READY
-        ]
-        for tier in tiers
-    }
+    urls: dict[str, list[str]] = {tier: [] for tier in tiers}
+    for replica in replicas:
+        if replica.tier in urls and replica.state is PlacementState.READY:
+            urls[replica.tier].append(replica.url)
+    return urls
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -23,8 +23,8 @@ from tiers.cluster.actor import EngineActor
 from tiers.cluster.connect import UNUSABLE, ClusterError, connect, nodes
 from tiers.cluster.job import (
     KEY_VARIABLE,
-    Job,
     PlacedReplica,
+    PlacementJob,
     PlacementState,
     WantedReplica,
     engines_by_tier,
@@ -36,8 +36,8 @@ from tiers.cluster.resources import why_not_placed
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-# between two looks at why a replica is not placed: Ray starts a process for it, if it has a place
-LOOK_S = 10.0
+# So often it is told why a replica is not placed. Ray starts a process for it as soon as it has a place.
+PLACING_REPORT_S = 10.0
 BEAT_S = 1.0
 SILENT_S = 3.0  # an actor that takes longer to answer gets no requests
 STOP_MARGIN_S = 5.0  # over the engine's own grace, for its actor to answer
@@ -45,7 +45,7 @@ FIRST_PAUSE_S = 1.0  # before an engine that ended is started again; doubled eac
 LONGEST_PAUSE_S = 60.0
 SOUND_S = 60.0  # an engine that ran so long begins with the first pause again
 CAUSE_CHARS = 200
-# on a node
+# The states of replicas whose engines run on a node.
 STARTED = {PlacementState.STARTING, PlacementState.READY, PlacementState.SILENT}
 LIFECYCLE = Path(__file__).parents[1] / "lifecycle"
 
@@ -79,11 +79,12 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-class Placement:
+class RayPlacement:
     """The wanted replicas, and what is known of each."""
 
-    def __init__(self, job: Job, api_key: str) -> None:
-        self._job, self._key = job, api_key
+    def __init__(self, job: PlacementJob, api_key: str) -> None:
+        self._job = job
+        self._api_key = api_key
         self._programs = tuple(
             (LIFECYCLE / name).read_text("utf-8")
             for name in ("guard.py", "engine_main.py")
@@ -91,7 +92,7 @@ class Placement:
         self._known = {
             wanted.id: PlacedReplica(wanted.id, wanted.tier) for wanted in job.replicas
         }
-        # nodes need not have this project
+        # Nodes need not have this project.
         ray.cloudpickle.register_pickle_by_value(tiers)
         self._actor_class = ray.remote(EngineActor)
 
@@ -110,35 +111,33 @@ class Placement:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        # No replica's task returns: one that has ended raises what is wrong in this program.
         for task in done - {stopping}:
-            task.result()  # none returns: it raises what is wrong in this program
+            task.result()
 
     async def _keep(self, wanted: WantedReplica) -> None:
         """Place a replica, and place it again whenever it ends, until cancelled."""
-        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+        loop = asyncio.get_running_loop()
+        pause_s = FIRST_PAUSE_S
         while True:
-            began, actor = loop.time(), self._actor(wanted)
+            began_at = loop.time()
+            actor = self._actor(wanted)
             try:
                 await self._live(wanted, actor)
             except EngineEndedError as error:
-                pause_s = FIRST_PAUSE_S if loop.time() - began > SOUND_S else pause_s
+                if loop.time() - began_at > SOUND_S:
+                    pause_s = FIRST_PAUSE_S
                 self._show(wanted, PlacementState.FAILED, detail=str(error))
                 ray.kill(actor)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             except RayError as error:
-                where = (
-                    f"on node {node} " if (node := self._known[wanted.id].node) else ""
-                )
-                self._show(
-                    wanted,
-                    PlacementState.LOST,
-                    detail=f"its actor {where}is gone: {_cause(error)}",
-                )
+                self._show_lost(wanted, error)
                 with contextlib.suppress(RayError):
                     ray.kill(actor)
             except asyncio.CancelledError:
-                await self._end(actor, started=self._known[wanted.id].state in STARTED)
+                is_started = self._known[wanted.id].state in STARTED
+                await self._end(actor, is_started=is_started)
                 raise
 
     def _actor(self, wanted: WantedReplica) -> Any:
@@ -148,10 +147,15 @@ class Placement:
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
             max_restarts=0,
-            # a lost node takes as few replicas as possible
+            # So a lost node takes as few replicas as possible with it.
             scheduling_strategy="SPREAD",
         )
-        return options.remote(wanted, self._job, self._programs, self._key)
+        return options.remote(
+            replica=wanted,
+            job=self._job,
+            programs=self._programs,
+            api_key=self._api_key,
+        )
 
     async def _live(self, wanted: WantedReplica, actor: Any) -> None:
         """Start an engine and watch it.
@@ -160,33 +164,36 @@ class Placement:
             EngineEndedError: It did not start, or ended.
             RayError: Its actor is gone.
         """
-        node = await self._placed(wanted, actor)
+        node = await self._until_placed(wanted, actor)
         self._show(wanted, PlacementState.STARTING, node=node)
         url = await answer(actor.start.remote())
-        watching = asyncio.create_task(self._watch(wanted, actor, node, url))
+        watching = asyncio.create_task(self._watch(wanted, actor, node=node, url=url))
         try:
             while True:
-                with contextlib.suppress(ActorUnavailableError):  # the beats tell
+                # While the actor cannot be reached, the beats tell so.
+                with contextlib.suppress(ActorUnavailableError):
                     raise EngineEndedError(await answer(actor.ended.remote()))
                 await asyncio.sleep(BEAT_S)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
 
-    async def _placed(self, wanted: WantedReplica, actor: Any) -> str:
+    async def _until_placed(self, wanted: WantedReplica, actor: Any) -> str:
+        """Wait until Ray has found a node for a replica; return the node."""
         placing = asyncio.ensure_future(answer(actor.node.remote()))
         try:
             while True:
-                await asyncio.wait({placing}, timeout=LOOK_S)
+                await asyncio.wait({placing}, timeout=PLACING_REPORT_S)
                 if placing.done():
                     return str(placing.result())
-                why = why_not_placed(wanted.resources, await asyncio.to_thread(nodes))
-                self._show(wanted, PlacementState.PLACING, detail=why)
+                alive_nodes = await asyncio.to_thread(nodes)
+                reason = why_not_placed(wanted.resources, alive_nodes)
+                self._show(wanted, PlacementState.PLACING, detail=reason)
         finally:
             placing.cancel()
 
     async def _watch(
-        self, wanted: WantedReplica, actor: Any, node: str, url: str
+        self, wanted: WantedReplica, actor: Any, *, node: str, url: str
     ) -> None:
         """Give a replica requests while its actor answers; Ray tells of the end of a node only after some seconds."""
         while True:
@@ -203,8 +210,9 @@ class Placement:
                 )
             await asyncio.sleep(BEAT_S)
 
-    async def _end(self, actor: Any, *, started: bool) -> None:
-        if started:
+    async def _end(self, actor: Any, *, is_started: bool) -> None:
+        """Stop an actor's engine if it is started, then end the actor."""
+        if is_started:
             with contextlib.suppress(TimeoutError, EngineEndedError, RayError):
                 await answer(
                     actor.stop.remote(), self._job.stop_grace_s + STOP_MARGIN_S
@@ -216,10 +224,12 @@ class Placement:
         self,
         wanted: WantedReplica,
         state: PlacementState,
+        *,
         node: str = "",
         url: str = "",
         detail: str = "",
     ) -> None:
+        """Note what is known of a replica, and write it if it has changed; without a node, the last one stays."""
         before = self._known[wanted.id]
         now = replace(
             before, state=state, node=node or before.node, url=url, detail=detail
@@ -228,24 +238,38 @@ class Placement:
             self._known[wanted.id] = now
             self._write()
 
-    def _write(self) -> None:
-        known = list(self._known.values())
-        write_json(
-            Path(self._job.engines_file), engines_by_tier(self._job.tiers, known)
+    def _show_lost(self, wanted: WantedReplica, error: RayError) -> None:
+        node = self._known[wanted.id].node
+        where = f"on node {node} " if node else ""
+        self._show(
+            wanted,
+            PlacementState.LOST,
+            detail=f"its actor {where}is gone: {_cause(error)}",
         )
-        write_status(Path(self._job.status_file), known)
+
+    def _write(self) -> None:
+        """Write the states, and the file that routers follow."""
+        replicas = list(self._known.values())
+        urls = engines_by_tier(self._job.tiers, replicas)
+        write_json(Path(self._job.engines_file), urls)
+        write_status(Path(self._job.status_file), replicas)
 
 
 def _cause(error: RayError) -> str:
     """Return why an actor ended: the line of Ray's that tells it."""
     lines = str(error).splitlines()
-    return next((line.strip() for line in lines if "because" in line), lines[0])[
-        :CAUSE_CHARS
-    ]
+    telling_line = lines[0]
+    for line in lines:
+        if "because" in line:
+            telling_line = line.strip()
+            break
+    return telling_line[:CAUSE_CHARS]
 
 
-async def _run(placement: Placement) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+async def _run(placement: RayPlacement) -> None:
+    """Keep the replicas running until a signal ends this process."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await placement.run(stop)
@@ -253,14 +277,15 @@ async def _run(placement: Placement) -> None:
 
 def main(job_file: Path) -> int:
     """Do what a job says until SIGTERM; return the exit status."""
-    key, job = os.environ.pop(KEY_VARIABLE), Job.read(job_file)
+    api_key = os.environ.pop(KEY_VARIABLE)
+    job = PlacementJob.read(job_file)
     try:
         connect(job.address)
     except ClusterError as error:
         sys.stderr.write(f"error: {error}\n")
         return UNUSABLE
     try:
-        run: Coroutine[Any, Any, None] = _run(Placement(job, key))
+        run: Coroutine[Any, Any, None] = _run(RayPlacement(job, api_key))
         asyncio.run(run)
     finally:
         write_json(Path(job.engines_file), engines_by_tier(job.tiers, ()))

@@ -32,22 +32,22 @@ def why_not_placed(wanted: Mapping[str, float], nodes: Sequence[NodeResources]) 
     """Return what is missing, and what is free where; nothing is if only the start of a process takes long."""
     if any(node.has_free(wanted) for node in nodes):
         return "Ray is about to start its process"
-    needs = (
-        " and ".join(f"{name} {amount:g}" for name, amount in wanted.items())
-        or "no resources"
-    )
-    free = "; ".join(
-        f"{node.address}: {_free(wanted, node)}" for node in nodes[:SHOWN_NODES]
-    )
-    more = (
-        f"; and {len(nodes) - SHOWN_NODES} more nodes"
-        if len(nodes) > SHOWN_NODES
-        else ""
-    )
-    waits = f"it needs {needs} on one node. Free are {free or 'none: there are no nodes'}{more}"
+    amounts = [f"{name} {amount:g}" for name, amount in wanted.items()]
+    needs = " and ".join(amounts) or "no resources"
+    reason = f"it needs {needs} on one node. Free are {_free_on(nodes, wanted)}"
     if any(node.has(wanted) for node in nodes):
-        return waits
-    return f"{waits}. No node has as much: add one ('ray start'), or set ray.resources or tiers.<name>.ray_resources"
+        return reason
+    return f"{reason}. No node has as much: add one ('ray start'), or set ray.resources or tiers.<name>.ray_resources"
+
+
+def _free_on(nodes: Sequence[NodeResources], wanted: Mapping[str, float]) -> str:
+    """Return what is free of each wanted resource on each node; only some of many nodes are shown."""
+    if not nodes:
+        return "none: there are no nodes"
+    shown = [f"{node.address}: {_free(wanted, node)}" for node in nodes[:SHOWN_NODES]]
+    if len(nodes) > SHOWN_NODES:
+        shown.append(f"and {len(nodes) - SHOWN_NODES} more nodes")
+    return "; ".join(shown)
 
 
 def _free(wanted: Mapping[str, float], node: NodeResources) -> str:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from tiers.cluster.job import (
     KEY_VARIABLE,
-    Job,
     PlacedReplica,
+    PlacementJob,
     PlacementState,
     engines_by_tier,
     read_status,
@@ -32,6 +32,8 @@ FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
 STOP_MARGIN_S = 15.0  # over an engine's own grace: its actor's, and Ray's farewell
 LOG_NAME = "ray.log"
+LOG_LINES = 100  # searched for the error that ended the placement
+ERROR = "error: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class RayOptions:
 
     python: Path
     folder: Path
-    job: Job
+    job: PlacementJob
     api_key: str
 
 
@@ -60,14 +62,15 @@ class RayEngines:
     """
 
     def __init__(self, options: RayOptions, say: Callable[[str], None]) -> None:
-        self._options, self._say = options, say
+        self._options = options
+        self._say = say
         self._known: dict[str, PlacedReplica] = {}
-        self._settled = False  # all were ready once
+        self._were_all_ready = False
 
     @property
     def settled(self) -> bool:
         """Tell whether every replica was ready once."""
-        return self._settled
+        return self._were_all_ready
 
     async def run(self) -> None:
         """Keep the placement running until cancelled; then end it, and with it all engines.
@@ -79,13 +82,13 @@ class RayEngines:
         try:
             while True:
                 try:
-                    why = await self._place()
+                    reason = await self._place()
                 except (EngineError, OSError) as error:
-                    why = str(error)
-                if not self._settled:
-                    raise EngineError(why)
+                    reason = str(error)
+                if not self._were_all_ready:
+                    raise EngineError(reason)
                 self._say(
-                    f"{'ray':16} the placement ended, and starts again in {pause_s:g} s: {why}"
+                    f"{'ray':16} the placement ended, and starts again in {pause_s:g} s: {reason}"
                 )
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -122,13 +125,15 @@ class RayEngines:
         try:
             while not ended.done():
                 await asyncio.wait({ended}, timeout=POLL_S)
-                self._look()
+                self._tell_changes()
         finally:
             await process.stop(self._options.job.stop_grace_s + STOP_MARGIN_S)
             await ended
 
     def _write_job(self) -> Path:
-        job, folder = self._options.job, self._options.folder
+        """Write what the placement is to do, with no engine named yet; return the file."""
+        job = self._options.job
+        folder = self._options.folder
         make_private_folder(folder)
         Path(job.status_file).unlink(missing_ok=True)
         write_json(Path(job.engines_file), engines_by_tier(job.tiers, ()))
@@ -136,29 +141,29 @@ class RayEngines:
         job.write(job_file)
         return job_file
 
-    def _look(self) -> None:
+    def _tell_changes(self) -> None:
         """Tell what has changed.
 
         Raises:
             EngineError: A replica failed before all were ready.
         """
-        found = read_status(Path(self._options.job.status_file))
-        for now in found:
-            before = self._known.get(now.id)
-            if now != before:
-                self._say(now.line)
-            self._known[now.id] = now
-            if now.state is PlacementState.FAILED and not self._settled:
-                raise EngineError(f"{now.id} did not start: {now.detail}")
-        self._settled = self._settled or (
-            bool(found) and all(each.state is PlacementState.READY for each in found)
-        )
+        replicas = read_status(Path(self._options.job.status_file))
+        for replica in replicas:
+            if replica != self._known.get(replica.id):
+                self._say(replica.line)
+            self._known[replica.id] = replica
+            if replica.state is PlacementState.FAILED and not self._were_all_ready:
+                raise EngineError(f"{replica.id} did not start: {replica.detail}")
+        if replicas and all(
+            replica.state is PlacementState.READY for replica in replicas
+        ):
+            self._were_all_ready = True
 
 
 def _reason(process: EngineProcess) -> str:
     """Return why the placement ended: its own last error, else the end of its log."""
-    lines = process.last_log_lines(100).splitlines()
-    errors = [
-        line.removeprefix("error: ") for line in lines if line.startswith("error: ")
-    ]
-    return errors[-1] if errors else str(process.died())
+    lines = process.last_log_lines(LOG_LINES).splitlines()
+    errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+    if not errors:
+        return str(process.died())
+    return errors[-1]

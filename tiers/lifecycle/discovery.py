@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 FILE = "discovery.file"
-MAX_BYTES = 1 << 20  # of the file
+MAX_FILE_BYTES = 1 << 20
 CONNECT_S = 2.0
 NEXT_ADDRESS_S = 0.25  # as RFC 8305, section 5, recommends
 Family = socket.AddressFamily
@@ -102,8 +102,8 @@ class Discovery:
         self._fleet = fleet
         self._roster = roster
         self._options = options
-        self._file_content: bytes | None = None  # as last read
-        # of tiers whose name has addresses of both families
+        self._last_content: bytes | None = None
+        # The family that counts, by tier, where a name has addresses of both.
         self._families: dict[TierName, Family] = {}
 
     def works(self) -> list[tuple[Callable[[], Coroutine[Any, Any, None]], str]]:
@@ -125,14 +125,14 @@ class Discovery:
         while True:
             try:
                 content = await asyncio.to_thread(read_file, path)
-                if content != self._file_content:
+                if content != self._last_content:
                     self._roster.name(
                         Source.FILE, parse_file(content, self._roster.tiers)
                     )
-                    self._file_content = content
+                    self._last_content = content
                 self._well(FILE, f"{FILE} {path}")
             except DiscoveryError as error:
-                self._file_content = None
+                self._last_content = None
                 self._wrong(FILE, f"{FILE} {path}", error)
             await asyncio.sleep(self._options.interval_s)
 
@@ -208,13 +208,13 @@ def read_file(path: Path) -> bytes:
         if not stat.S_ISREG(path.stat().st_mode):
             raise DiscoveryError("it is not a regular file")
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise DiscoveryError("it is missing") from None
     except OSError as error:
         raise DiscoveryError(f"it cannot be read ({error.strerror})") from None
-    if len(content) > MAX_BYTES:
-        raise DiscoveryError(f"it has more than {MAX_BYTES} bytes")
+    if len(content) > MAX_FILE_BYTES:
+        raise DiscoveryError(f"it has more than {MAX_FILE_BYTES} bytes")
     return content
 
 
@@ -240,18 +240,27 @@ def parse_file(content: bytes, tiers: Sequence[TierName]) -> Members:
                 "it names an unknown tier",
                 f"{name[:100]!r}; allowed: {', '.join(tiers_by_name)}",
             )
-        if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
-            raise DiscoveryError(f"{name} is no list of addresses")
-        for url in urls:
-            fault = wrong_with(url)
-            if fault:
-                raise DiscoveryError(
-                    f"{name} has an address that cannot be used",
-                    f"{shown(url)!r}: {fault}",
-                )
-        members[tiers_by_name[name]] = tuple(urls)
+        members[tiers_by_name[name]] = _checked_urls(name, urls)
     _check_once(members)
     return members
+
+
+def _checked_urls(name: str, urls: object) -> tuple[str, ...]:
+    """Return the addresses of a tier's engines.
+
+    Raises:
+        DiscoveryError: They are no list of addresses that can be used.
+    """
+    if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+        raise DiscoveryError(f"{name} is no list of addresses")
+    for url in urls:
+        fault = wrong_with(url)
+        if fault:
+            raise DiscoveryError(
+                f"{name} has an address that cannot be used",
+                f"{shown(url)!r}: {fault}",
+            )
+    return tuple(urls)
 
 
 def _check_once(members: Members) -> None:

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 ATTEMPTS = 4  # starts with less, one after another
-SHORTEST = 512  # tokens of context that are still of use
-BLOCK = 64  # tokens that contexts are multiples of
-# of the memory that vLLM found free: other engines may be starting too
+SHORTEST_CONTEXT = 512  # tokens that are still of use
+CONTEXT_STEP = 64  # contexts are multiples of so many tokens
+# A KV cache takes at most this share of the memory that vLLM found free: other engines may be starting too.
 FREE_SHARE = 0.5
-SMALLER = 0.85  # of the share of a GPU, after an allocation beside the KV cache failed
+# An engine takes so much of its last share of a GPU, after an allocation beside the KV cache failed.
+NEXT_SHARE = 0.85
+SMALLEST_CACHE_GIB = 0.25
+FREE_GPU_SHARE = 0.99  # taken of the memory that was free
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 # vLLM 0.32's words, with room for other releases'. KV caches too small for one request:
 _TOO_LONG = re.compile(
@@ -90,7 +93,7 @@ def _on_cpu(
     # The plan places KV caches in quarters of a GiB.
     smaller_gib = int(smaller_gib * 4) / 4
     one_request_gib = launch.tier.max_model_len * kv_bytes_per_token() / GIB
-    if smaller_gib < max(one_request_gib, 0.25):
+    if smaller_gib < max(one_request_gib, SMALLEST_CACHE_GIB):
         return _shorter(launch, launch.tier.max_model_len // 2, why)
     placement = replace(launch.placement, kv_cache_gib=smaller_gib)
     env = {name: value for name, value in launch.env.items() if name != KV_SPACE}
@@ -107,10 +110,10 @@ def _on_gpu(launch: EngineLaunch, log: str) -> Smaller | None:
     if free is not None:
         free_gib = float(free[1])
         total_gib = float(free[2])
-        smaller = _thousandths(0.99 * free_gib / total_gib)
+        smaller = _thousandths(FREE_GPU_SHARE * free_gib / total_gib)
         why = f"{free_gib:.1f} of {total_gib:.1f} GiB were free"
     elif _EXHAUSTED.search(log):
-        smaller = _thousandths(fraction * SMALLER)
+        smaller = _thousandths(fraction * NEXT_SHARE)
         why = "it ran out of memory"
     else:
         return None
@@ -130,8 +133,8 @@ def _thousandths(share: float) -> float:
 
 def _shorter(launch: EngineLaunch, longest: int, why: str) -> Smaller | None:
     length_before = launch.tier.max_model_len
-    length = min(longest, length_before - 1) // BLOCK * BLOCK
-    if length < SHORTEST:
+    length = min(longest, length_before - 1) // CONTEXT_STEP * CONTEXT_STEP
+    if length < SHORTEST_CONTEXT:
         return None
     tier = replace(launch.tier, max_model_len=length)
     return Smaller(

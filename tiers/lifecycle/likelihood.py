@@ -46,42 +46,86 @@ async def score_engine(
         NoScoresError: The engine's answers have no log-probabilities.
         ProbeError: The engine did not answer.
     """
-    scored = []
-    for fixed in fixed_texts():
-        token_ids = await _token_ids(probe, model, fixed)
-        logprobs = await probe.prompt_logprobs(model, token_ids, timeout_s)
-        scored.append(
-            ScoredText(name=fixed.name, token_ids=tuple(token_ids), logprobs=logprobs)
+    scored_texts = await _score_texts(probe, model, timeout_s)
+    continuations = []
+    for fixed_text, text in zip(fixed_texts(), scored_texts, strict=True):
+        prompt = text.token_ids
+        # A chat is answered; a plain text is continued from its middle.
+        if not fixed_text.messages:
+            prompt = prompt[: len(prompt) // 2]
+        continuations.append(
+            await _continue(probe, model, prompt, name=text.name, timeout_s=timeout_s)
         )
-    decoded = []
-    prefilled = []
-    decode_s = 0.0
-    for fixed, text in zip(fixed_texts(), scored, strict=True):
-        prompt = (
-            text.token_ids
-            if fixed.messages
-            else text.token_ids[: len(text.token_ids) // 2]
-        )
-        began = time.monotonic()
-        token_ids, logprobs = await probe.continuation(
-            model, prompt, GENERATED_TOKENS, timeout_s
-        )
-        decode_s += time.monotonic() - began
-        decoded.append(
-            ScoredText(
-                name=fixed.name, token_ids=(prompt[-1], *token_ids), logprobs=logprobs
-            )
-        )
-        again = await probe.prompt_logprobs(model, (*prompt, *token_ids), timeout_s)
-        prefilled.append(
-            decoded[-1].model_copy(update={"logprobs": again[-len(token_ids) :]})
-        )
+    decoded = [continuation.decoded for continuation in continuations]
+    prefilled = [continuation.prefilled for continuation in continuations]
+    decode_s = sum(continuation.decode_s for continuation in continuations)
     tokens = sum(len(text.logprobs) for text in decoded)
     return EngineScores(
-        texts=tuple(scored),
+        texts=tuple(scored_texts),
         decode_gap=gap(prefilled, decoded),
         token_ms=decode_s * 1000 / max(tokens, 1),
     )
+
+
+async def _score_texts(
+    probe: EngineProbe, model: str, timeout_s: float
+) -> list[ScoredText]:
+    """Have an engine score each fixed text as a prompt."""
+    scored_texts = []
+    for fixed_text in fixed_texts():
+        token_ids = await _token_ids(probe, model, fixed_text)
+        logprobs = await probe.prompt_logprobs(model, token_ids, timeout_s)
+        scored_texts.append(
+            ScoredText(
+                name=fixed_text.name, token_ids=tuple(token_ids), logprobs=logprobs
+            )
+        )
+    return scored_texts
+
+
+@dataclass(frozen=True, slots=True)
+class _Continuation:
+    """An engine's own greedy tokens after a prompt.
+
+    Attributes:
+        decoded: The tokens, scored while they were decoded.
+        prefilled: The same tokens, scored as a part of a prompt.
+        decode_s: How long they took to decode.
+    """
+
+    decoded: ScoredText
+    prefilled: ScoredText
+    decode_s: float
+
+
+async def _continue(
+    probe: EngineProbe,
+    model: str,
+    prompt: tuple[int, ...],
+    *,
+    name: str,
+    timeout_s: float,
+) -> _Continuation:
+    """Have an engine continue a prompt, and score what it generates a second time.
+
+    Args:
+        probe: The engine.
+        model: Its name for requests.
+        prompt: The prompt's tokens.
+        name: Of the fixed text.
+        timeout_s: Limit of each request, in seconds.
+    """
+    began_at = time.monotonic()
+    token_ids, logprobs = await probe.continuation(
+        model, prompt, GENERATED_TOKENS, timeout_s=timeout_s
+    )
+    decode_s = time.monotonic() - began_at
+    decoded = ScoredText(
+        name=name, token_ids=(prompt[-1], *token_ids), logprobs=logprobs
+    )
+    all_logprobs = await probe.prompt_logprobs(model, (*prompt, *token_ids), timeout_s)
+    prefilled = decoded.model_copy(update={"logprobs": all_logprobs[-len(token_ids) :]})
+    return _Continuation(decoded, prefilled, decode_s=decode_s)
 
 
 async def _token_ids(probe: EngineProbe, model: str, fixed: FixedText) -> Sequence[int]:

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 GUARD = Path(__file__).with_name("guard.py")
 LAST_LINES = 15
 SIGNALLED = 128  # above it a shell tells of a signal, as our guard does
-LOG_LINES = 200  # of an engine that has ended, in which the cause is looked for
+LOG_LINES = 200  # searched for the cause when an engine has ended
+# An engine chooses its kernels while it loads: so much of its log, from the start, is searched for them.
+START_BYTES = 4 << 20
 # The end of a traceback, also behind vLLM's prefix; not that of a process that only waited for the one that failed.
 CAUSE = re.compile(
     r"^(?:\(\w+ pid=\d+\) ERROR \S+ \S+ \[\S+\] )?((?:\w+\.)*\w+(?:Error|Exception): (?!.*root cause).+)"
 )
-SELECTED = re.compile(
-    r"(?:Selected|Using) (\w+LinearKernel) for (\w+)"
-)  # vLLM's words for the kernel of a kind of layers
+# vLLM's words for the kernel of a kind of layers.
+SELECTED = re.compile(r"(?:Selected|Using) (\w+LinearKernel) for (\w+)")
 
 
 @dataclass(slots=True)
@@ -133,10 +134,12 @@ def end_of(log: Path, where: str = "", status: int | None = None) -> str:
 
 def selected_kernels(log: Path) -> tuple[str, ...]:
     """Return the names of the kernels of linear layers that vLLM has chosen, each once; empty if its log names none."""
-    with contextlib.suppress(OSError):
-        text = log.read_text("utf-8", errors="replace")
-        return tuple(dict.fromkeys(kernel for kernel, _ in SELECTED.findall(text)))
-    return ()
+    try:
+        with log.open("rb") as file:
+            start = file.read(START_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(kernel for kernel, _ in SELECTED.findall(start)))
 
 
 def _last_lines(path: Path, count: int) -> str:

@@ -134,7 +134,7 @@ class Readiness:
     async def _announce_slow_warm_up(self, engine: Engine) -> None:
         """Say why an engine is still warming, if that takes long."""
         await asyncio.sleep(SLOW_WARM_UP_S)
-        kernels = self._kernels_of(engine)
+        kernels = await self._kernels_of(engine)
         detail = f"its warm-up takes longer than {SLOW_WARM_UP_S:g} s{kernels}"
         self._changes.mark(engine, ReplicaStatus.WARMING, detail)
 
@@ -148,7 +148,7 @@ class Readiness:
             engine.compared_with = None
             engine.slow = None
         if engine.scores is not None:
-            self.compare_with_highest(engine)
+            await self.compare_with_highest(engine)
             await canary.check_scores(engine.scores, replica.spec, replica.url)
         profiled = self._fleet.speeds.get(replica.spec.name)
         if (
@@ -178,7 +178,7 @@ class Readiness:
             )
             return None
 
-    def compare_with_highest(self, engine: Engine) -> None:
+    async def compare_with_highest(self, engine: Engine) -> None:
         """Compare an engine with the one of tier precise that was ready last, once with each.
 
         Raises:
@@ -199,19 +199,23 @@ class Readiness:
         canary.check_loss(engine.scores, highest, replica.spec, replica.url)
         slowdown = engine.scores.token_ms / max(highest.token_ms, MIN_TOKEN_MS)
         if slowdown >= MUCH_SLOWER:
-            engine.slow = (
+            slow = (
                 f"{slowdown:.0f} times slower a token than tier precise ({engine.scores.token_ms:.0f} instead of "
-                f"{highest.token_ms:.0f} ms){self._kernels_of(engine)}"
+                f"{highest.token_ms:.0f} ms)"
             )
+            engine.slow = slow + await self._kernels_of(engine)
             if replica.state.status is ReplicaStatus.READY:
                 self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
 
-    def _kernels_of(self, engine: Engine) -> str:
+    async def _kernels_of(self, engine: Engine) -> str:
         """Return which kernels an engine that was started here has chosen, as its log says, for a sentence's end."""
         if engine.process is None:
             return ""
-        kernels = selected_kernels(self._options.log_path(engine.replica.id))
-        return f": its layers are computed by {', '.join(kernels)}" if kernels else ""
+        log_path = self._options.log_path(engine.replica.id)
+        kernels = await asyncio.to_thread(selected_kernels, log_path)
+        if not kernels:
+            return ""
+        return f": its layers are computed by {', '.join(kernels)}"
 
     def note_adapters(self, replica: Replica, adapters: Sequence[str]) -> None:
         """Note which adapters an engine offers."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 RETRY_S = 1.0  # What could not be added or removed at once is tried again after this.
-# addresses by tier; a tier without any is awaited
+# Addresses by tier. A tier without any is awaited.
 Members = dict["TierName", tuple[str, ...]]
 
 
@@ -38,7 +38,8 @@ class Source(StrEnum):
     DNS = "dns"
 
 
-Key = tuple[Source, str]  # of DNS there is one for each name
+# A source has one key; DNS has one for each name.
+Key = tuple[Source, str]
 
 
 @dataclass(frozen=True, slots=True)

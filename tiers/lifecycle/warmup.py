@@ -25,7 +25,8 @@ _SHORT = "Water boils at"
 _LONG_TOKENS = 256
 _SHORT_ANSWER = 6
 REPEATED_WORDS = 5
-MEASURED_TOKENS = _SHORT_ANSWER + 1  # that ``measure_speed`` has an engine generate
+# ``measure_speed`` has an engine generate so many.
+MEASURED_TOKENS = _SHORT_ANSWER + 1
 # Digits, white space, scripts and accents, which tokenizers of one family split differently.
 _TOKENIZER_TEXT = (
     "In 1984 x_1 += 3.50;\t\u00e9tude \u4f60\u597d \U0001f600\n\n  indented 12345"

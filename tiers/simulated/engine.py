@@ -26,7 +26,7 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from tiers.simulated.gpu import BLOCK, HARDWARE, Hardware, Job, Scheduler
+from tiers.simulated.gpu import BLOCK, HARDWARE, GpuStep, Hardware, Job, Scheduler
 from tiers.simulated.surface import Surface
 
 if TYPE_CHECKING:
@@ -40,20 +40,25 @@ TEXT = (
     "length, so that the router has engines to choose from and the page has something to show. With real engines, the "
     "answer to your prompt stands here."
 )
-PIECES = (
-    *(f" {word}" if number else word for number, word in enumerate(TEXT.split())),
-    "\n\n",
-)
-PIECE = 1000  # id of the first piece
+WORDS = TEXT.split()
+# The text's tokens; after the last one it begins again.
+PIECES = (WORDS[0], *(f" {word}" for word in WORDS[1:]), "\n\n")
+FIRST_PIECE_ID = 1000
 TEMPLATE_TOKENS = 6
-# of answers that end by themselves: median, sigma of its logarithm
-USUAL_TOKENS, SPREAD, MOST_TOKENS = 110, 0.6, 400
-# by which the simulated clock may lag before the time is given up, and told as lost
+CHARS_A_TOKEN = 4
+MAX_MODEL_LEN = 8192
+COMPLETION_TOKENS = 16  # where a request names no limit, as in vLLM
+# The lengths of answers that end by themselves are log-normally distributed.
+MEDIAN_TOKENS = 110
+SPREAD = 0.6  # standard deviation of the logarithm
+MOST_TOKENS = 400
+CACHED_EVENTS = 4096
+# If the simulated clock lags by more, the time is given up, and told as lost.
 BEHIND_S = 0.05
 
 
 @dataclass(slots=True)
-class Work:
+class GpuWork:
     """What the GPU did since the start. Times in seconds of the GPU's own clock.
 
     Attributes:
@@ -79,11 +84,12 @@ class SimulatedEngine(Surface):
         stream_interval: int = 16,
     ) -> None:
         super().__init__(MODEL)
-        self._slower, self._interval = slower, stream_interval
+        self._slower = slower
+        self._stream_interval = stream_interval
         self._scheduler = Scheduler(hardware, max_num_seqs)
         self._loop: asyncio.Task[None] | None = None
-        self._delta = lru_cache(4096)(self._make_delta)
-        self.work = Work()
+        self._delta = lru_cache(CACHED_EVENTS)(self._make_delta)
+        self.work = GpuWork()
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -101,13 +107,12 @@ class SimulatedEngine(Surface):
 
     async def _simulation(self, _request: Request) -> Response:
         scheduler = self._scheduler
-        return JSONResponse(
-            asdict(self.work)
-            | {"running": len(scheduler.running), "waiting": len(scheduler.waiting)}
-        )
+        queue = {"running": len(scheduler.running), "waiting": len(scheduler.waiting)}
+        return JSONResponse(asdict(self.work) | queue)
 
     async def _metrics(self, _request: Request) -> Response:
-        scheduler, label = self._scheduler, f'{{engine="0",model_name="{MODEL}"}}'
+        scheduler = self._scheduler
+        labels = f'{{engine="0",model_name="{MODEL}"}}'
         figures = {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting),
@@ -115,21 +120,26 @@ class SimulatedEngine(Surface):
             "prompt_tokens_total": self.work.prompt_tokens,
             "generation_tokens_total": self.work.output_tokens,
         }
-        page = "".join(
-            f"vllm:{name}{label} {float(figure)}\n" for name, figure in figures.items()
+        lines = [
+            f"vllm:{name}{labels} {float(figure)}\n" for name, figure in figures.items()
+        ]
+        kv_tokens = scheduler.blocks * BLOCK
+        lines.append(
+            f'vllm:cache_config_info{{kv_cache_size_tokens="{kv_tokens}"}} 1.0\n'
         )
-        size = f'vllm:cache_config_info{{kv_cache_size_tokens="{scheduler.blocks * BLOCK}"}} 1.0\n'
-        return PlainTextResponse(page + size)
+        return PlainTextResponse("".join(lines))
 
     async def _models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(MODEL, 8192)]})
+        return JSONResponse(
+            {"object": "list", "data": [self._card(MODEL, MAX_MODEL_LEN)]}
+        )
 
     async def _tokenize(self, request: Request) -> Response:
         tokens = list(range(_prompt_tokens(await request.json())))
         return JSONResponse(
             {
                 "count": len(tokens),
-                "max_model_len": 8192,
+                "max_model_len": MAX_MODEL_LEN,
                 "tokens": tokens,
                 "token_strs": None,
             }
@@ -138,27 +148,28 @@ class SimulatedEngine(Surface):
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         chat = request.url.path.endswith("/chat/completions")
-        tokens, usual = (
-            int(body.get("max_tokens") or (MOST_TOKENS if chat else 16)),
-            _usual_tokens(body),
+        usual_limit = MOST_TOKENS if chat else COMPLETION_TOKENS
+        max_tokens = int(body.get("max_tokens") or usual_limit)
+        usual_tokens = _usual_tokens(body)
+        is_cut_off = bool(body.get("ignore_eos")) or max_tokens <= usual_tokens
+        job = Job(
+            prompt_tokens=max(_prompt_tokens(body), 1),
+            tokens=max_tokens if is_cut_off else usual_tokens,
         )
-        reason = "length" if body.get("ignore_eos") or tokens <= usual else "stop"
-        job = Job(max(_prompt_tokens(body), 1), tokens if reason == "length" else usual)
-        self._scheduler.waiting.append(job)
-        if self._loop is None or self._loop.done():
-            self._loop = asyncio.create_task(self._run_steps())
+        finish_reason = "length" if is_cut_off else "stop"
+        self._compute(job)
         if body.get("stream"):
-            events = self._tokens(
-                job, reason, chat=chat, ids=bool(body.get("return_token_ids"))
-            )
+            with_ids = bool(body.get("return_token_ids"))
+            events = self._tokens(job, finish_reason, chat=chat, with_ids=with_ids)
             return StreamingResponse(
                 events, media_type="text/event-stream; charset=utf-8"
             )
         return await self._unless_disconnected(
-            request, self._answer(job, reason, chat=chat)
+            request, self._answer(job, finish_reason, chat=chat)
         )
 
-    async def _answer(self, job: Job, reason: str, *, chat: bool) -> Response:
+    async def _answer(self, job: Job, finish_reason: str, *, chat: bool) -> Response:
+        """Return the whole answer of a job once it is computed."""
         try:
             while job.produced < job.tokens:
                 await job.ready.wait()
@@ -166,108 +177,126 @@ class SimulatedEngine(Surface):
         finally:
             job.gone = True
         text = _text(0, job.tokens)
-        part = (
-            {"message": {"role": "assistant", "content": text}}
-            if chat
-            else {"text": text}
-        )
-        choice = {"index": 0, **part, "finish_reason": reason}
-        kind = "chat.completion" if chat else "text_completion"
+        choice: dict[str, Any] = {"index": 0}
+        if chat:
+            kind = "chat.completion"
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            kind = "text_completion"
+            choice["text"] = text
+        choice["finish_reason"] = finish_reason
         return JSONResponse(
             self._fields({"choices": [choice], "usage": _counts(job)}, kind)
         )
 
     async def _tokens(
-        self, job: Job, reason: str, *, chat: bool, ids: bool
+        self, job: Job, finish_reason: str, *, chat: bool, with_ids: bool
     ) -> AsyncIterator[bytes]:
+        """Yield the events of a job's answer as its tokens are computed."""
         sent = 0
         try:
             while sent < job.tokens:
                 await job.ready.wait()
                 job.ready.clear()
-                if (made := job.produced) > sent:
-                    opening = self._chunk(
-                        {"role": "assistant", "content": ""}, None, chat=True
-                    )
-                    first = opening if chat and not sent else b""
-                    yield first + self._delta(
-                        sent % len(PIECES), made - sent, chat, ids
-                    )
-                    sent = made
-            ending = self._chunk({"content": ""}, reason, chat=chat)
-            yield (
-                ending
-                + self._event({"choices": [], "usage": _counts(job)}, chat=chat)
-                + b"data: [DONE]\n\n"
-            )
+                produced = job.produced
+                if produced == sent:
+                    continue
+                events = self._delta(
+                    sent % len(PIECES), produced - sent, chat=chat, with_ids=with_ids
+                )
+                if chat and not sent:
+                    opening = {"role": "assistant", "content": ""}
+                    events = self._chunk(opening, None, chat=True) + events
+                yield events
+                sent = produced
+            ending = self._chunk({"content": ""}, finish_reason, chat=chat)
+            usage = self._event({"choices": [], "usage": _counts(job)}, chat=chat)
+            yield ending + usage + b"data: [DONE]\n\n"
         finally:
             job.gone = True
 
-    def _make_delta(self, start: int, tokens: int, chat: bool, ids: bool) -> bytes:  # noqa: FBT001  the cache's key
-        told = [PIECE + number % len(PIECES) for number in range(start, start + tokens)]
-        return self._chunk(
-            {"content": _text(start, tokens)},
-            None,
-            chat=chat,
-            ids=told if ids else None,
-        )
+    def _make_delta(
+        self, start: int, tokens: int, *, chat: bool, with_ids: bool
+    ) -> bytes:
+        """Return the event of some tokens, the first of which is a given piece."""
+        ids = None
+        if with_ids:
+            places = range(start, start + tokens)
+            ids = [FIRST_PIECE_ID + place % len(PIECES) for place in places]
+        content = {"content": _text(start, tokens)}
+        return self._chunk(content, None, chat=chat, ids=ids)
+
+    def _compute(self, job: Job) -> None:
+        """Queue a job, and have the GPU work if it does not."""
+        self._scheduler.waiting.append(job)
+        if self._loop is None or self._loop.done():
+            self._loop = asyncio.create_task(self._run_steps())
 
     async def _run_steps(self) -> None:
-        scheduler, work, now = self._scheduler, self.work, time.monotonic()
-        while step := scheduler.next_step():
-            late = time.monotonic() - now - BEHIND_S
-            if late > 0:
-                now += late
-                work.lost_s += late
-            now += step.duration_s * self._slower
-            await asyncio.sleep(max(now - time.monotonic(), 0))
-            before = [job.produced for job, _ in step.parts]
-            scheduler.finish(step)
-            for (job, _), produced in zip(step.parts, before, strict=True):
-                if job.produced > produced:
-                    work.output_tokens += 1
-                    if (
-                        job.produced == 1
-                        or job.produced % self._interval == 0
-                        or job.produced >= job.tokens
-                    ):
-                        job.ready.set()
-            work.busy_s += step.duration_s
-            work.steps += 1
-            work.prompt_tokens += sum(tokens for _, tokens in step.parts)
-            work.preempted = scheduler.preemptions
+        """Compute step after step at the GPU's pace, until there is nothing to compute."""
+        step_ends_at = time.monotonic()
+        while step := self._scheduler.next_step():
+            lag_s = time.monotonic() - step_ends_at - BEHIND_S
+            if lag_s > 0:
+                step_ends_at += lag_s
+                self.work.lost_s += lag_s
+            step_ends_at += step.duration_s * self._slower
+            await asyncio.sleep(max(step_ends_at - time.monotonic(), 0))
+            self._finish(step)
+
+    def _finish(self, step: GpuStep) -> None:
+        """Count what a step has computed, and wake the answers that have an event to send."""
+        work = self.work
+        produced_before = [job.produced for job, _ in step.parts]
+        self._scheduler.finish(step)
+        for (job, _), before in zip(step.parts, produced_before, strict=True):
+            if job.produced > before:
+                work.output_tokens += 1
+                if self._has_event(job):
+                    job.ready.set()
+        work.busy_s += step.duration_s
+        work.steps += 1
+        work.prompt_tokens += sum(tokens for _, tokens in step.parts)
+        work.preempted = self._scheduler.preemptions
+
+    def _has_event(self, job: Job) -> bool:
+        """Tell whether a job's last token ends an event: it is the first, the last, or completes an interval."""
+        return (
+            job.produced == 1
+            or job.produced % self._stream_interval == 0
+            or job.produced >= job.tokens
+        )
 
 
 def _prompt_tokens(body: dict[str, Any]) -> int:
     """Estimate the tokens of a prompt, of a chat, or count those given as ids."""
-    if isinstance(prompt := body.get("prompt"), list):
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
         return len(prompt)
     if "messages" not in body:
-        return len(prompt or "") // 4
-    return (
-        len(" ".join(str(message["content"]) for message in body["messages"])) // 4
-        + TEMPLATE_TOKENS
-    )
+        return len(prompt or "") // CHARS_A_TOKEN
+    conversation = " ".join(str(message["content"]) for message in body["messages"])
+    return len(conversation) // CHARS_A_TOKEN + TEMPLATE_TOKENS
 
 
 def _usual_tokens(body: dict[str, Any]) -> int:
     """Return the length of an answer that ends by itself: as varied as answers are, the same for the same prompt."""
     chance = random.Random(str(body.get("messages", body.get("prompt"))))  # noqa: S311  no secret
-    return min(int(chance.lognormvariate(0, SPREAD) * USUAL_TOKENS) + 1, MOST_TOKENS)
+    tokens = int(chance.lognormvariate(0, SPREAD) * MEDIAN_TOKENS) + 1
+    return min(tokens, MOST_TOKENS)
 
 
 def _text(start: int, tokens: int) -> str:
-    return "".join(
-        PIECES[number % len(PIECES)] for number in range(start, start + tokens)
-    )
+    """Return the text of some tokens, the first of which is a given piece."""
+    places = range(start, start + tokens)
+    return "".join(PIECES[place % len(PIECES)] for place in places)
 
 
 def _counts(job: Job) -> dict[str, int]:
-    total = job.prompt_tokens + job.produced
     return {
         "prompt_tokens": job.prompt_tokens,
         "completion_tokens": job.produced,
-        "total_tokens": total,
+        "total_tokens": job.prompt_tokens + job.produced,
     }
 
 
@@ -284,9 +313,9 @@ def main() -> None:
     options = parser.parse_args()
     engine = SimulatedEngine(
         HARDWARE[options.precision],
-        options.slower,
-        options.max_num_seqs,
-        options.stream_interval,
+        slower=options.slower,
+        max_num_seqs=options.max_num_seqs,
+        stream_interval=options.stream_interval,
     )
     uvicorn.run(
         engine.app,

@@ -22,7 +22,7 @@ from tiers.spec import PRECISIONS, TierName
 if TYPE_CHECKING:
     from tiers.sizing.hardware import GpuKind
 
-BLOCK = 16
+BLOCK = 16  # tokens
 LLAMA_8B = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -48,12 +48,13 @@ def hardware(
     tier: TierName, model: Architecture, gpu: GpuKind, gpus: int = 1
 ) -> Hardware:
     """Return what an engine of a tier runs on."""
-    weights = model.weight_bytes(BYTES_PER_WEIGHT[PRECISIONS[tier]])
-    free = (
-        gpus * (gpu.memory_bytes * (1 - GPU_RESERVE) - GPU_OVERHEAD_GIB * GIB) - weights
-    )
-    kv_tokens = int(free // (model.kv_bytes_per_token() * BLOCK)) * BLOCK
-    return Hardware(Roofline(model, gpu, PRECISIONS[tier], gpus), kv_tokens)
+    precision = PRECISIONS[tier]
+    weight_bytes = model.weight_bytes(BYTES_PER_WEIGHT[precision])
+    usable_bytes = gpu.memory_bytes * (1 - GPU_RESERVE) - GPU_OVERHEAD_GIB * GIB
+    kv_cache_bytes = gpus * usable_bytes - weight_bytes
+    block_bytes = model.kv_bytes_per_token() * BLOCK
+    kv_tokens = int(kv_cache_bytes // block_bytes) * BLOCK
+    return Hardware(Roofline(model, gpu, precision, gpus=gpus), kv_tokens)
 
 
 HARDWARE = {
@@ -71,7 +72,8 @@ class Job:
         tokens: Of the answer, at least one.
         produced: Tokens so far.
         computed: Tokens in the KV cache.
-        blocks: Of it.
+        blocks: Blocks of the KV cache that it holds.
+        preempted: How often it was preempted.
         ready: Set when there is something to send.
         gone: The client has left.
     """
@@ -87,7 +89,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GpuStep:
     """One step: each job with the tokens that are computed for it, and its time on the GPU."""
 
     parts: tuple[tuple[Job, int], ...]
@@ -100,39 +102,24 @@ class Scheduler:
     def __init__(
         self, hardware: Hardware, max_num_seqs: int = 256, kv_tokens: int | None = None
     ) -> None:
-        self._hardware, self._max_num_seqs = hardware, max_num_seqs
-        self.blocks = (hardware.kv_tokens if kv_tokens is None else kv_tokens) // BLOCK
+        if kv_tokens is None:
+            kv_tokens = hardware.kv_tokens
+        self._hardware = hardware
+        self._max_num_seqs = max_num_seqs
+        self.blocks = kv_tokens // BLOCK
         self.free = self.blocks
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.preemptions = 0
 
-    def next_step(self) -> Step | None:
+    def next_step(self) -> GpuStep | None:
         """Take blocks for the next step, and return it; None: there is nothing to compute."""
-        self._drop()
-        parts, budget, preempted, at = [], PREFILL_CHUNK_TOKENS, self.preemptions, 0
-        while at < len(self.running) and budget > 0:
-            job = self.running[at]
-            tokens = min(job.prompt_tokens + job.produced - job.computed, budget)
-            while at < len(self.running) and not self._holds(job, tokens):
-                self._preempt(self.running[-1])
-            if at < len(self.running):
-                parts.append((job, tokens))
-                budget -= tokens
-            at += 1
-        while (
-            self.waiting
-            and len(self.running) < self._max_num_seqs
-            and budget > 0
-            and preempted == self.preemptions
-        ):
-            job = self.waiting[0]
-            tokens = min(job.prompt_tokens + job.produced, budget)
-            if not self._holds(job, tokens):
-                break
-            self.running.append(self.waiting.popleft())
-            parts.append((job, tokens))
-            budget -= tokens
+        self._drop_ended()
+        preemptions_before = self.preemptions
+        parts = self._continue_running()
+        # After a preemption vLLM takes up no waiting sequence in the same step.
+        if self.preemptions == preemptions_before:
+            self._take_up_waiting(parts)
         if not parts:
             return None
         sampled = sum(
@@ -140,46 +127,71 @@ class Scheduler:
             for job, tokens in parts
         )
         context = sum(job.computed for job, _ in parts)
-        return Step(
-            tuple(parts),
-            self._hardware.speed.mixed_ms(
-                PREFILL_CHUNK_TOKENS - budget, sampled, context
-            )
-            / 1000,
-        )
+        duration_ms = self._hardware.speed.mixed_ms(_tokens_of(parts), sampled, context)
+        return GpuStep(tuple(parts), duration_ms / 1000)
 
-    def finish(self, step: Step) -> None:
+    def _continue_running(self) -> list[tuple[Job, int]]:
+        """Return the running jobs with the tokens that the next step computes for each."""
+        parts: list[tuple[Job, int]] = []
+        budget = PREFILL_CHUNK_TOKENS
+        position = 0
+        while position < len(self.running) and budget > 0:
+            job = self.running[position]
+            tokens = min(job.prompt_tokens + job.produced - job.computed, budget)
+            # Without free blocks the youngest jobs give up theirs, at last this one itself.
+            while position < len(self.running) and not self._holds(job, tokens):
+                self._preempt(self.running[-1])
+            if position < len(self.running):
+                parts.append((job, tokens))
+                budget -= tokens
+            position += 1
+        return parts
+
+    def _take_up_waiting(self, parts: list[tuple[Job, int]]) -> None:
+        """Add waiting jobs to a step, in order, while there are tokens, sequences and blocks left."""
+        budget = PREFILL_CHUNK_TOKENS - _tokens_of(parts)
+        while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
+            job = self.waiting[0]
+            tokens = min(job.prompt_tokens + job.produced, budget)
+            if not self._holds(job, tokens):
+                return
+            self.running.append(self.waiting.popleft())
+            parts.append((job, tokens))
+            budget -= tokens
+
+    def finish(self, step: GpuStep) -> None:
         """Note what a step has computed; sequences that are complete leave."""
         for job, tokens in step.parts:
             job.computed += tokens
             if job.computed == job.prompt_tokens + job.produced:
                 job.produced += 1
-        self._drop()
+        self._drop_ended()
 
-    def _drop(self) -> None:
+    def _drop_ended(self) -> None:
         """Free the blocks of complete answers, and of clients that have left."""
-        left = [job for job in self.running if job.gone or job.produced >= job.tokens]
-        if left:
+        running = self.running
+        ended = [job for job in running if job.gone or job.produced >= job.tokens]
+        if ended:
             self.running = [
-                job
-                for job in self.running
-                if not job.gone and job.produced < job.tokens
+                job for job in running if not job.gone and job.produced < job.tokens
             ]
-            for job in left:
+            for job in ended:
                 self._free(job)
         while self.waiting and self.waiting[0].gone:
             self.waiting.popleft()
 
     def _holds(self, job: Job, tokens: int) -> bool:
         """Take the blocks that a job needs for more tokens, if there are so many."""
-        needed = -(-(job.computed + tokens) // BLOCK) - job.blocks
-        if needed > self.free:
+        blocks = -(-(job.computed + tokens) // BLOCK)  # rounded up
+        more_blocks = blocks - job.blocks
+        if more_blocks > self.free:
             return False
-        job.blocks += needed
-        self.free -= needed
+        job.blocks += more_blocks
+        self.free -= more_blocks
         return True
 
     def _preempt(self, job: Job) -> None:
+        """Take a job's blocks from it, and have it computed again as soon as there is room."""
         self.running.remove(job)
         self._free(job)
         job.computed = 0
@@ -192,6 +204,10 @@ class Scheduler:
         job.blocks = 0
 
 
+def _tokens_of(parts: list[tuple[Job, int]]) -> int:
+    return sum(tokens for _, tokens in parts)
+
+
 def offline(
     hardware: Hardware,
     prompt_tokens: int,
@@ -200,9 +216,10 @@ def offline(
     max_num_seqs: int = 1024,
 ) -> float:
     """Return the output tokens a second of an engine that is given all requests at once."""
-    scheduler, took = Scheduler(hardware, max_num_seqs), 0.0
+    scheduler = Scheduler(hardware, max_num_seqs)
     scheduler.waiting.extend(Job(prompt_tokens, tokens) for _ in range(requests))
+    duration_s = 0.0
     while step := scheduler.next_step():
-        took += step.duration_s
+        duration_s += step.duration_s
         scheduler.finish(step)
-    return requests * tokens / took
+    return requests * tokens / duration_s

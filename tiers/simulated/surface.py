@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 
+POLL_S = 0.02
+CLIENT_CLOSED_REQUEST = 499
+
+
 class Surface:
     """Makes events and bodies with their members in vLLM's order."""
 
@@ -25,12 +29,14 @@ class Surface:
         self, request: Request, work: Coroutine[Any, Any, Response]
     ) -> Response:
         """Abort, as vLLM does, when the client goes away before the whole answer is there."""
-        working = asyncio.create_task(work)
-        while not working.done():
+        task = asyncio.create_task(work)
+        while not task.done():
             if await request.is_disconnected():
-                working.cancel()
-            await asyncio.wait({working}, timeout=0.02)
-        return Response(status_code=499) if working.cancelled() else working.result()
+                task.cancel()
+            await asyncio.wait({task}, timeout=POLL_S)
+        if task.cancelled():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return task.result()
 
     def _card(self, root: str, max_model_len: int) -> dict[str, Any]:
         return {
@@ -54,28 +60,23 @@ class Surface:
         **more: Any,
     ) -> bytes:
         """Return a chunk, with members that vLLM writes even where they are null."""
-        stopped = {"stop_reason": stop_reason}
+        choice: dict[str, Any] = {"index": 0}
         if chat:
-            first = {
-                "index": 0,
-                "delta": delta,
-                "logprobs": logprobs,
-                "finish_reason": reason,
-            }
-            choice = (
-                first
-                if "role" in delta
-                else {**first, **(stopped if reason else {}), "token_ids": ids}
-            )
+            choice |= {"delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            is_opening = "role" in delta
+            if reason and not is_opening:
+                choice["stop_reason"] = stop_reason
+            if not is_opening:
+                choice["token_ids"] = ids
         else:
-            first = {
-                "index": 0,
+            choice |= {
                 "text": delta["content"],
                 "logprobs": None,
                 "finish_reason": reason,
-                **stopped,
+                "stop_reason": stop_reason,
+                "prompt_token_ids": prompt,
+                "token_ids": ids,
             }
-            choice = {**first, "prompt_token_ids": prompt, "token_ids": ids}
         return self._event({"choices": [choice], **more}, chat=chat)
 
     def _fields(self, fields: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -88,8 +89,8 @@ class Surface:
         }
 
     def _event(self, fields: dict[str, Any], *, chat: bool) -> bytes:
-        whole = self._fields(
-            fields, "chat.completion.chunk" if chat else "text_completion"
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        text = json.dumps(
+            self._fields(fields, kind), separators=(",", ":"), ensure_ascii=False
         )
-        text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False)
         return b"data: " + text.encode("utf-8", "surrogatepass") + b"\n\n"

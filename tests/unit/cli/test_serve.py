@@ -20,10 +20,10 @@ from router.section import SettingsError
 from tests.conftest import RedisServer
 from tests.fakes import quantizer as fake_quantizer
 from tests.unit.cli.stub_router import qarr
-from tests.unit.tiers.made_models import model
+from tests.unit.made_checkpoints import model
 from tiers.errors import TierError
 from tiers.fleet import Fleet
-from tiers.plan import GIB
+from tiers.plan import GIB, EngineShare, MemoryPlan
 from tiers.preparing import ENGINE_START_S
 from tiers.spec import STANDARD_TIERS, EnginePlacement, TierName, TierSpec
 

@@ -11,7 +11,7 @@ import pytest
 from router.deployment.layout import make_deployment, speed_machine
 from router.section import SettingsError
 from router.settings import load_settings
-from tests.unit.deployment.test_layout import made, settings
+from tests.unit.deployment.made_fleet import made, settings
 from tiers.errors import PlanError
 from tiers.lifecycle.command import LOAD_AT_RUN_TIME, engine_argv, engine_environment
 from tiers.spec import STANDARD_TIERS, EngineLaunch, TierName
@@ -47,7 +47,8 @@ def given(launch: EngineLaunch, name: str) -> list[str]:
 
 def test_engines_load_the_adapters_named_for_their_tier(tmp_path: Path) -> None:
     """With the rank that the largest one needs, as vLLM counts ranks, and space for all in one batch."""
-    one, two = adapter(tmp_path / "one", 4), adapter(tmp_path / "two", 20)
+    one = adapter(tmp_path / "one", 4)
+    two = adapter(tmp_path / "two", 20)
     lora = {"adapters": {"b": {"path": two}, "a": {"path": one, "tiers": ["fast"]}}}
     found = launches(tmp_path / "made", lora)
     assert [found[tier].tier.adapters for tier in STANDARD_TIERS] == [
@@ -57,20 +58,16 @@ def test_engines_load_the_adapters_named_for_their_tier(tmp_path: Path) -> None:
     ]
     loaded = [json.loads(value) for value in given(found[FAST], "--lora-modules")]
     assert loaded == [{"name": "a", "path": one}, {"name": "b", "path": two}]
-    assert (
-        given(found[FAST], "--max-loras"),
-        given(found[FAST], "--max-lora-rank"),
-    ) == (["2"], ["32"])
+    assert given(found[FAST], "--max-loras") == ["2"]
+    assert given(found[FAST], "--max-lora-rank") == ["32"]
     assert LOAD_AT_RUN_TIME not in engine_environment(found[FAST], {})
     assert "LoRA" in speed_machine(settings(lora=lora))
 
 
 def test_engines_are_prepared_for_more_at_run_time(tmp_path: Path) -> None:
     found = launches(tmp_path, {"at_run_time": True, "max_rank": 64})[PRECISE]
-    assert (given(found, "--max-lora-rank"), given(found, "--lora-modules")) == (
-        ["64"],
-        [],
-    )
+    assert given(found, "--max-lora-rank") == ["64"]
+    assert given(found, "--lora-modules") == []
     assert engine_environment(found, {})[LOAD_AT_RUN_TIME] == "1"
 
 

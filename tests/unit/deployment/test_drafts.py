@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from router.deployment.layout import check_draft, make_deployment, speed_machine
+from router.deployment.drafts import check_draft
+from router.deployment.layout import make_deployment, speed_machine
 from router.settings import load_settings
-from tests.unit.deployment.test_layout import made, settings
+from tests.unit.deployment.made_fleet import made, settings
 from tiers.errors import CheckpointError, PlanError, TokenizerMismatchError
 from tiers.spec import NGRAM, STANDARD_TIERS, Draft, TierName, TierSpec
 
@@ -74,7 +75,8 @@ def test_a_draft_is_of_a_lower_precision(tmp_path: Path, tier: str) -> None:
 def test_a_draft_that_is_no_model_folder_is_refused(tmp_path: Path) -> None:
     """By its setting or its folder, whatever it lacks."""
     prepared = tuple(made(tmp_path).values())
-    empty, half = tmp_path / "empty", made(tmp_path / "half")[FAST].path
+    empty = tmp_path / "empty"
+    half = made(tmp_path / "half")[FAST].path
     empty.mkdir()
     (half / "config.json").unlink()
     for folder, said in (
@@ -91,7 +93,8 @@ def test_a_draft_that_is_no_model_folder_is_refused(tmp_path: Path) -> None:
 def test_a_draft_with_another_vocabulary_is_refused_with_both_digests(
     tmp_path: Path, part: str
 ) -> None:
-    own, other = made(tmp_path)[PRECISE].path, made(tmp_path / "other")[FAST].path
+    own = made(tmp_path)[PRECISE].path
+    other = made(tmp_path / "other")[FAST].path
     if part == "tokenizer":
         definition = json.loads((other / "tokenizer.json").read_text())
         definition["model"]["vocab"]["c"] = 2
@@ -107,7 +110,16 @@ def test_a_draft_with_another_vocabulary_is_refused_with_both_digests(
             settings(tiers={"precise": {"draft": str(other)}}),
             tuple(made(tmp_path / "b").values()),
         )
-    check_draft(TierSpec(PRECISE, 1, 1, 1, checkpoint=own, draft=Draft(NGRAM, 4)))
+    check_draft(
+        TierSpec(
+            PRECISE,
+            max_model_len=1,
+            max_num_seqs=1,
+            max_in_flight=1,
+            checkpoint=own,
+            draft=Draft(NGRAM, 4),
+        )
+    )
 
 
 def test_speeds_belong_to_how_engines_run_too() -> None:

@@ -23,18 +23,17 @@ from router.deployment.layout import (
 )
 from router.deployment.options import supervisor_options
 from router.section import SettingsError
-from router.settings import Settings, load_settings
-from tests.unit.cli.sealed_checkpoint import make_checkpoint
+from router.settings import load_settings
+from tests.unit.deployment.made_fleet import made, settings
 from tests.unit.made_configs import model_folder, tier_folder
-from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from tiers.errors import CheckpointError, EngineError, PlanError
 from tiers.lifecycle.command import engine_environment
-from tiers.spec import STANDARD_TIERS, UNKNOWN, TierName
+from tiers.spec import STANDARD_TIERS, UNKNOWN
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 URL = "http://10.0.0.5:8000"
 
-# Of a template that shows no family.
+# The arguments for a template that shows no family.
 HERMES = (
     "--enable-auto-tool-choice",
     "--tool-call-parser",
@@ -42,30 +41,6 @@ HERMES = (
     "--tool-strict-level",
     "parameter",
 )
-
-
-def settings(**overrides: Any) -> Settings:
-    return load_settings(
-        None, {"engine": {"python": Path(sys.executable)}, **overrides}
-    )
-
-
-def made(tmp_path: Path) -> dict[TierName, Checkpoint]:
-    """Make a small checkpoint for each tier, with a tokenizer of two words."""
-    found = {
-        tier: read_checkpoint(tier, make_checkpoint(tmp_path / f"made-{tier}", tier))
-        for tier in STANDARD_TIERS
-    }
-    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
-    definition = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": model,
-    }
-    for made_ in found.values():
-        (made_.path / "tokenizer.json").write_text(json.dumps(definition))
-    return found
 
 
 def test_a_url_goes_before_any_checkpoint(tmp_path: Path) -> None:
@@ -81,16 +56,13 @@ def test_a_url_goes_before_any_checkpoint(tmp_path: Path) -> None:
     elsewhere, folder_of, digest_of = (
         tier_spec(name, getattr(given, name), prepared) for name in STANDARD_TIERS
     )
-    assert (elsewhere.urls, elsewhere.checkpoint, elsewhere.digest) == (
-        (URL,),
-        None,
-        None,
-    )
-    assert (folder_of.checkpoint, folder_of.digest) == (folder, None)
-    assert (digest_of.checkpoint, digest_of.digest) == (
-        prepared[PRECISE].path,
-        prepared[PRECISE].manifest.weights_digest,
-    )
+    assert elsewhere.urls == (URL,)
+    assert elsewhere.checkpoint is None
+    assert elsewhere.digest is None
+    assert folder_of.checkpoint == folder
+    assert folder_of.digest is None
+    assert digest_of.checkpoint == prepared[PRECISE].path
+    assert digest_of.digest == prepared[PRECISE].manifest.weights_digest
     assert tier_spec(PRECISE, given.precise, {}).checkpoint is None
 
 
@@ -105,7 +77,7 @@ def test_a_tiers_precision_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     assert tier_spec(PRECISE, settings().tiers.precise, prepared).precision == "bf16"
     assert (
         tier_spec(
-            PRECISE, settings().tiers.precise, prepared, ("--quantization", "fp8")
+            PRECISE, settings().tiers.precise, prepared, args=("--quantization", "fp8")
         ).precision
         == "fp8"
     )
@@ -125,9 +97,12 @@ def test_the_precision_of_engines_by_url_may_be_stated() -> None:
     stated, unknown, here = (
         tier_spec(name, getattr(given, name), {}) for name in STANDARD_TIERS
     )
-    assert (stated.precision, stated.stated_precision) == ("fp8 (stated)", "fp8")
-    assert (unknown.precision, unknown.stated_precision) == (UNKNOWN, None)
-    assert (here.precision, here.stated_precision) == (UNKNOWN, None)
+    assert stated.precision == "fp8 (stated)"
+    assert stated.stated_precision == "fp8"
+    assert unknown.precision == UNKNOWN
+    assert unknown.stated_precision is None
+    assert here.precision == UNKNOWN
+    assert here.stated_precision is None
     for wrong in ("FP 8", "a\r\nb: c", "f" * 33):
         with pytest.raises(SettingsError, match="precision"):
             settings(tiers={"fast": {"urls": (URL,), "precision": wrong}})
@@ -145,23 +120,17 @@ def test_engines_that_come_and_go_are_named_by_dns_and_a_file(tmp_path: Path) ->
     )
     fast, balanced, precise = deployment.specs
     assert [spec.replicas for spec in deployment.specs] == [0, 0, 0]
-    assert (fast.named_by, fast.stated_precision) == (
-        ("http://engines:8000", str(file)),
-        "fp8",
-    )
-    assert (fast.identity, balanced.identity, precise.identity) == (
-        f"http://engines:8000 {file}",
-        URL,
-        str(file),
-    )
+    assert fast.named_by == ("http://engines:8000", str(file))
+    assert fast.stated_precision == "fp8"
+    assert fast.identity == f"http://engines:8000 {file}"
+    assert balanced.identity == URL
+    assert precise.identity == str(file)
     options = supervisor_options(
         settings(tiers=given, discovery={"file": file, "interval_s": 1})
     ).discovery
-    assert (options.file, options.names, options.interval_s) == (
-        file,
-        {FAST: "http://engines:8000"},
-        1,
-    )
+    assert options.file == file
+    assert options.names == {FAST: "http://engines:8000"}
+    assert options.interval_s == 1
 
 
 def test_a_router_in_front_of_nothing_is_refused() -> None:
@@ -194,13 +163,12 @@ def test_engines_get_ports_and_keys_of_their_own(tmp_path: Path) -> None:
     keys = {launch.api_key for launch in deployment.launches}
     assert len(keys) == 2
     assert min(map(len, keys)) >= 24
-    assert (deployment.local, deployment.missing, deployment.model) == (
-        {FAST, PRECISE},
-        (),
-        "m",
-    )
-    assert (deployment.counter.exact, deployment.counter.count("a b a")) == (True, 3)
-    again = make_launches(deployment.specs, deployment.plan, given, "m")
+    assert deployment.local == {FAST, PRECISE}
+    assert deployment.missing == ()
+    assert deployment.model == "m"
+    assert deployment.counter.exact is True
+    assert deployment.counter.count("a b a") == 3
+    again = make_launches(deployment.specs, deployment.plan, given, model="m")
     assert keys.isdisjoint(launch.api_key for launch in again)
 
 
@@ -223,15 +191,15 @@ def test_a_tier_has_engines_here_and_elsewhere(tmp_path: Path) -> None:
     assert len({launch.api_key for launch in deployment.launches}) == 3
     first, second, _ = (launch.tier for launch in deployment.launches)
     assert first == second
-    assert (first.urls, first.stated_precision) == ((), None)
+    assert first.urls == ()
+    assert first.stated_precision is None
     there = elsewhere(deployment.specs[0])
-    assert (there.urls, there.checkpoint, there.digest, there.precision) == (
-        (URL,),
-        None,
-        None,
-        "int4 (stated)",
-    )
-    assert (deployment.local, deployment.missing) == ({FAST, PRECISE}, ())
+    assert there.urls == (URL,)
+    assert there.checkpoint is None
+    assert there.digest is None
+    assert there.precision == "int4 (stated)"
+    assert deployment.local == {FAST, PRECISE}
+    assert deployment.missing == ()
 
 
 def test_checkpoints_of_tiers_that_are_left_out_are_not_made(tmp_path: Path) -> None:
@@ -266,11 +234,9 @@ def test_the_router_alone_starts_nothing() -> None:
         None, {"engine": {"python": "/none"}, "tiers": {"fast": {"urls": (URL,)}}}
     )
     deployment = make_deployment(given, (), start_engines=False)
-    assert (deployment.launches, deployment.local, deployment.missing) == (
-        (),
-        frozenset(),
-        (),
-    )
+    assert deployment.launches == ()
+    assert deployment.local == frozenset()
+    assert deployment.missing == ()
     assert [bool(spec.urls) for spec in deployment.specs] == [True, False, False]
     assert not deployment.counter.exact
 
@@ -278,7 +244,8 @@ def test_the_router_alone_starts_nothing() -> None:
 def test_missing_checkpoints_wait_for_the_model(tmp_path: Path) -> None:
     """Nothing is launched, and all tiers without URLs count as local; the counter can be replaced later."""
     deployment = make_deployment(settings(tiers={"precise": {"urls": (URL,)}}), ())
-    assert (deployment.missing, deployment.launches) == ((FAST, BALANCED), ())
+    assert deployment.missing == (FAST, BALANCED)
+    assert deployment.launches == ()
     assert deployment.local == {FAST, BALANCED}
     assert isinstance(deployment.counter, LateCounter)
 
@@ -304,11 +271,9 @@ def test_tiers_with_different_tokenizers_are_refused(tmp_path: Path) -> None:
 def test_how_checkpoints_are_made_comes_from_the_settings(tmp_path: Path) -> None:
     model = {"name": "a/b", "store": tmp_path, "calibration_samples": 3}
     options = prepare_options(settings(model=model, quantizer={"python": "/q"}))
-    assert (options.model, options.store, options.quantizer_python) == (
-        "a/b",
-        tmp_path,
-        Path("/q"),
-    )
+    assert options.model == "a/b"
+    assert options.store == tmp_path
+    assert options.quantizer_python == Path("/q")
     assert options.calibration_samples == 3
 
 
@@ -344,7 +309,8 @@ def test_a_late_counter_counts_as_its_present_one() -> None:
     late = LateCounter(EstimatingCounter())
     assert (late.exact, late.count("twelve chars")) != (True, 12)
     late.replace(Letters())
-    assert (late.exact, late.count("twelve chars")) == (True, 12)
+    assert late.exact is True
+    assert late.count("twelve chars") == 12
 
 
 def test_supervision_follows_the_settings(tmp_path: Path) -> None:
@@ -360,14 +326,13 @@ def test_supervision_follows_the_settings(tmp_path: Path) -> None:
         policy={"profiles": tmp_path},
     )
     supervised = supervisor_options(given)
-    assert (supervised.watchdog.hang_s, supervised.watchdog.max_restarts) == (7, 2)
+    assert supervised.watchdog.hang_s == 7
+    assert supervised.watchdog.max_restarts == 2
     assert supervised.operations.drain_s == 3
     assert supervised.external_api_key == "k"
     assert supervised.canary is not None
-    assert (supervised.canary.path, supervised.canary.tolerance) == (
-        tmp_path / "canary.json",
-        2,
-    )
+    assert supervised.canary.path == tmp_path / "canary.json"
+    assert supervised.canary.tolerance == 2
 
 
 def test_each_tier_has_arguments_and_variables_of_its_own(tmp_path: Path) -> None:

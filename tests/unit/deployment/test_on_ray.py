@@ -12,7 +12,7 @@ import pytest
 from router.deployment.on_ray import make_ray_deployment
 from router.section import SettingsError
 from router.settings import Settings, load_settings
-from tests.unit.deployment.test_layout import made
+from tests.unit.deployment.made_fleet import made
 from tiers.cluster.job import WantedReplica
 from tiers.errors import CheckpointError, EngineError, PlanError
 from tiers.spec import TierName
@@ -58,7 +58,8 @@ def test_every_replica_is_placed_and_the_router_follows(tmp_path: Path) -> None:
     assert deployment.settings.engine.api_key == ray.api_key
     assert len(ray.api_key) > 20
     assert ray.api_key not in str(ray.job)
-    assert (ray.job.address, ray.python) == ("10.0.0.5:6379", HERE)
+    assert ray.job.address == "10.0.0.5:6379"
+    assert ray.python == HERE
     assert {spec.name: spec.urls for spec in deployment.specs}[TierName.PRECISE] == (
         "http://10.0.0.9:1",
     )
@@ -73,10 +74,8 @@ def test_a_key_and_a_file_of_the_settings_are_used(tmp_path: Path) -> None:
     )
     deployment = make_ray_deployment(given, tuple(made(tmp_path).values()))
     assert deployment.ray is not None
-    assert (deployment.ray.api_key, deployment.ray.job.engines_file) == (
-        "ours",
-        str(tmp_path / "engines.json"),
-    )
+    assert deployment.ray.api_key == "ours"
+    assert deployment.ray.job.engines_file == str(tmp_path / "engines.json")
 
 
 def test_an_engine_gets_the_arguments_that_it_gets_here(tmp_path: Path) -> None:
@@ -98,11 +97,9 @@ def test_an_engine_gets_the_arguments_that_it_gets_here(tmp_path: Path) -> None:
     assert fast.args[-2:] == ("--seed", "7")
     assert {"--enforce-eager", "--max-model-len"} <= set(fast.args)
     assert not {"--host", "--port"} & set(fast.args)
-    assert (
-        fast.env["A"],
-        fast.env["OMP_NUM_THREADS"],
-        fast.env["CUDA_VISIBLE_DEVICES"],
-    ) == ("b", "3", "")
+    assert fast.env["A"] == "b"
+    assert fast.env["OMP_NUM_THREADS"] == "3"
+    assert fast.env["CUDA_VISIBLE_DEVICES"] == ""
     assert "VLLM_API_KEY" not in fast.env
     assert fast.resources == {"CPU": 3}
 

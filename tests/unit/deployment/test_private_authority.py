@@ -38,7 +38,9 @@ async def test_servers_of_a_private_authority_are_trusted(
     way: str, tmp_path: Path
 ) -> None:
     """Engines, issuer, overflow, and the router by its commands, each way of naming the authority."""
-    authority, issuer, outside = Authority(tmp_path), Issuer(), Behaviour()
+    authority = Authority(tmp_path)
+    issuer = Issuer()
+    outside = Behaviour()
     shown = authority.issue("server")
     engines = [Behaviour() for _ in STANDARD_TIERS]
     async with (

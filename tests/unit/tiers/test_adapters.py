@@ -18,10 +18,11 @@ ADAPTERS = "/admin/adapters"
 
 
 async def test_a_tier_offers_what_all_its_ready_replicas_have() -> None:
-    spec = TierSpec(FAST, 100, max_num_seqs=1, max_in_flight=1)
+    spec = TierSpec(FAST, max_model_len=100, max_num_seqs=1, max_in_flight=1)
     fleet = Fleet((spec,))
     one, two = (
-        fleet.add(Replica(f"fast-{n}", spec, f"http://{n}", "", "m")) for n in range(2)
+        fleet.add(Replica(f"fast-{n}", spec, url=f"http://{n}", api_key="", model="m"))
+        for n in range(2)
     )
     assert fleet.note_adapters(one, ("a", "b"))
     one.mark(ReplicaStatus.READY)
@@ -56,7 +57,7 @@ async def test_adapters_are_loaded_and_requests_for_them_name_them(
             json={"name": "support", "path": "/y", "tiers": ["fast"]},
         )
         assert again.status_code == 409
-        assert ("already has a model support" in again.json()["detail"]) is True
+        assert "already has a model support" in again.json()["detail"]
 
         chat = {"model": "support", "messages": [{"role": "user", "content": "hi"}]}
         for hint in ("fast", "precise"):

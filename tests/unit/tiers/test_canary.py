@@ -37,7 +37,7 @@ QARR = Path(sys.executable).with_name("qarr")
 URL = "http://127.0.0.1:1"
 SPEC = TierSpec(
     TierName.FAST,
-    2048,
+    max_model_len=2048,
     max_num_seqs=16,
     max_in_flight=32,
     digest="d",
@@ -186,20 +186,20 @@ def test_the_highest_precision_judges_those_that_have_no_reference(
 ) -> None:
     """By as much as quantization explains; a checkpoint that was made here was judged when it was made."""
     highest = scores()
-    canary.check_loss(scores(-1.9), highest, ELSEWHERE, URL)
+    canary.check_loss(scores(-1.9), highest, ELSEWHERE, url=URL)
     with pytest.raises(
         CanaryRefusedError,
         match=r"1\.10 nats a token from those of tier precise; at most 1\.00",
     ):
-        canary.check_loss(scores(-2.1), highest, ELSEWHERE, URL)
+        canary.check_loss(scores(-2.1), highest, ELSEWHERE, url=URL)
     with pytest.raises(
         CanaryRefusedError,
         match=r"0\.90 nats .* at most 0\.40 is allowed for fp8 weights",
     ):
         canary.check_loss(
-            scores(-1.9), highest, replace(ELSEWHERE, precision="fp8"), URL
+            scores(-1.9), highest, replace(ELSEWHERE, precision="fp8"), url=URL
         )
-    canary.check_loss(scores(-9.0), highest, made(tmp_path / "made"), URL)
+    canary.check_loss(scores(-9.0), highest, made(tmp_path / "made"), url=URL)
 
 
 @pytest.mark.anyio
@@ -207,7 +207,7 @@ async def test_a_refused_first_start_is_no_reference(canary: Canary) -> None:
     """What was recorded before the highest precision was ready goes when that finds it wrong."""
     await canary.check_scores(scores(-3.0), ELSEWHERE, URL)
     with pytest.raises(CanaryRefusedError):
-        canary.check_loss(scores(-3.0), scores(), ELSEWHERE, URL)
+        canary.check_loss(scores(-3.0), scores(), ELSEWHERE, url=URL)
     assert read_canary(canary.path).records == ()
     await canary.check_scores(scores(), ELSEWHERE, URL)
 
@@ -226,7 +226,7 @@ async def test_an_engine_is_refused_although_its_record_cannot_be_deleted(
     with pytest.raises(
         CanaryRefusedError, match=r"2\.00 nats a token from those of tier precise"
     ):
-        canary.check_loss(scores(-3.0), scores(), ELSEWHERE, URL)
+        canary.check_loss(scores(-3.0), scores(), ELSEWHERE, url=URL)
     assert "are not deleted" in caplog.text
 
 
@@ -239,7 +239,7 @@ async def test_what_an_operator_accepts_is_the_reference(
     assert canary.accept(TierName.FAST) == 0
     await canary.check_scores(scores(-3.0), spec, URL)
     await canary.check_scores(scores(-5.0), ELSEWHERE, URL)
-    canary.check_loss(scores(-5.0), scores(), ELSEWHERE, URL)
+    canary.check_loss(scores(-5.0), scores(), ELSEWHERE, url=URL)
     await canary.check_scores(scores(-3.0), spec, URL)
     with pytest.raises(CanaryRefusedError):
         await canary.check_scores(scores(), spec, URL)

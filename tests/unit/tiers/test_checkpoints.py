@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tiers.made_models import LLAMA_8B, model
+from tests.unit.made_checkpoints import LLAMA_8B, model
 from tiers.checkpoints.checkpoint import (
     MANIFEST,
     Checkpoint,
@@ -138,11 +138,11 @@ def test_samples_are_chosen_evenly() -> None:
     chosen = evenly(lines, 32)
     assert len(set(chosen)) == 32
     assert chosen == evenly(lines, 32)
-    every, some = (
-        Counter(json.loads(line)["category"] for line in these)
-        for these in (lines, chosen)
-    )
-    assert all(abs(some[name] - every[name] * 32 / len(lines)) <= 1 for name in every)
+    all_categories = Counter(json.loads(line)["category"] for line in lines)
+    chosen_categories = Counter(json.loads(line)["category"] for line in chosen)
+    for category, count in all_categories.items():
+        fair_share = count * 32 / len(lines)
+        assert abs(chosen_categories[category] - fair_share) <= 1
     for count in (0, len(lines), len(lines) + 1):
         assert evenly(lines, count) == lines
     assert len(evenly(lines, len(lines) - 1)) == len(lines) - 1

@@ -20,7 +20,7 @@ import pytest
 from tests.ports import reserved_range
 from tests.waiting import call_within, source_of, until, wait_until
 from tiers.cluster.actor import DETACHED, hold_port, is_healthy, node_environment
-from tiers.cluster.job import Job, WantedReplica, write_json
+from tiers.cluster.job import PlacementJob, WantedReplica, write_json
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 IDS = ("ray-fast-0", "ray-precise-0")
 
 
-def job(folder: Path) -> Job:
+def job(folder: Path) -> PlacementJob:
     replicas = tuple(
         WantedReplica(
             name,
@@ -40,12 +40,12 @@ def job(folder: Path) -> Job:
         )
         for name in IDS
     )
-    return Job(
+    return PlacementJob(
         "auto",
         replicas,
-        str(folder / "engines.json"),
-        str(folder / "own/status.json"),
-        str(folder),
+        engines_file=str(folder / "engines.json"),
+        status_file=str(folder / "own/status.json"),
+        log_dir=str(folder),
         stop_grace_s=0,
     )
 
@@ -85,7 +85,8 @@ def test_two_engines_of_a_node_get_different_ports() -> None:
     with hold_port("127.0.0.1", first) as one, hold_port("127.0.0.1", first) as other:
         ports = {one.getsockname()[1], other.getsockname()[1]}
         assert len(ports) == 2
-        assert min(ports) > first  # which is taken
+        # The first one is taken.
+        assert min(ports) > first
         for port in ports:
             with socket.create_server(("127.0.0.1", port)):
                 assert not is_healthy("127.0.0.1", first)

@@ -24,7 +24,11 @@ from tiers.spec import (
 )
 
 SPEC = TierSpec(
-    TierName.FAST, 2048, max_num_seqs=16, max_in_flight=32, checkpoint=Path("/models/x")
+    TierName.FAST,
+    max_model_len=2048,
+    max_num_seqs=16,
+    max_in_flight=32,
+    checkpoint=Path("/models/x"),
 )
 
 

@@ -15,11 +15,11 @@ import pytest
 from router.api.bodies import health_of
 from tests.fakes.engine import FakeEngine, serving_all
 from tests.ports import reserved_ports
-from tests.unit.tiers.rosters import ids, watched
+from tests.unit.tiers.test_roster import ids, watched
 from tests.waiting import until
 from tiers.errors import DiscoveryError
 from tiers.lifecycle.discovery import (
-    MAX_BYTES,
+    MAX_FILE_BYTES,
     DiscoveryOptions,
     at_address,
     parse_file,
@@ -114,7 +114,7 @@ def test_a_file_names_engines_by_tier() -> None:
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     """A pipe would be waited for; something endless would fill the memory."""
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "big").write_bytes(b" " * (MAX_BYTES + 1))
+    (tmp_path / "big").write_bytes(b" " * (MAX_FILE_BYTES + 1))
     for name, wrong in (
         ("none", "missing"),
         ("pipe", "not a regular file"),
@@ -217,7 +217,10 @@ async def test_every_address_of_a_name_is_a_replica(tmp_path: Path) -> None:
     async with serving_all(FakeEngine().app) as (url,):
         port = url.rpartition(":")[2]
         options = DiscoveryOptions(
-            None, {FAST: f"http://engines.test:{port}"}, interval_s=0.02, resolve=asked
+            file=None,
+            names={FAST: f"http://engines.test:{port}"},
+            interval_s=0.02,
+            resolve=asked,
         )
         async with watched(tmp_path, discovery=options) as supervisor:
             assert states(supervisor) == ["waiting", "absent"]
@@ -264,8 +267,8 @@ async def test_an_engine_with_an_address_of_each_family_is_one_replica(
 
     async with serving_all(FakeEngine().app) as (url,):
         options = DiscoveryOptions(
-            None,
-            {FAST: f"http://engines.test:{url.rpartition(':')[2]}"},
+            file=None,
+            names={FAST: f"http://engines.test:{url.rpartition(':')[2]}"},
             interval_s=0.02,
             resolve=asked,
         )
@@ -289,7 +292,10 @@ async def test_before_an_engine_is_up_its_ipv4_address_is_the_replica(
 
     (port,) = reserved_ports()
     options = DiscoveryOptions(
-        None, {FAST: f"http://engines.test:{port}"}, interval_s=0.02, resolve=asked
+        file=None,
+        names={FAST: f"http://engines.test:{port}"},
+        interval_s=0.02,
+        resolve=asked,
     )
     async with watched(tmp_path, discovery=options) as supervisor:
         await until(

@@ -53,7 +53,7 @@ async def elsewhere(
             (
                 TierSpec(
                     FAST,
-                    2048,
+                    max_model_len=2048,
                     max_num_seqs=16,
                     max_in_flight=32,
                     urls=tuple(urls),
@@ -395,7 +395,9 @@ def slow_down(replica: Replica) -> None:
     for _ in range(10):
         trends = replica.state.trends
         replica.update(
-            trends=Trends(trends.ttft, trends.tpot.after(10, 80, time.monotonic(), 0.3))
+            trends=Trends(
+                trends.ttft, trends.tpot.after(10, 80, now=time.monotonic(), spread=0.3)
+            )
         )
 
 

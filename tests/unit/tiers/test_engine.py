@@ -18,10 +18,10 @@ def engine() -> Engine:
     return Engine(
         Replica(
             "fast-0",
-            TierSpec(TierName.FAST, 1, max_num_seqs=1, max_in_flight=1),
-            "u",
-            "",
-            "m",
+            TierSpec(TierName.FAST, max_model_len=1, max_num_seqs=1, max_in_flight=1),
+            url="u",
+            api_key="",
+            model="m",
         ),
         None,
         WatchdogOptions(),

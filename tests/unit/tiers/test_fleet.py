@@ -381,7 +381,7 @@ def taker(
     long = prompt_tokens > snapshot.long_prompt_tokens
     found = best_candidate(
         snapshot.tiers[0],
-        Demand(prompt_tokens, output_tokens, sequences, long),
+        Demand(prompt_tokens, output_tokens, sequences=sequences, is_long=long),
         snapshot.load,
     )
     return found.replica if found.is_free else None

@@ -27,8 +27,8 @@ PROFILE = SpeedModel(10.0, 0.1, 5.0, profiled=True)
 @asynccontextmanager
 async def measured(behaviour: Behaviour) -> AsyncIterator[tuple[Fleet, IdleSpeed]]:
     specs = (
-        TierSpec(FAST, 2048, max_num_seqs=16, max_in_flight=32),
-        TierSpec(PRECISE, 2048, max_num_seqs=16, max_in_flight=32),
+        TierSpec(FAST, max_model_len=2048, max_num_seqs=16, max_in_flight=32),
+        TierSpec(PRECISE, max_model_len=2048, max_num_seqs=16, max_in_flight=32),
     )
     fleet = Fleet(specs)
     async with (
@@ -38,7 +38,12 @@ async def measured(behaviour: Behaviour) -> AsyncIterator[tuple[Fleet, IdleSpeed
         for spec in specs:
             fleet.add(
                 Replica(
-                    f"{spec.name}-0", spec, url, "", "fake", status=ReplicaStatus.READY
+                    f"{spec.name}-0",
+                    spec,
+                    url=url,
+                    api_key="",
+                    model="fake",
+                    status=ReplicaStatus.READY,
                 )
             )
         yield (

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tiers.lifecycle.less_memory import GIB, SHORTEST, with_less
+from tiers.lifecycle.less_memory import GIB, SHORTEST_CONTEXT, with_less
 from tiers.spec import EngineLaunch, EnginePlacement, TierName, TierSpec
 
 SPEC = TierSpec(
     TierName.PRECISE,
-    8192,
+    max_model_len=8192,
     max_num_seqs=16,
     max_in_flight=32,
     checkpoint=Path("/models/x"),
@@ -61,7 +61,7 @@ def test_the_kv_cache_is_halved_first_and_then_the_context(log: str) -> None:
         launch = smaller.launch
         seen.append((launch.placement.kv_cache_gib, launch.tier.max_model_len))
     assert seen[:4] == [(4, 8192), (2, 8192), (1, 8192), (1, 4096)]
-    assert seen[-1][1] == SHORTEST
+    assert seen[-1][1] == SHORTEST_CONTEXT
 
 
 def test_what_vllm_finds_free_is_believed() -> None:

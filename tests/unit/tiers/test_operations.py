@@ -262,7 +262,7 @@ async def test_the_command_operates_on_a_fleet(
     ) as own:
         settings = load_settings()
         app = App(
-            settings, own.fleet, counter=EstimatingCounter(), telemetry=Telemetry(None), model="fake", keys=KeyStore(settings.auth.keys_file),
+            settings, own.fleet, EstimatingCounter(), telemetry=Telemetry(None), model="fake", keys=KeyStore(settings.auth.keys_file),
             operations=own.supervisor.operations,
         ).asgi  # fmt: skip
         async with serving(app, http=protocol_for(settings.server, refusal)) as url:
@@ -310,7 +310,7 @@ async def test_requests_are_served_while_an_engine_is_recycled(
         app = App(
             settings,
             own.fleet,
-            counter=EstimatingCounter(),
+            EstimatingCounter(),
             telemetry=Telemetry(None),
             model="fake",
             keys=KeyStore(settings.auth.keys_file),
@@ -372,9 +372,11 @@ class Control:
 
 
 def operations(options: OperationOptions | None = None) -> tuple[Fleet, Operations]:
-    spec = TierSpec(TierName.FAST, 2048, max_num_seqs=16, max_in_flight=32)
+    spec = TierSpec(
+        TierName.FAST, max_model_len=2048, max_num_seqs=16, max_in_flight=32
+    )
     fleet = Fleet((spec,))
-    fleet.add(Replica("fast-0", spec, "u", "", "m", status=READY))
+    fleet.add(Replica("fast-0", spec, url="u", api_key="", model="m", status=READY))
     return fleet, Operations(Control(fleet), options or OperationOptions())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.tiers.made_models import LLAMA_8B, model
+from tests.unit.made_checkpoints import LLAMA_8B, model
 from tiers.errors import PlanError
 from tiers.kernels import InstructionSet
 from tiers.plan import (

@@ -21,7 +21,7 @@ from tests.unit.made_configs import (
 )
 from tests.waiting import call_within
 from tiers.checkpoints.precision import (
-    MAX_BYTES,
+    MAX_CONFIG_BYTES,
     checkpoint_precision,
     root_precision,
     told_precision,
@@ -124,7 +124,7 @@ def test_a_separate_file_of_modelopt_counts(tmp_path: Path) -> None:
         '"bf16"',
         "\x00",
         "[" * 100_000,
-        " " * MAX_BYTES + '{"dtype": "bfloat16"}',
+        " " * MAX_CONFIG_BYTES + '{"dtype": "bfloat16"}',
     ],
 )
 def test_what_is_no_configuration_is_unknown(tmp_path: Path, content: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.fakes import quantizer as fake
-from tests.unit.tiers.made_models import model
+from tests.unit.made_checkpoints import model
 from tiers.checkpoints.checkpoint import MANIFEST, Checkpoint
 from tiers.checkpoints.prepare import (
     DEFAULT_GGUF,

@@ -17,6 +17,7 @@ from tests.waiting import call_within, until, within
 from tiers.errors import EngineDiedError, PortInUseError
 from tiers.lifecycle.process import (
     GUARD,
+    START_BYTES,
     EngineProcess,
     check_port_free,
     selected_kernels,
@@ -261,3 +262,13 @@ async def test_the_kernels_that_vllm_chose_are_read_from_its_log(
         "INFO [b.py:138] Using SecondLinearKernel for CompressedTensorsWNA16\n"
     )
     assert selected_kernels(log) == ("FirstLinearKernel", "SecondLinearKernel")
+
+
+def test_only_the_start_of_a_log_is_searched_for_kernels(tmp_path: Path) -> None:
+    """A log grows for as long as its engine runs; the kernels are named while it loads."""
+    log = tmp_path / "engine.log"
+    late_choice = "Using LateLinearKernel for mixed-precision linear\n"
+    log.write_text("x" * START_BYTES + late_choice)
+    assert selected_kernels(log) == ()
+    log.write_text(late_choice + "x" * START_BYTES)
+    assert selected_kernels(log) == ("LateLinearKernel",)

@@ -34,12 +34,8 @@ async def test_an_engine_that_runs_has_no_secret(
         guard = engine.parent()
         assert guard is not None
         assert "FAKE_BEHAVIOUR" in engine.environ()
-        assert not [
-            name
-            for process in (engine, guard)
-            for name in process.environ()
-            if name.startswith("QARR_")
-        ]
+        for process in (engine, guard):
+            assert not [name for name in process.environ() if name.startswith("QARR_")]
 
 
 NO_MEMORY = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes"
@@ -205,7 +201,7 @@ async def watching(
             (
                 TierSpec(
                     TierName.FAST,
-                    2048,
+                    max_model_len=2048,
                     max_num_seqs=16,
                     max_in_flight=32,
                     urls=tuple(urls),

@@ -32,7 +32,7 @@ from tiers.speed import SpeedModel, Trend
 READY = ReplicaStatus.READY
 STARTING = ReplicaStatus.STARTING
 FAILED = ReplicaStatus.FAILED
-SPEC = TierSpec(TierName.FAST, 2048, max_num_seqs=16, max_in_flight=8)
+SPEC = TierSpec(TierName.FAST, max_model_len=2048, max_num_seqs=16, max_in_flight=8)
 
 
 def test_backoff_doubles_up_to_a_minute_and_begins_anew() -> None:
@@ -66,13 +66,17 @@ def test_a_crash_loop_stops() -> None:
 
 def test_silence_counts_only_while_there_are_requests() -> None:
     """Time without requests is no silence; progress ends it, going away without an answer does not."""
-    replica = Replica("fast-0", SPEC, "u", "", "m", status=READY)
-    replica.begin(1, 1, 2, 1, 100.0)
+    replica = Replica("fast-0", SPEC, url="u", api_key="", model="m", status=READY)
+    replica.begin(prompt_tokens=1, output_tokens=1, kv_tokens=2, sequences=1, now=100.0)
     assert replica.silence_s(130.0) == 30
-    replica.end(1, 1, 2, 1, 130.0)
+    replica.end(prompt_tokens=1, output_tokens=1, kv_tokens=2, sequences=1, now=130.0)
     assert replica.silence_s(500.0) == 30
-    replica.begin(1, 1, 2, 1, 1000.0)
-    replica.begin(1, 1, 2, 1, 1005.0)
+    replica.begin(
+        prompt_tokens=1, output_tokens=1, kv_tokens=2, sequences=1, now=1000.0
+    )
+    replica.begin(
+        prompt_tokens=1, output_tokens=1, kv_tokens=2, sequences=1, now=1005.0
+    )
     assert replica.silence_s(1010.0) == 40
     replica.progressed(1010.0)
     assert replica.silence_s(1011.0) == 1
@@ -81,7 +85,9 @@ def test_silence_counts_only_while_there_are_requests() -> None:
 def test_leases_note_progress() -> None:
     """A first token, each further one and the end of an answer are progress."""
     fleet = Fleet((SPEC,))
-    replica = fleet.add(Replica("fast-0", SPEC, "u", "", "m", status=READY))
+    replica = fleet.add(
+        Replica("fast-0", SPEC, url="u", api_key="", model="m", status=READY)
+    )
     lease = fleet.lease(TierName.FAST, prompt_tokens=5, max_tokens=5)
     assert lease is not None
     for progress in (lease.first_token, lease.produced, lambda: lease.finished(None)):
@@ -135,7 +141,7 @@ def test_an_engines_own_first_tokens_tell_of_wear() -> None:
 
 def test_off_by_is_the_worse_of_both_times() -> None:
     """Seen over predicted, faded to now; 1 where no speed is known."""
-    replica = Replica("fast-0", SPEC, "u", "", "m", status=READY)
+    replica = Replica("fast-0", SPEC, url="u", api_key="", model="m", status=READY)
     assert off_by(replica, 0.0) == 1
     replica.measured(SpeedModel(10, 1, 10))
     replica.update(
@@ -288,7 +294,8 @@ async def test_a_worn_engine_is_recycled(
             trends = slow.state.trends
             slow.update(
                 trends=Trends(
-                    trends.ttft, trends.tpot.after(10, 80, time.monotonic(), 0.3)
+                    trends.ttft,
+                    trends.tpot.after(10, 80, now=time.monotonic(), spread=0.3),
                 )
             )
         await until(lambda: own.replica("fast-0") is None)
@@ -305,7 +312,9 @@ async def test_an_engine_that_answers_the_watchdog_does_not_hang(
 ) -> None:
     """Its request goes before all others, where the engine takes priorities, and has one token."""
     behaviour = Behaviour(status=status, priorities=takes_priority)
-    replica = Replica("fast-0", SPEC, "u", "", "m", takes_priority=takes_priority)
+    replica = Replica(
+        "fast-0", SPEC, url="u", api_key="", model="m", takes_priority=takes_priority
+    )
     async with (
         serving(FakeEngine(behaviour).app) as url,
         httpx.AsyncClient(trust_env=False) as client,

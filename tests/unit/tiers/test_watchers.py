@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines
-from tests.unit.tiers.metrics_pages import GAUGES
+from tests.unit.tiers.test_probe import GAUGES
 from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.lifecycle.options import SupervisorOptions
@@ -44,7 +44,11 @@ async def watched(
         fleet = fleet_type(
             (
                 TierSpec(
-                    TierName.FAST, 2048, max_num_seqs=16, max_in_flight=32, urls=(url,)
+                    TierName.FAST,
+                    max_model_len=2048,
+                    max_num_seqs=16,
+                    max_in_flight=32,
+                    urls=(url,),
                 ),
             )
         )
