@@ -50,7 +50,7 @@ class Machine:
     operator: str
     behaviours: dict[str, Behaviour]
     # The highest number of requests that each engine had at once.
-    most: Counter[str] = field(default_factory=Counter)
+    highest_running: Counter[str] = field(default_factory=Counter)
 
     def pid(self, port: int) -> int:
         return int((self.folder / f"{port}.pid").read_text())
@@ -76,7 +76,9 @@ class Machine:
         """Note the most that each engine has at once, until cancelled."""
         while True:
             for tier, behaviour in self.behaviours.items():
-                self.most[tier] = max(self.most[tier], behaviour.running)
+                self.highest_running[tier] = max(
+                    self.highest_running[tier], behaviour.running
+                )
             await asyncio.sleep(0.002)
 
 
@@ -259,7 +261,9 @@ async def test_four_routers_are_one_to_their_callers(tmp_path: Path) -> None:
         assert len(lost) <= sum(LIMITS.values()) * 2
         # While shares move, each router may have a request on a slot that another has now. Unshared it would be 4 x limit.
         for tier, limit in LIMITS.items():
-            assert routers.most[tier] <= limit + len(routers.ports), routers.most
+            assert routers.highest_running[tier] <= limit + len(routers.ports), (
+                routers.highest_running
+            )
 
         began = time.monotonic()
         async with httpx.AsyncClient(

@@ -190,36 +190,36 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
         await routers.ordinary()
         await until(lambda: found.query("job:qarr_requests:sum > 0"))
         await routers.everything()
-        asked = []
+        panel_queries = []
         for name, dashboard in DASHBOARDS.items():
             for panel in panels_of(dashboard, rate_interval="2m", shown="2m"):
                 where = f"{name}: {panel.title}"
-                asked += [(where, query) for query in panel.queries]
-        assert len(asked) > 50
+                panel_queries += [(where, query) for query in panel.queries]
+        assert len(panel_queries) > 50
 
         async def all_answered() -> bool:
             nonlocal empty
             empty = [
                 (where, query.expr)
-                for where, query in asked
+                for where, query in panel_queries
                 if not await found.query(query.expr)
             ]
             if empty:
                 await routers.ordinary()
             return not empty
 
-        empty = [(where, query.expr) for where, query in asked]
+        empty = [(where, query.expr) for where, query in panel_queries]
         try:
             await until(all_answered)
         except AssertionError:
             raise AssertionError(empty) from None
-        for where, query in asked:
+        for where, query in panel_queries:
             the_legend_names_its_series(where, query, await found.query(query.expr))
         assert await found.query('sum(qarr_refusals_total{reason="too_long"}) > 0')
         told = {
             tier: {
                 where
-                for where, query in asked
+                for where, query in panel_queries
                 if await found.tells_of(query.expr, tier)
             }
             for tier in ("balanced", "int8")

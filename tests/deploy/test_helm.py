@@ -387,15 +387,15 @@ async def test_autoscalers_ask_for_metrics_that_exist(
         assert "replicas" not in owners[tier]["spec"]
         queries += [trigger["metadata"]["query"] for trigger in triggers]
     parse(queries, tmp_path)
-    asked = set(NAME.findall("\n".join(queries)))
-    assert len(asked) == 4
-    assert asked <= metrics_on(page)
+    named_metrics = set(NAME.findall("\n".join(queries)))
+    assert len(named_metrics) == 4
+    assert named_metrics <= metrics_on(page)
     labelled = {
         name
-        for name in asked
+        for name in named_metrics
         if re.search(rf'^{name}{{.*tier="fast"', page, re.MULTILINE)
     }
-    assert labelled == asked
+    assert labelled == named_metrics
 
 
 def test_monitoring_is_that_of_the_repository(releases: dict[str, Release]) -> None:

@@ -142,8 +142,8 @@ async def test_streams_headers_and_what_is_let_through(tmp_path: Path) -> None:
 
 async def lost_streams(proxy: Front) -> None:
     """Check that a client that resumes a stream reaches the router that keeps it, whichever nginx asks first."""
-    whole = await proxy.ask(resumable=True)
-    last = f"{whole.headers['x-qarr-stream-id']}.0"
+    answered = await proxy.ask(resumable=True)
+    last = f"{answered.headers['x-qarr-stream-id']}.0"
     again = [
         await proxy.client.post(
             f"{proxy.url}/generate",
@@ -153,7 +153,7 @@ async def lost_streams(proxy: Front) -> None:
         for _ in range(4)
     ]
     assert {answer.status_code for answer in again} <= {200, 410}
-    assert again[0].text == whole.text
+    assert again[0].text == answered.text
     unknown = {"last-event-id": "AAAAAAAAAAAAAAAA.1"}
     lost = await proxy.client.post(
         f"{proxy.url}/generate", json={"prompt": "hi"}, headers=unknown

@@ -142,9 +142,9 @@ async def test_every_metric_exists(tmp_path: Path) -> None:
     # Only a router with Redis has these.
     names |= {"qarr_redis_serves", "qarr_redis_failures_total"}
     names |= {"qarr_redis_budgets_restored_total"}
-    asked = set(NAME.findall("\n".join(queries().values())))
-    assert len(asked) > 40
-    assert asked - names == set()
+    named_metrics = set(NAME.findall("\n".join(queries().values())))
+    assert len(named_metrics) > 40
+    assert named_metrics - names == set()
 
 
 @pytest.mark.anyio

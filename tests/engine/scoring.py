@@ -121,13 +121,23 @@ class Scorer:
         return [_logprobs_in(place) for place in places]
 
     def check_answer(
-        self, messages: str | Sequence[Any], text: str, *, most: float = OWN_REGRET
+        self,
+        messages: str | Sequence[Any],
+        text: str,
+        *,
+        max_regret: float = OWN_REGRET,
     ) -> None:
         """Check that a text is a greedy answer of this engine to a chat, or the beginning of one."""
-        self.check_tokens(self.prompt_ids(messages), self.text_ids(text), most=most)
+        self.check_tokens(
+            self.prompt_ids(messages), self.text_ids(text), max_regret=max_regret
+        )
 
     def check_tokens(
-        self, prompt: Sequence[int], answer: Sequence[int], *, most: float = OWN_REGRET
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        *,
+        max_regret: float = OWN_REGRET,
     ) -> None:
         """Check that tokens are a greedy answer of this engine to a prompt, or the beginning of one.
 
@@ -136,11 +146,11 @@ class Scorer:
         Args:
             prompt: Tokens of the prompt.
             answer: Tokens of the answer.
-            most: The mean regret that the answer may have, in nats a token.
+            max_regret: The mean regret that the answer may have, in nats a token.
         """
         assert answer, "the answer has no text"
         regret = mean(self.regrets(prompt, answer))
-        assert regret <= most, (
+        assert regret <= max_regret, (
             f"{self.text_of(answer)!r} has a regret of {regret:.3f} nats a token"
         )
         if len(set(answer)) > FEW_TOKENS:

@@ -47,7 +47,7 @@ def test_each_tier_streams_its_engines_answer(up: Up, tier: TierName) -> None:
     seen = events(answer.text)
     text = "".join(data["text"] for name, data in seen if name == "message")
     up.scorer(tier).check_answer(CAPITAL, text)
-    up.scorer(TierName.PRECISE).check_answer(CAPITAL, text, most=OTHER_REGRET)
+    up.scorer(TierName.PRECISE).check_answer(CAPITAL, text, max_regret=OTHER_REGRET)
     assert seen[-1][0] == "done"
     usage = seen[-1][1]["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

@@ -203,9 +203,9 @@ def claude(up: Up) -> Iterator[anthropic.Anthropic]:
 
 def test_anthropics_sdk(up: Up, claude: anthropic.Anthropic) -> None:
     """A message, who served it, its tokens counted beforehand, and a stream with the SDK's own accumulation."""
-    asked: Any = {"model": "fast", "system": "Be brief.", "messages": QUESTION}
+    request: Any = {"model": "fast", "system": "Be brief.", "messages": QUESTION}
     raw = claude.messages.with_raw_response.create(
-        **asked, max_tokens=16, extra_body=GREEDY
+        **request, max_tokens=16, extra_body=GREEDY
     )
     answer = raw.parse()
     assert raw.headers["x-qarr-tier"] == "fast"
@@ -213,19 +213,19 @@ def test_anthropics_sdk(up: Up, claude: anthropic.Anthropic) -> None:
         assert answer.stop_reason == "max_tokens"
         assert answer.usage.output_tokens == 16
     assert answer.content[0].type == "text"
-    system = {"role": "system", "content": asked["system"]}
+    system = {"role": "system", "content": request["system"]}
     up.scorer("fast").check_answer([system, *QUESTION], answer.content[0].text)
-    counted = claude.messages.count_tokens(**asked)
+    counted = claude.messages.count_tokens(**request)
     assert counted.input_tokens == answer.usage.input_tokens
-    with claude.messages.stream(**asked, max_tokens=16, extra_body=GREEDY) as stream:
-        whole = stream.get_final_message()
-    assert whole.content[0].type == "text"
-    assert whole.content[0].text == answer.content[0].text
-    assert whole.usage.output_tokens == answer.usage.output_tokens
-    assert whole.stop_reason == answer.stop_reason
+    with claude.messages.stream(**request, max_tokens=16, extra_body=GREEDY) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].type == "text"
+    assert final.content[0].text == answer.content[0].text
+    assert final.usage.output_tokens == answer.usage.output_tokens
+    assert final.stop_reason == answer.stop_reason
     report = {**GREEDY, "qarr": {"report": True}}
     *_, last = claude.messages.create(
-        **asked, max_tokens=16, stream=True, extra_body=report
+        **request, max_tokens=16, stream=True, extra_body=report
     )
     assert last.to_dict()["qarr"]["tier"] == "fast"
 
@@ -271,7 +271,7 @@ def test_an_agent_with_anthropics_sdk(
         {"type": "tool", "name": "weather"},
         {"type": "none"},
     ):
-        asked: Any = {
+        request: Any = {
             "model": "precise",
             "messages": talk,
             "tools": [tool],
@@ -279,10 +279,10 @@ def test_an_agent_with_anthropics_sdk(
             "max_tokens": 100,
         }
         if streamed:
-            with claude.messages.stream(**asked, extra_body=GREEDY) as stream:
+            with claude.messages.stream(**request, extra_body=GREEDY) as stream:
                 answer = stream.get_final_message()
         else:
-            answer = claude.messages.create(**asked, extra_body=GREEDY)
+            answer = claude.messages.create(**request, extra_body=GREEDY)
         calls = [block for block in answer.content if block.type == "tool_use"]
         assert bool(calls) is (choice["type"] != "none")
         assert (answer.stop_reason == "tool_use") is bool(calls)
@@ -308,15 +308,15 @@ def test_an_agent_with_anthropics_sdk(
 
 def test_anthropics_sdks_errors(claude: anthropic.Anthropic) -> None:
     """Refusals come as the SDK's own classes, the engine's as well as ours."""
-    asked: Any = {"max_tokens": 8, "messages": QUESTION}
+    request: Any = {"max_tokens": 8, "messages": QUESTION}
     with pytest.raises(anthropic.NotFoundError, match="no model 'claude-x'"):
-        claude.messages.create(model="claude-x", **asked)
+        claude.messages.create(model="claude-x", **request)
     with pytest.raises(anthropic.BadRequestError, match="max_tokens must be positive"):
-        claude.messages.create(model="auto", **{**asked, "max_tokens": 0})
+        claude.messages.create(model="auto", **{**request, "max_tokens": 0})
     with pytest.raises(anthropic.BadRequestError, match="exceed its context"):
         claude.messages.create(
             model="auto",
-            **{**asked, "messages": [{"role": "user", "content": "word " * 9000}]},
+            **{**request, "messages": [{"role": "user", "content": "word " * 9000}]},
         )
     with pytest.raises(anthropic.BadRequestError) as refused:
         claude.messages.count_tokens(
@@ -329,19 +329,19 @@ def test_the_sdks_responses(
     up: Up, client: openai.OpenAI, no_whitespace: dict[str, float]
 ) -> None:
     """A response, the same streamed, and a tool's call with its result in the next request's input."""
-    asked: Any = {
+    request: Any = {
         "model": "precise",
         "input": QUESTION,
         "max_output_tokens": 16,
         "temperature": 0,
     }
-    raw = client.responses.with_raw_response.create(**asked)
+    raw = client.responses.with_raw_response.create(**request)
     answer = raw.parse()
     assert raw.headers["x-qarr-tier"] == "precise"
     # The answer may end by itself, or at 16 tokens.
     assert answer.status in {"completed", "incomplete"}
     up.scorer("precise").check_answer(QUESTION, answer.output_text)
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**request) as stream:
         kinds = {event.type for event in stream}
         assert stream.get_final_response().output_text == answer.output_text
     assert {
@@ -351,7 +351,7 @@ def test_the_sdks_responses(
     } <= kinds
     tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA}
     talk: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
-    more: Any = {**asked, "max_output_tokens": 100, "tools": [tool]}
+    more: Any = {**request, "max_output_tokens": 100, "tools": [tool]}
     bias = {"logit_bias": no_whitespace}
     called = client.responses.create(
         **{**more, "input": talk}, tool_choice="required", extra_body=bias
@@ -375,21 +375,21 @@ def test_the_sdks_responses(
         **{**more, "input": talk}, tool_choice="none"
     ).output_text
     with pytest.raises(openai.BadRequestError, match="are stored here"):
-        client.responses.create(**asked, previous_response_id=answer.id)
+        client.responses.create(**request, previous_response_id=answer.id)
     with pytest.raises(openai.NotFoundError, match="not stored here"):
         client.responses.retrieve(answer.id)
 
 
 def test_langchain(up: Up, no_whitespace: dict[str, float]) -> None:
     """LangChain's chat model: invoke, stream with usage, structured output, an agent's loop."""
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": "auto",
         "base_url": f"{up.url}/v1",
         "api_key": "unused",
         "temperature": 0,
         "max_completion_tokens": 60,
     }
-    model = ChatOpenAI(**asked, stream_usage=True)
+    model = ChatOpenAI(**request, stream_usage=True)
     answer = model.invoke(CAPITAL)
     up.scorer(served_by(up)).check_answer(CAPITAL, str(answer.content))
     pieces = list(model.stream(CAPITAL))
@@ -397,7 +397,7 @@ def test_langchain(up: Up, no_whitespace: dict[str, float]) -> None:
         CAPITAL, "".join(piece.text for piece in pieces)
     )
     assert any(piece.usage_metadata for piece in pieces)
-    model = ChatOpenAI(**asked, logit_bias=no_whitespace)  # type: ignore[arg-type]
+    model = ChatOpenAI(**request, logit_bias=no_whitespace)  # type: ignore[arg-type]
     place = model.with_structured_output(Place, method="json_schema").invoke(CAPITAL)
     assert isinstance(place, Place)
     talk: list[Any] = [("user", "Weather in Paris?")]
@@ -495,8 +495,8 @@ def test_tools_that_are_only_offered(up: Up, stream: bool) -> None:  # noqa: FBT
         ),
     ):
         for tier in ("fast", "balanced", "precise"):
-            asked = {"model": tier, "stream": stream, "tools": [tool], **body}
-            answer = httpx.post(f"{up.url}/v1/{path}", json=asked, timeout=120)
+            request = {"model": tier, "stream": stream, "tools": [tool], **body}
+            answer = httpx.post(f"{up.url}/v1/{path}", json=request, timeout=120)
             assert answer.status_code == 200, answer.text
 
 
@@ -511,11 +511,11 @@ def test_the_jdks_client(up: Up) -> None:
         check=False,
     )
     assert process.returncode == 0, process.stderr
-    whole, *events, packed = filter(None, process.stdout.splitlines())
-    assert whole.startswith("200 {")
+    final, *events, packed = filter(None, process.stdout.splitlines())
+    assert final.startswith("200 {")
     assert events[0].startswith("200 data: {")
     assert events[-1] == "data: [DONE]"
-    assert json.loads(packed)["choices"] == json.loads(whole[4:])["choices"]
+    assert json.loads(packed)["choices"] == json.loads(final[4:])["choices"]
 
 
 def test_the_node_sdk(up: Up, tmp_path: Path, no_whitespace: dict[str, float]) -> None:
@@ -538,7 +538,7 @@ def test_a_tool_call_that_vllm_holds_back(up: Up, engine_keys: dict[str, str]) -
     """While vLLM's parser holds a call back, vLLM sends token ids if asked. The router asks, and passes none on."""
     engine = up.replica("fast")["url"]
     key = engine_keys["fast"]
-    asked: Any = {
+    request: Any = {
         "messages": [{"role": "user", "content": "Weather in Paris?"}],
         "tools": [TOOL],
         "tool_choice": "required",
@@ -551,10 +551,10 @@ def test_a_tool_call_that_vllm_holds_back(up: Up, engine_keys: dict[str, str]) -
         headers={"authorization": f"Bearer {key}"}, timeout=120, trust_env=False
     ) as client:
         model = client.get(f"{engine}/v1/models").json()["data"][0]["id"]
-        own = {**asked, "model": model, "return_token_ids": True}
+        own = {**request, "model": model, "return_token_ids": True}
         direct = client.post(f"{engine}/v1/chat/completions", json=own).text
         routed = client.post(
-            f"{up.url}/v1/chat/completions", json={**asked, "model": "fast"}
+            f"{up.url}/v1/chat/completions", json={**request, "model": "fast"}
         ).text
     assert silent.search(direct)
     assert "tool_calls" in routed
@@ -568,14 +568,14 @@ def test_thinking_of_a_model_that_does_not_think(
     stream: bool,  # noqa: FBT001
 ) -> None:
     """Anthropic's clients ask every model to think: they get an answer without it, and a header that says so."""
-    asked: Any = {
+    request: Any = {
         "model": "fast",
         "messages": QUESTION,
         "max_tokens": 1032,
         "stream": stream,
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }
-    raw = claude.messages.with_raw_response.create(**asked, extra_body=GREEDY)
+    raw = claude.messages.with_raw_response.create(**request, extra_body=GREEDY)
     assert raw.headers["x-qarr-ignored"] == "thinking"
     if stream:
         assert any(event.type == "message_stop" for event in raw.parse())

@@ -48,7 +48,7 @@ def int8(up: Up, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def other(
+def other_fleet(
     up: Up,
     int8: Path,
     engine_keys: dict[str, str],
@@ -75,9 +75,11 @@ def other(
         yield running
 
 
-def test_a_tier_runs_here_and_elsewhere_and_one_is_left_out(up: Up, other: Up) -> None:
+def test_a_tier_runs_here_and_elsewhere_and_one_is_left_out(
+    up: Up, other_fleet: Up
+) -> None:
     """Both replicas serve the same checkpoint; requests for the tier that is left out go up."""
-    tiers = other.tiers()
+    tiers = other_fleet.tiers()
     local, remote = tiers["precise"]["replicas"]
     assert local["state"] == "ready"
     assert remote["state"] == "ready"
@@ -89,36 +91,44 @@ def test_a_tier_runs_here_and_elsewhere_and_one_is_left_out(up: Up, other: Up) -
     assert tiers["precise"]["precision"] == "bf16"
     assert tiers["balanced"]["state"] == "absent"
     assert tiers["balanced"]["replicas"] == []
-    page = httpx.get(f"{other.url}/metrics", trust_env=False).text
+    page = httpx.get(f"{other_fleet.url}/metrics", trust_env=False).text
     assert 'qarr_tier_ready_replicas{tier="precise"} 2.0' in page
     assert 'qarr_tier_ready_replicas{tier="balanced"}' not in page
     served = [
-        other.generate(tier="balanced", prompt="hi").headers["x-qarr-tier"]
+        other_fleet.generate(tier="balanced", prompt="hi").headers["x-qarr-tier"]
         for _ in range(2)
     ]
     # This is the next higher precision, which is good enough for small talk.
     assert served == ["int8", "int8"]
-    assert any(re.search(r"precise +bf16 +weights", line) for line in other.output)
-    assert not any("balanced" in line and "weights" in line for line in other.output)
+    assert any(
+        re.search(r"precise +bf16 +weights", line) for line in other_fleet.output
+    )
+    assert not any(
+        "balanced" in line and "weights" in line for line in other_fleet.output
+    )
 
 
-def test_a_tier_of_another_precision_is_added(up: Up, other: Up) -> None:
+def test_a_tier_of_another_precision_is_added(up: Up, other_fleet: Up) -> None:
     """Its precision is read from its checkpoint and puts it into its place; its engine answers, by both APIs.
 
     The highest precision finds its answer likely as well: one layer of it is rounded, and rightly.
     """
-    assert [(name, tier["precision"]) for name, tier in other.tiers().items()] == [
+    assert [
+        (name, tier["precision"]) for name, tier in other_fleet.tiers().items()
+    ] == [
         ("fast", "unknown"),
         ("balanced", "unknown"),
         ("int8", "int8"),
         ("precise", "bf16"),
     ]
-    answer = other.generate(tier="int8", prompt=PROMPTS[0], temperature=0, stream=False)
+    answer = other_fleet.generate(
+        tier="int8", prompt=PROMPTS[0], temperature=0, stream=False
+    )
     assert answer.headers["x-qarr-tier"] == "int8"
     assert answer.headers["x-qarr-precision"] == "int8"
-    other.scorer("int8").check_answer(PROMPTS[0], answer.json()["text"])
+    other_fleet.scorer("int8").check_answer(PROMPTS[0], answer.json()["text"])
     up.scorer("precise").check_answer(
-        PROMPTS[0], answer.json()["text"], most=OTHER_REGRET
+        PROMPTS[0], answer.json()["text"], max_regret=OTHER_REGRET
     )
     chat = {
         "model": "int8",
@@ -127,51 +137,51 @@ def test_a_tier_of_another_precision_is_added(up: Up, other: Up) -> None:
         "temperature": 0,
     }
     chat_answer = httpx.post(
-        f"{other.url}/v1/chat/completions", json=chat, timeout=60, trust_env=False
+        f"{other_fleet.url}/v1/chat/completions", json=chat, timeout=60, trust_env=False
     )
     assert chat_answer.headers["x-qarr-tier"] == "int8"
-    other.scorer("int8").check_answer(
+    other_fleet.scorer("int8").check_answer(
         PROMPTS[0], chat_answer.json()["choices"][0]["message"]["content"]
     )
-    models = httpx.get(f"{other.url}/v1/models", trust_env=False).json()["data"]
+    models = httpx.get(f"{other_fleet.url}/v1/models", trust_env=False).json()["data"]
     assert "int8" in {model["id"] for model in models}
-    page = httpx.get(f"{other.url}/metrics", trust_env=False).text
+    page = httpx.get(f"{other_fleet.url}/metrics", trust_env=False).text
     assert 'qarr_tier_ready_replicas{tier="int8"} 1.0' in page
     shown = subprocess.run(
-        [QARR, "tiers", "--url", other.url],
+        [QARR, "tiers", "--url", other_fleet.url],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
     assert "int8-0" in shown.stdout
-    log = httpx.get(f"{other.url}/requests", trust_env=False).json()["requests"]
+    log = httpx.get(f"{other_fleet.url}/requests", trust_env=False).json()["requests"]
     assert [record["served_by"] for record in log[:2]] == ["int8", "int8"]
 
 
-def test_an_engine_that_does_not_fit_is_started_with_less(other: Up) -> None:
+def test_an_engine_that_does_not_fit_is_started_with_less(other_fleet: Up) -> None:
     """vLLM refuses the KV cache that was asked for, and tells what is free; the second start serves, and says why."""
     reason = re.compile(
         r"started with less: KV cache [\d.]+ instead of 999 GiB: [\d.]+ GiB were free"
     )
-    replica = other.replica("precise")
+    replica = other_fleet.replica("precise")
     assert reason.fullmatch(replica["detail"])
     assert replica["state"] == "ready"
     assert any(
         "precise-0" in line and "starting" in line and reason.search(line)
-        for line in other.output
+        for line in other_fleet.output
     )
-    assert other.generate(tier="precise").headers["x-qarr-tier"] == "precise"
+    assert other_fleet.generate(tier="precise").headers["x-qarr-tier"] == "precise"
 
 
 @pytest.mark.parametrize("tier", ["int8", "precise"])
-def test_drafts_change_no_greedy_answer(up: Up, other: Up, tier: str) -> None:
+def test_drafts_change_no_greedy_answer(up: Up, other_fleet: Up, tier: str) -> None:
     """Answers with a draft are those that the same weights find likeliest without; metrics tell what was accepted.
 
     ``precise`` is judged by the first fleet's engine, which has no draft; ``int8`` by its own, which reads without one.
     """
-    drafting = other.replica(tier)
-    judge = up.scorer(tier) if tier == "precise" else other.scorer(tier)
+    drafting = other_fleet.replica(tier)
+    judge = up.scorer(tier) if tier == "precise" else other_fleet.scorer(tier)
     for prompt in PROMPTS:
         judge.check_tokens(
             judge.prompt_ids(prompt),
@@ -182,11 +192,15 @@ def test_drafts_change_no_greedy_answer(up: Up, other: Up, tier: str) -> None:
     accepted = _drafted_tokens(page, "accepted")
     assert proposed >= accepted > 0
     labels = f'{{replica="{drafting["id"]}",tier="{tier}"}}'
-    assert _read_until(other, f"qarr_draft_tokens_total{labels}", proposed)
-    assert _read_until(other, f"qarr_draft_tokens_accepted_total{labels}", accepted)
-    assert other.replica(tier)["draft_acceptance"] == round(accepted / proposed, 3)
+    assert _read_until(other_fleet, f"qarr_draft_tokens_total{labels}", proposed)
+    assert _read_until(
+        other_fleet, f"qarr_draft_tokens_accepted_total{labels}", accepted
+    )
+    assert other_fleet.replica(tier)["draft_acceptance"] == round(
+        accepted / proposed, 3
+    )
     shown = subprocess.run(
-        [QARR, "tiers", "--url", other.url],
+        [QARR, "tiers", "--url", other_fleet.url],
         capture_output=True,
         text=True,
         check=True,
@@ -202,7 +216,7 @@ def _drafted_tokens(page: str, kind: str) -> float:
     return float(counts[0])
 
 
-def test_what_vllm_refuses_with_a_draft_is_said(other: Up) -> None:
+def test_what_vllm_refuses_with_a_draft_is_said(other_fleet: Up) -> None:
     """Both tiers here have a draft: the router refuses the request that the engine would, and names its parameter."""
     body = {
         "model": "auto",
@@ -211,11 +225,11 @@ def test_what_vllm_refuses_with_a_draft_is_said(other: Up) -> None:
         "min_p": 0.1,
     }
     refused = httpx.post(
-        f"{other.url}/v1/chat/completions", json=body, timeout=60, trust_env=False
+        f"{other_fleet.url}/v1/chat/completions", json=body, timeout=60, trust_env=False
     )
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "unsupported_parameter"
-    drafting = other.replica("precise")
+    drafting = other_fleet.replica("precise")
     headers = {"authorization": f"Bearer {key_of(drafting['pid'])}"}
     listed = httpx.get(
         f"{drafting['url']}/v1/models", headers=headers, trust_env=False
@@ -233,7 +247,7 @@ def test_what_vllm_refuses_with_a_draft_is_said(other: Up) -> None:
 
 
 def test_a_chat_stays_where_its_prefix_is_cached(
-    other: Up, engine_keys: dict[str, str]
+    other_fleet: Up, engine_keys: dict[str, str]
 ) -> None:
     """A chat's turns go to one of two replicas, which has most of each cached; the other has nothing cached."""
     notes = f"{token_hex(8)}. " + " ".join(
@@ -250,12 +264,17 @@ def test_a_chat_stays_where_its_prefix_is_cached(
             "temperature": 0,
         }
         answer = httpx.post(
-            f"{other.url}/v1/chat/completions", json=body, timeout=300, trust_env=False
+            f"{other_fleet.url}/v1/chat/completions",
+            json=body,
+            timeout=300,
+            trust_env=False,
         )
         text = answer.raise_for_status().json()["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": text})
         records.append(
-            httpx.get(f"{other.url}/requests", trust_env=False).json()["requests"][0]
+            httpx.get(f"{other_fleet.url}/requests", trust_env=False).json()[
+                "requests"
+            ][0]
         )
     assert len({record["replica"] for record in records}) == 1
     first, *later = records
@@ -265,7 +284,7 @@ def test_a_chat_stays_where_its_prefix_is_cached(
         assert record["cached_prompt_tokens"] > record["prompt_tokens"] / 2
         cached = record["cached_prompt_tokens"]
         assert abs(cached - record["predicted_cached_tokens"]) <= CPU_BLOCK
-    local, remote = other.tiers()["precise"]["replicas"]
+    local, remote = other_fleet.tiers()["precise"]["replicas"]
     cold = remote if first["replica"] == local["id"] else local
     key = key_of(cold["pid"]) if cold["pid"] is not None else engine_keys["precise"]
     headers = {"authorization": f"Bearer {key}"}
@@ -316,39 +335,39 @@ def _read_until(running: Up, name: str, wanted: float) -> bool:
     return False
 
 
-def test_an_engine_joins_and_leaves_a_running_router(up: Up, other: Up) -> None:
+def test_an_engine_joins_and_leaves_a_running_router(up: Up, other_fleet: Up) -> None:
     """Removed by its address, then added anew, it is warmed up and compared, and answers for its tier alone.
 
     Meanwhile the engine with a draft is alone.
     """
 
     def operate(*args: str) -> str:
-        done = other.operate(*args)
+        done = other_fleet.operate(*args)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     url = up.replica("precise")["url"]
-    local_id = other.replica("precise")["id"]
+    local_id = other_fleet.replica("precise")["id"]
     assert operate("remove", url).endswith("remove done, removed\n")
-    (local,) = other.tiers()["precise"]["replicas"]
+    (local,) = other_fleet.tiers()["precise"]["replicas"]
     assert local["id"] == local_id
-    _several_tokens_a_step(other)
+    _several_tokens_a_step(other_fleet)
     added, _, message = operate("add", "precise", url).partition(": ")
     assert message == "added, is ready\n"
     operate("drain", local_id)
-    assert other.generate(tier="precise").headers["x-qarr-tier"] == "precise"
-    _, joined = other.tiers()["precise"]["replicas"]
+    assert other_fleet.generate(tier="precise").headers["x-qarr-tier"] == "precise"
+    _, joined = other_fleet.tiers()["precise"]["replicas"]
     assert joined["id"] == added
     assert joined["source"] == "command"
     assert joined["served"] == 1
     assert joined["precision"] == "bf16"
     operate("resume", local_id)
     assert operate("remove", added) == f"{added}: remove done, removed\n"
-    page = httpx.get(f"{other.url}/metrics", trust_env=False).text
+    page = httpx.get(f"{other_fleet.url}/metrics", trust_env=False).text
     assert f'replica="{added}"' not in page
 
 
-def _several_tokens_a_step(other: Up) -> None:
+def _several_tokens_a_step(other_fleet: Up) -> None:
     """Check that through the router too, an answer of a tier with a draft arrives whole, several tokens an event."""
     body = {
         "model": "precise",
@@ -360,7 +379,10 @@ def _several_tokens_a_step(other: Up) -> None:
         "return_token_ids": True,
     }
     answer = httpx.post(
-        f"{other.url}/v1/chat/completions", json=body, timeout=300, trust_env=False
+        f"{other_fleet.url}/v1/chat/completions",
+        json=body,
+        timeout=300,
+        trust_env=False,
     )
     assert answer.headers["x-qarr-tier"] == "precise"
     events = [
@@ -374,11 +396,13 @@ def _several_tokens_a_step(other: Up) -> None:
         for choice in event["choices"]:
             pieces.append(choice["delta"].get("content") or "")
             tokens += choice.get("token_ids") or ()
-    engine = other.scorer("precise")
+    engine = other_fleet.scorer("precise")
     engine.check_tokens(engine.prompt_ids(PROMPTS[2]), tokens)
     assert engine.text_of(tokens) == "".join(pieces)
     assert events[-1]["usage"]["completion_tokens"] == len(tokens)
     assert sum(map(bool, pieces)) < len(tokens)
-    record = httpx.get(f"{other.url}/requests", trust_env=False).json()["requests"][0]
+    record = httpx.get(f"{other_fleet.url}/requests", trust_env=False).json()[
+        "requests"
+    ][0]
     assert record["served_by"] == "precise"
     assert record["output_tokens"] == len(tokens)

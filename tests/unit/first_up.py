@@ -67,6 +67,7 @@ class FirstUp:
         return int(words[0]), int(words[1])
 
     def said(self) -> str:
+        """Return its standard error."""
         return self.errors.read_text("utf-8")
 
     async def get(self, path: str) -> tuple[int, dict[str, Any]]:

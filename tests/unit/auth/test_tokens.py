@@ -216,12 +216,12 @@ async def test_a_refusal_says_why_without_the_token(
 async def test_only_the_issuers_signature_counts(tmp_path: Path) -> None:
     """Tokens without a signature, signed with a secret, by another key, or by one that is not published are refused."""
     issuer = Issuer()
-    other = Issuer()
+    impostor = Issuer()
     tokens = Tokens(settings_of(published(tmp_path, issuer)))
     claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "eve", "exp": time.time() + 300}
     known = {"kid": issuer.kid}
     with pytest.raises(UnauthorizedError, match="signature is not valid"):
-        tokens.find(other.sign())
+        tokens.find(impostor.sign())
     with pytest.raises(UnauthorizedError, match="algorithm is not allowed"):
         tokens.find(jwt.encode(claims, "s" * 32, "HS256", headers=known))
     with pytest.raises(UnauthorizedError, match="algorithm is not allowed"):
