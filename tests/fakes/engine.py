@@ -796,8 +796,9 @@ def _prompts_in(body: dict[str, Any]) -> int:
 def _ids_of(body: dict[str, Any]) -> list[int]:
     """Return the token ids of a request's prompt; for a text they are made up."""
     prompt = body.get("prompt")
-    is_ids = isinstance(prompt, list) and isinstance(prompt[0], int)
-    return prompt if is_ids else [1, 2, 3]
+    if isinstance(prompt, list) and isinstance(prompt[0], int):
+        return prompt
+    return [1, 2, 3]
 
 
 def _measures_speed(body: dict[str, Any]) -> bool:
