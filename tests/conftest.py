@@ -27,7 +27,7 @@ from tests.stacks import (  # noqa: F401  pytest finds them here
 from tests.unit.made_configs import made_hub
 from tests.waiting import wait_until
 
-# Which twin of the model real engines serve (tests/engine/twins.py). It is taken out: qarr refuses settings it does not know.
+# Real engines serve this twin of the model (tests/engine/twins.py). The variable is removed: qarr refuses unknown settings.
 CHOSEN_TWIN = os.environ.pop("QARR_TEST_TWIN", "")
 
 settings.register_profile(
@@ -86,7 +86,7 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class RedisServer:
-    """A real Redis, for tests alone."""
+    """A real Redis that only tests use."""
 
     def __init__(self, *options: str) -> None:
         program = shutil.which("redis-server")
@@ -94,19 +94,10 @@ class RedisServer:
             "redis-server is not installed: scripts/setup services, or apt-get install redis-server"
         )
         (self.port,) = reserved_ports()
-        self._argv = [
-            program,
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-        ]
-        # As a replica it writes no file either, which later ones would read.
-        self._argv += ("--repl-diskless-load", "swapdb", *options)
+        self._argv = [program, "--port", str(self.port), "--bind", "127.0.0.1"]
+        self._argv += ["--save", "", "--appendonly", "no"]
+        # As a replica it writes no file either, which later servers would read.
+        self._argv += ["--repl-diskless-load", "swapdb", *options]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.start()
 

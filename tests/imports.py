@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("classifier", "tiers", "router")
-APART = {"engine_plugin", "web"}  # no modules of these packages
+APART = {"engine_plugin", "web"}  # These folders hold no modules of the packages.
 # A package or a module directly in router/ imports only from lower ranks, and from its own package. ``classifier`` and
 # ``tiers`` rank below them all.
 RANKS = (
@@ -33,7 +33,7 @@ def room_of(name: str) -> str:
 
 
 def rank(name: str) -> int | None:
-    """Return the rank of a module by its dotted name; None where it is in no room yet."""
+    """Return the rank of a module by its dotted name, or None if it is in no room yet."""
     if not name.startswith("router."):
         return -1
     room = room_of(name)
@@ -41,26 +41,29 @@ def rank(name: str) -> int | None:
 
 
 def modules() -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for path in sorted(
-        p for package in PACKAGES for p in (ROOT / package).rglob("*.py")
-    ):
+    """Return the paths of all modules of the packages, by dotted name."""
+    paths: list[Path] = []
+    for package in PACKAGES:
+        paths += (ROOT / package).rglob("*.py")
+    by_name: dict[str, Path] = {}
+    for path in sorted(paths):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if not APART & set(parts):
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            name = ".".join(parts).removesuffix(".__init__")
+            by_name[name] = path
+    return by_name
 
 
 def imports(name: str, known: dict[str, Path]) -> set[str]:
     """Return the own modules that one module imports, wherever in it the import stands."""
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(known[name].read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inner & known.keys() or {node.module}
-    return found & known.keys() - {name}
+            imported |= inner & known.keys() or {node.module}
+    return imported & known.keys() - {name}
 
 
 def circles_and_floors(
@@ -76,22 +79,19 @@ def circles_and_floors(
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
         stack.append(name)
-        for other in sorted(graph[name]):
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
+        for imported in sorted(graph[name]):
+            if imported not in index:
+                visit(imported)
+                low[name] = min(low[name], low[imported])
+            elif imported in stack:
+                low[name] = min(low[name], index[imported])
         if low[name] == index[name]:
             start = stack.index(name)
             group = stack[start:]
             del stack[start:]
-            below = {other for member in group for other in graph[member]} - set(group)
-            floors.update(
-                dict.fromkeys(
-                    group, 1 + max((floors[other] for other in below), default=0)
-                )
-            )
+            below = set().union(*(graph[member] for member in group)) - set(group)
+            floor = 1 + max((floors[module] for module in below), default=0)
+            floors.update(dict.fromkeys(group, floor))
             if len(group) > 1:
                 circles.append(sorted(group))
 

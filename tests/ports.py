@@ -1,22 +1,24 @@
-"""Ports for processes that must be told one before they start: kept for them, so that nobody else gets them."""
+"""Ports for processes that must know theirs before they start, kept so that nobody else gets them."""
 
 from __future__ import annotations
 
 import socket
 from collections import deque
 
-KEPT = 500  # the first ones are given back then: their tests are over
-# Bound and not listening: Linux gives such a port to nobody who asks for any (bind(0), connect). SO_REUSEADDR, set once it
-# is bound, lets whoever names it bind there, with SO_REUSEADDR as servers do; set before, it would let a second holder in,
-# such as another process of the tests. Nobody is listening until that server is.
+KEPT = 500  # Beyond so many ports the oldest are given back: their tests are over.
+# These sockets are bound and do not listen: Linux gives such a port to nobody who asks for any (bind(0), connect).
+# SO_REUSEADDR is set once a socket is bound: a server that names the port and sets it too can then bind there. Set before,
+# it would let a second holder in, such as another process of the tests.
 _held: deque[socket.socket] = deque()
 
 
 def reserved_ports(count: int = 1) -> list[int]:
+    """Reserve so many free ports."""
     return [_hold(0) for _ in range(count)]
 
 
 def reserved_range(count: int) -> int:
+    """Reserve so many successive ports, and return the first."""
     for first in range(20101, 30000, 10):
         try:
             for port in range(first, first + count):

@@ -18,11 +18,12 @@ CLUSTER_TIMEOUT_S = 60
 
 
 class Relay:
-    """An address whose new connections lead to the present target; open ones stay where they are."""
+    """An address whose new connections lead to the present target, while open ones stay with theirs."""
 
     def __init__(self, target: RedisServer) -> None:
         self.target = target
-        self.opened: list[int] = []  # ports that connections went to
+        # The ports that connections were made to, in order.
+        self.opened: list[int] = []
         (self.port,) = reserved_ports()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._open: set[asyncio.Task[None]] = set()
@@ -38,10 +39,8 @@ class Relay:
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
             await asyncio.gather(_pipe(reader, far_writer), _pipe(far_reader, writer))
-        except (
-            OSError,
-            asyncio.CancelledError,
-        ):  # the server of streams reports a task that was cancelled
+        # asyncio's server would report a task that was cancelled.
+        except (OSError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
@@ -92,15 +91,9 @@ def redis_cluster(folder: Path, nodes: int = 3) -> Iterator[list[RedisServer]]:
             bus = str(reserved_ports()[0])
             place = folder / str(number)
             place.mkdir()
-            options = (
-                "--cluster-enabled",
-                "yes",
-                "--cluster-port",
-                bus,
-                "--dir",
-                str(place),
-            )
-            servers.append(RedisServer(*options, "--cluster-node-timeout", "2000"))
+            options = ["--cluster-enabled", "yes", "--cluster-port", bus]
+            options += ["--dir", str(place), "--cluster-node-timeout", "2000"]
+            servers.append(RedisServer(*options))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
         command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
         subprocess.run(

@@ -1,7 +1,7 @@
-"""Where a test stood when its time was over: the stacks of all threads and of all asyncio tasks.
+"""Reports on tests whose time is over: the stacks of all threads and of all asyncio tasks.
 
-The process ends then (``timeout_method`` in pyproject.toml), and of a worker of pytest-xdist only "crashed" would be told.
-So the stacks go to a file, which the controller prints at the end of the run. ``tests/conftest.py`` registers these hooks.
+The process ends then (``timeout_method`` in pyproject.toml), and pytest-xdist would only say that a worker has crashed. So
+the stacks go to a file, which the controller prints at the end of the run. ``tests/conftest.py`` registers these hooks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from pytest_timeout import is_debugging, timeout_timer
 
-# of the workers' files, in what the controller tells each worker
+# Under this name the controller tells each worker the folder of the stacks' files.
 FOLDER = "stacks_folder"
 _FOLDER = pytest.StashKey[TemporaryDirectory[str]]()
 _TIMER = pytest.StashKey[threading.Timer]()
@@ -73,12 +73,13 @@ def _end(item: pytest.Item, settings: Any) -> None:
         return
     report = f"{item.nodeid} did not end within {settings.timeout:g} s.\n{stacks()}"
     try:
-        _tell(item, report)
+        _write(item, report)
     finally:
-        timeout_timer(item, settings)  # it ends the process
+        # This ends the process.
+        timeout_timer(item, settings)
 
 
-def _tell(item: pytest.Item, report: str) -> None:
+def _write(item: pytest.Item, report: str) -> None:
     worker = getattr(item.config, "workerinput", None)
     if worker is not None:
         (Path(worker[FOLDER]) / f"{worker['workerid']}.txt").write_text(report, "utf-8")
@@ -91,28 +92,26 @@ def _tell(item: pytest.Item, report: str) -> None:
 
 
 def stacks() -> str:
-    """Return the stacks of all tasks that have not ended, and of all threads but this one, the innermost call last."""
+    """Return the stacks of all tasks that have not ended and of all other threads, with the innermost call last."""
     parts = []
     for task in _tasks():
-        frames = [
-            frame for frame in _awaited_frames(task.get_coro()) if frame is not None
-        ]
-        lines = [
-            line for frame in frames for line in traceback.format_stack(frame, limit=1)
-        ]
+        lines: list[str] = []
+        for frame in _awaited_frames(task.get_coro()):
+            if frame is not None:
+                lines += traceback.format_stack(frame, limit=1)
         parts.append(f"--- task {task.get_name()}\n{''.join(lines)}")
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
-            parts.append(
-                f"--- thread {threads.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
-            )
+            lines = traceback.format_stack(frame)
+            name = threads.get(ident, ident)
+            parts.append(f"--- thread {name}\n{''.join(lines)}")
     return "\n".join(parts)
 
 
 def _tasks() -> list[asyncio.Task[Any]]:
     """Return the tasks of all event loops: ``asyncio.all_tasks`` knows those of one."""
-    tasks = [found for found in gc.get_objects() if isinstance(found, asyncio.Task)]
+    tasks = [item for item in gc.get_objects() if isinstance(item, asyncio.Task)]
     return sorted(
         (task for task in tasks if not task.done()), key=lambda task: task.get_name()
     )
@@ -130,5 +129,6 @@ def _awaited_frames(awaited: Any) -> Iterator[FrameType | None]:
         elif inspect.isasyncgen(awaited):
             yield awaited.ag_frame
             awaited = awaited.ag_await
-        else:  # the step of an asynchronous generator refers to it; a future refers to none, and is the end
+        else:
+            # A step of an asynchronous generator refers to the generator; a future refers to none, and is the end.
             awaited = next(filter(inspect.isasyncgen, gc.get_referents(awaited)), None)

@@ -1,4 +1,4 @@
-"""Waits of tests, each with a bound: when it is over, the error says what was waited for and what was seen last."""
+"""Bounded waits of tests: when the time is over, the error says what was waited for and what was seen last."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# not an expectation of speed: half of a test's timeout, after which nothing could be said any more
+# This is half of a test's timeout, after which no error could be reported; it is no expectation of speed.
 WAIT_S = 60.0
 POLL_S = 0.02
-LONGEST_VALUE = 2_000  # characters of what was seen last
+LONGEST_VALUE = 2_000  # So many characters of the value that was seen last are shown.
 
 
 async def until(
@@ -25,13 +25,13 @@ async def until(
     within_s: float = WAIT_S,
     poll_s: float = POLL_S,
 ) -> Any:
-    """Return the first true value that ``look`` returns, or that an awaitable which it returns has.
+    """Return the first true value that ``look`` returns, or that an awaitable from it returns.
 
     Args:
-        look: Is called again and again.
-        what: What is waited for, as in "the engine to answer"; by default the source of ``look``.
+        look: The function that is called again and again.
+        what: The event that is waited for, as in "the engine to answer"; by default the source of ``look``.
         within_s: After so many seconds ``AssertionError`` is raised.
-        poll_s: Pause between two looks.
+        poll_s: The pause between two looks.
     """
     seen: Any = "nothing: the first look did not end"
     try:
@@ -56,9 +56,9 @@ async def until_still(
 
     async def is_still() -> bool:
         seen = look()
-        same = last == [seen]
+        is_same = last == [seen]
         last[:] = [seen]
-        return same
+        return is_same
 
     await until(is_still, what, within_s=within_s, poll_s=still_s)
     return last[0]
@@ -100,7 +100,7 @@ def call_within(call: Callable[[], T], what: str, *, within_s: float = WAIT_S) -
     def run() -> None:
         try:
             result.set_result(call())
-        except BaseException as error:  # noqa: BLE001  it belongs to the caller
+        except BaseException as error:  # noqa: BLE001  The caller gets it.
             result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -111,7 +111,8 @@ def call_within(call: Callable[[], T], what: str, *, within_s: float = WAIT_S) -
 
 
 def _too_long(what: str, within_s: float, seen: object) -> str:
-    return f"waited {within_s:g} s for {what}; seen last: {textwrap.shorten(repr(seen), LONGEST_VALUE)}"
+    value = textwrap.shorten(repr(seen), LONGEST_VALUE)
+    return f"waited {within_s:g} s for {what}; seen last: {value}"
 
 
 def source_of(look: Callable[[], Any]) -> str:
@@ -121,5 +122,6 @@ def source_of(look: Callable[[], Any]) -> str:
         return name
     try:
         return textwrap.shorten(inspect.getsource(look), LONGEST_VALUE)
-    except OSError:  # it has no source, as in an interactive session
+    # A lambda of an interactive session has no source.
+    except OSError:
         return name

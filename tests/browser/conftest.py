@@ -7,16 +7,16 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
 import pytest
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
 
 from tests.browser.chromium import launched
 
-# a bound for a busy machine; nothing waits for it but what fails
+# The bound is one for a busy machine; only a failing test waits for so long.
 expect.set_options(timeout=30_000)
 
 
 class Opened(Protocol):
-    """Opens a page."""
+    """The function that opens a page."""
 
     def __call__(
         self, url: str, *, expected: tuple[str, ...] = (), **context: Any
@@ -39,30 +39,31 @@ async def browser(anyio_backend: str) -> AsyncIterator[Browser]:
 
 @pytest.fixture
 def opened(browser: Browser) -> Opened:
-    """Return what opens a page, and fails when anything went wrong on it."""
+    """Return a function that opens a page, and that fails when its console shows an error or a warning."""
 
     @asynccontextmanager
     async def open_page(
         url: str, *, expected: tuple[str, ...] = (), **context: Any
     ) -> AsyncIterator[Page]:
-        held = await browser.new_context(
+        browser_context = await browser.new_context(
             **{"viewport": {"width": 1440, "height": 900}, **context}
         )
-        page = await held.new_page()
+        page = await browser_context.new_page()
         page.set_default_timeout(20_000)
         wrong: list[str] = []
-        page.on(
-            "console",
-            lambda m: wrong.append(m.text) if m.type in {"error", "warning"} else None,
-        )
+
+        def note(message: ConsoleMessage) -> None:
+            if message.type in {"error", "warning"}:
+                wrong.append(message.text)
+
+        page.on("console", note)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         try:
             await page.goto(url)
             yield page
         finally:
-            await held.close()
-        assert not [
-            text for text in wrong if not any(part in text for part in expected)
-        ]
+            await browser_context.close()
+        for text in wrong:
+            assert any(part in text for part in expected), text
 
     return open_page

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 class Line:
-    """Relays connections from a port of its own."""
+    """A relay of connections from a port of its own to the router."""
 
     def __init__(self, url: str) -> None:
         self._target = int(url.rsplit(":", 1)[1])
@@ -35,14 +35,18 @@ class Line:
     async def _relay(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._target)
-        pair = {writer, back}
+        target_reader, target_writer = await asyncio.open_connection(
+            "127.0.0.1", self._target
+        )
+        pair = {writer, target_writer}
         self._open |= pair
         try:
-            await asyncio.gather(self._copy(reader, back), self._copy(there, writer))
+            await asyncio.gather(
+                self._copy(reader, target_writer), self._copy(target_reader, writer)
+            )
         finally:
-            for each in pair:
-                each.transport.abort()
+            for end in pair:
+                end.transport.abort()
             self._open -= pair
 
     async def _copy(

@@ -1,4 +1,4 @@
-"""Made-up profiles for a router in front of fake engines, and its taking them up."""
+"""Made-up profiles for a router in front of fake engines."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.waiting import until
 from tiers.spec import STANDARD_TIERS, TierName
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-# Seconds before the first token, and for each token. In proportion as measured on a GPU; slower, to be seen.
+# Seconds before the first token, and for each token: in proportion as on a GPU, but slow enough to be seen.
 SPEEDS = {FAST: (0.25, 0.021), BALANCED: (0.4, 0.03), PRECISE: (0.7, 0.046)}
-# Of 40 moderate tasks that BF16 or the tier gets right, by class: those that fast and balanced get worse.
+# Of 40 moderate tasks of a class that BF16 or the tier gets right, fast and balanced get so many worse.
 WORSE = {
     PromptClass.CHAT: (1, 0),
     PromptClass.WRITING: (1, 0),
@@ -43,20 +43,31 @@ TEXT = (
 ANSWER = tuple(re.findall(r"\S+ ", TEXT * 12))
 
 
+def answer_count(kind: PromptClass, tier: TierName, worse: int) -> AnswerCount:
+    return AnswerCount(
+        prompt_class=kind,
+        complexity=Complexity.MODERATE,
+        tier=tier,
+        asked=50,
+        right=40,
+        answered=50,
+        worse=worse,
+        better=0,
+        both=40 - worse,
+    )
+
+
 def quality(identities: dict[TierName, str | None]) -> QualityProfile:
-    counts = tuple(
-        AnswerCount(
-            prompt_class=kind, complexity=Complexity.MODERATE, tier=tier, asked=50, right=40, answered=50, worse=worse,
-            better=0, both=40 - worse,
-        )
-        for kind, each in WORSE.items() for tier, worse in zip((FAST, BALANCED), each, strict=True)
-    )  # fmt: skip
+    counts = []
+    for kind, (fast_worse, balanced_worse) in WORSE.items():
+        counts.append(answer_count(kind, FAST, fast_worse))
+        counts.append(answer_count(kind, BALANCED, balanced_worse))
     return QualityProfile(
         created=datetime.now(UTC),
         model="fake",
         checkpoints=identities,
         tasks="made up",
-        counts=counts,
+        counts=tuple(counts),
     )
 
 
@@ -68,12 +79,23 @@ def speed(
     error = FitError(median=0.05, p95=0.2)
     fits = tuple(
         Fit(
-            tier=tier, ttft_base_ms=1000 * (first_s + token_s), prefill_ms_per_token=0.05, ttft_steps=0.5,
-            step_base_ms=1000 * token_s, step_ms_per_sequence=0.1, step_knee=0, step_ms_beyond_knee=0, contention=0,
-            ttft_spread=0.3, tpot_spread=0.1, ttft_error=error, tpot_error=error, samples=100,
+            tier=tier,
+            ttft_base_ms=1000 * (first_s + token_s),
+            prefill_ms_per_token=0.05,
+            ttft_steps=0.5,
+            step_base_ms=1000 * token_s,
+            step_ms_per_sequence=0.1,
+            step_knee=0,
+            step_ms_beyond_knee=0,
+            contention=0,
+            ttft_spread=0.3,
+            tpot_spread=0.1,
+            ttft_error=error,
+            tpot_error=error,
+            samples=100,
         )
         for tier, (first_s, token_s) in speeds.items()
-    )  # fmt: skip
+    )
     return LatencyProfile(
         created=datetime.now(UTC),
         model="fake",
@@ -89,6 +111,7 @@ async def measured(
     folder: Path,
     speeds: Mapping[TierName, tuple[float, float]] = MappingProxyType(SPEEDS),
 ) -> None:
+    """Write profiles into a router's folder, and wait until it has read them."""
     identities = {spec.name: spec.identity for spec in stack.fleet.specs}
     (folder / profile_name(identities)).write_text(
         quality(identities).model_dump_json()

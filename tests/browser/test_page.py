@@ -22,7 +22,7 @@ from tiers.spec import STANDARD_TIERS
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-TIMEOUT_MS = 30_000  # for engines that start
+TIMEOUT_MS = 30_000  # Engines that start need so long.
 WATCH_ROWS = """() => {
   window.fadedRows = 0;
   const look = () => {
@@ -33,7 +33,7 @@ WATCH_ROWS = """() => {
   };
   look();
 }"""
-# Texts that reach beyond the next element around them that cuts off what is too large.
+# The script returns the texts that reach beyond the nearest element around them that cuts off its content.
 CUT_TEXTS = """() => [...document.querySelectorAll("#requests td, .idle, .precision")].flatMap((node) => {
   const range = document.createRange();
   range.selectNodeContents(node);
@@ -65,17 +65,15 @@ async def live(page: Page) -> None:
 async def test_a_tier_that_is_being_made_says_so_on_its_lane(
     tmp_path: Path, opened: Opened
 ) -> None:
-    """The step, its parts and the time left stand where its requests will be, until it is ready."""
+    """Until the tier is ready, its lane shows the step, its progress and the time left."""
     async with first_up(tmp_path) as up:
         for command, order in (("bf16", "done"), ("fp8", "done"), ("awq", "3")):
             up.tell(command, order)
         await up.until_states(precise="ready", balanced="ready", fast="preparing")
         async with opened(up.url) as page:
             await live(page)
-            coming, state = (
-                tier(page, "fast").locator(".coming"),
-                tier(page, "fast").locator(".who .state"),
-            )
+            coming = tier(page, "fast").locator(".coming")
+            state = tier(page, "fast").locator(".who .state")
             await expect(coming).to_contain_text(
                 "quantizing to AWQ int4, groups of 64 (3 of 31)", timeout=TIMEOUT_MS
             )
@@ -128,14 +126,14 @@ async def test_the_tiers_are_shown(tmp_path: Path, opened: Opened) -> None:
 async def test_a_notice_and_a_router_without_engines_of_its_own(
     tmp_path: Path, opened: Opened
 ) -> None:
-    """The settings' sentence stands at the head of the page; the machine is told as the router's, as no engine runs there."""
-    said = "Simulated: no model runs."
+    """The head of the page shows the settings' notice, and names the machine as the router's: no engine runs there."""
+    notice = "Simulated: no model runs."
     async with (
-        router_stack(tmp_path, {"server": {"notice": said}}) as stack,
+        router_stack(tmp_path, {"server": {"notice": notice}}) as stack,
         opened(stack.url) as page,
     ):
         await live(page)
-        await expect(page.locator("#notice")).to_have_text(said)
+        await expect(page.locator("#notice")).to_have_text(notice)
         stack.fleet.machine = "An example CPU"
         await expect(page.locator("#machine")).to_have_text("router on An example CPU")
     async with router_stack(tmp_path) as stack, opened(stack.url) as page:
@@ -144,7 +142,7 @@ async def test_a_notice_and_a_router_without_engines_of_its_own(
 
 
 async def test_an_idle_tier_says_why(tmp_path: Path, opened: Opened) -> None:
-    """What spoke against it in the last decision, once others get requests; before, it is only idle."""
+    """An idle tier shows what spoke against it in the last decision, once other tiers get requests."""
     async with router_stack(tmp_path) as stack, opened(stack.url) as page:
         await live(page)
         lane = tier(page, "fast").locator(".idle")
@@ -159,7 +157,7 @@ async def test_an_idle_tier_says_why(tmp_path: Path, opened: Opened) -> None:
 async def test_requests_that_come_fast_are_listed_whole(
     tmp_path: Path, opened: Opened
 ) -> None:
-    """No row fades in, and at any width no text of a row, or of an idle tier, is cut where it stands."""
+    """No row fades in, and at no width is the text of a row or of an idle tier cut off."""
     async with router_stack(tmp_path) as stack, opened(stack.url) as page:
         await live(page)
         await page.evaluate(WATCH_ROWS)
@@ -183,35 +181,36 @@ async def test_requests_that_come_fast_are_listed_whole(
 async def test_a_tier_that_may_not_pay_is_told_kindly(
     tmp_path: Path, opened: Opened
 ) -> None:
-    """Not in the colour of faults, with what a GPU would change, and that the router works all the same."""
+    """The page says, not in the colour of faults, what a GPU would change, and that the router works all the same."""
     folder = tmp_path / "profiles"
     folder.mkdir()
     async with router_stack(tmp_path, {"policy": {"profiles": str(folder)}}) as stack:
         await measured(stack, folder, speeds=SPEEDS | {BALANCED: (0.9, 0.09)})
         async with opened(stack.url) as page:
-            told = page.locator("#quality .pointless")
-            await expect(told).to_contain_text(
+            remark = page.locator("#quality .pointless")
+            await expect(remark).to_contain_text(
                 "balanced may not pay with this model on this machine: a token takes 90 ms"
             )
-            await expect(told).to_contain_text(
+            await expect(remark).to_contain_text(
                 "on a GPU reading the weights takes most of the time"
             )
-            await expect(told).to_contain_text("The router works all the same")
+            await expect(remark).to_contain_text("The router works all the same")
             colours = "node => [getComputedStyle(node).color, getComputedStyle(document.querySelector('.muted')).color]"
-            shown, muted = await told.evaluate(colours)
+            shown, muted = await remark.evaluate(colours)
             assert shown == muted
 
 
 async def test_what_the_router_measures_is_shown(
     tmp_path: Path, opened: Opened
 ) -> None:
-    """How far it is with speed and loss, that it pauses for a request, and nothing of it to run by hand."""
-    no_operations = ("status of 404",)  # this router has no supervisor
+    """The page shows the progress with speed and loss, and the pause for a request, and no command to run by hand."""
+    # This router has no supervisor, so it lists no operations.
+    no_operations = ("status of 404",)
     async with (
         measuring_router(tmp_path, engines(0.03)) as own,
         opened(own.url, expected=no_operations) as page,
     ):
-        # so the loss is not measured to the end
+        # An engine that hangs keeps the loss from being measured to the end.
         own.engines[0].hung = ("/v1/chat/completions",)
         await live(page)
         text = page.locator("#measuring-text")
@@ -238,7 +237,7 @@ async def test_what_the_router_measures_is_shown(
 async def test_a_request_appears_and_opens_into_its_trace(
     tmp_path: Path, opened: Opened
 ) -> None:
-    """An answer that went on elsewhere is a row; Enter opens its verdicts and the trace with its events; Escape closes."""
+    """An answer that was continued elsewhere is a row; Enter opens its verdicts and its trace; Escape closes them."""
     async with router_stack(
         tmp_path, fast=Behaviour(answer=ANSWER), balanced=Behaviour(answer=ANSWER)
     ) as stack:
@@ -285,7 +284,7 @@ async def test_a_request_appears_and_opens_into_its_trace(
 async def test_a_failed_request_opens_after_many_good_ones(
     tmp_path: Path, opened: Opened
 ) -> None:
-    """Its address finds it, and shows each attempt with what its engine said."""
+    """The request's address still opens it, and shows each attempt with its engine's error."""
     async with router_stack(tmp_path, {"telemetry": {"recent_requests": 2}}) as stack:
         for engine in stack.engines.values():
             engine.status = 500
@@ -293,9 +292,8 @@ async def test_a_failed_request_opens_after_many_good_ones(
         for engine in stack.engines.values():
             engine.status = 200
         for _ in range(4):
-            assert (
-                await stack.generate(tier="precise", tier_policy="require")
-            ).status_code == 200
+            answer = await stack.generate(tier="precise", tier_policy="require")
+            assert answer.status_code == 200
         async with opened(
             f"{stack.url}/#request={failed.headers['x-request-id']}"
         ) as page:
@@ -366,12 +364,8 @@ async def test_a_prompt_is_decided_before_it_is_sent(
         await expect(decision.locator("tbody tr")).to_have_count(3)
         await page.get_by_role("combobox", name="Tier").select_option("precise")
         await expect(decision).to_contain_text("would go to precise")
-        assert not [
-            r
-            for engine in stack.engines.values()
-            for r in engine.requests
-            if "messages" in r
-        ]
+        for engine in stack.engines.values():
+            assert not [sent for sent in engine.requests if "messages" in sent]
         await page.get_by_label("Prompt", exact=True).press("Control+Enter")
         await expect(page.locator("#answer")).to_have_text(
             "The capital of France is Paris."
@@ -385,7 +379,7 @@ async def test_a_prompt_is_decided_before_it_is_sent(
 
 
 async def test_an_answer_can_be_stopped(tmp_path: Path, opened: Opened) -> None:
-    """Stop ends the request at the engine; what had come stays, and the next one can be sent."""
+    """Stop ends the request at the engine; the text so far stays, and the next request can be sent."""
     slow = Behaviour(answer=ANSWER)
     async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url) as page:
         await live(page)
@@ -422,7 +416,8 @@ async def test_problems_are_shown_as_the_router_words_them(
         await page.get_by_label("this or an error").check()
         await expect(decision).to_contain_text("would be refused")
         await page.get_by_label("Max tokens").fill("8")
-        stack.engines[FAST].status, stack.engines[FAST].error = 400, f"not {MARKUP}"
+        stack.engines[FAST].status = 400
+        stack.engines[FAST].error = f"not {MARKUP}"
         await button(page, "Send").click()
         problem = page.locator("#answer-problem")
         await expect(problem).to_contain_text(
@@ -435,7 +430,7 @@ async def test_problems_are_shown_as_the_router_words_them(
 
 
 async def test_text_from_elsewhere_stays_text(tmp_path: Path, opened: Opened) -> None:
-    """Markup in an answer, or in what is put on the page by any other way, is shown and not taken for markup."""
+    """Markup in an answer, or put on the page in any other way, is shown as text."""
     answer = Behaviour(
         answer=(
             "Paris is a city. ",
@@ -482,7 +477,7 @@ async def test_an_engine_goes_away_and_comes_back(
 async def test_a_page_of_an_allowed_origin_chats(
     tmp_path: Path, opened: Opened
 ) -> None:
-    """A front-end of its own address, with a key: a streamed chat with its headers, an error, and nothing without leave."""
+    """A front-end of an allowed origin streams a chat with a key and reads headers and errors; other origins cannot."""
     ask = """async ([url, key, body]) => {
         const headers = {"content-type": "application/json", authorization: `Bearer ${key}`};
         const answer = await fetch(`${url}/v1/chat/completions`, {method: "POST", headers, body: JSON.stringify(body)});
@@ -494,10 +489,9 @@ async def test_a_page_of_an_allowed_origin_chats(
         "stream": True,
     }
     key = add_key(tmp_path / "keys.json", "page")[0]
-    async with serving_all(FakeEngine().app, FakeEngine().app) as (allowed, other):
-        server = {"cors_origins": [allowed]}
+    async with serving_all(FakeEngine().app, FakeEngine().app) as (allowed, foreign):
         settings = {
-            "server": server,
+            "server": {"cors_origins": [allowed]},
             "auth": {"keys_file": str(tmp_path / "keys.json")},
         }
         async with router_stack(tmp_path, settings) as stack:
@@ -505,17 +499,16 @@ async def test_a_page_of_an_allowed_origin_chats(
                 status, served_by, text = await page.evaluate(
                     ask, [stack.url, key, chat]
                 )
-                assert (status, served_by, text.endswith("data: [DONE]\n\n")) == (
-                    200,
-                    "fast",
-                    True,
-                )
+                assert status == 200
+                assert served_by == "fast"
+                assert text.endswith("data: [DONE]\n\n")
                 status, _, text = await page.evaluate(
                     ask, [stack.url, key, {**chat, "model": "none"}]
                 )
-                assert (status, "model_not_found" in text) == (404, True)
+                assert status == 404
+                assert "model_not_found" in text
             async with opened(
-                f"{other}/v1/models", expected=("CORS", "ERR_FAILED", "404")
+                f"{foreign}/v1/models", expected=("CORS", "ERR_FAILED", "404")
             ) as page:
                 with pytest.raises(Error, match="Failed to fetch"):
                     await page.evaluate(ask, [stack.url, key, chat])
@@ -548,22 +541,22 @@ async def test_a_lost_connection_shows_and_mends(
 async def test_keys_are_asked_for_and_kept_in_the_tab(
     tmp_path: Path, opened: Opened
 ) -> None:
-    """Without a key nothing shows; a wrong one is refused; a good one shows its own and may not operate; nothing is left on disk."""
+    """Without a key nothing shows, a wrong key is refused, a good key shows its own requests, and no disk keeps it."""
     keys_file = tmp_path / "keys.json"
     key, _ = add_key(keys_file, "look")
-    other = {"authorization": f"Bearer {add_key(keys_file, 'other')[0]}"}
+    other_caller = {"authorization": f"Bearer {add_key(keys_file, 'other')[0]}"}
     async with (
         router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack,
         opened(stack.url, expected=("status of 40",)) as page,
     ):
-        asked = page.get_by_role("dialog", name="Key")
-        await expect(asked).to_be_visible()
+        dialog = page.get_by_role("dialog", name="Key")
+        await expect(dialog).to_be_visible()
         await expect(page.locator("#connection")).to_have_text("✕ key needed")
-        await asked.get_by_label("Key", exact=True).fill("qarr-wrong")
-        await asked.get_by_label("Key", exact=True).press("Enter")
-        await expect(asked.locator(".problem")).to_be_visible()
+        await dialog.get_by_label("Key", exact=True).fill("qarr-wrong")
+        await dialog.get_by_label("Key", exact=True).press("Enter")
+        await expect(dialog.locator(".problem")).to_be_visible()
         assert await page.locator("#tiers li").count() == 0
-        await asked.get_by_label("Key", exact=True).fill(key)
+        await dialog.get_by_label("Key", exact=True).fill(key)
         await button(page, "Use this key").click()
         await live(page)
         rights = page.locator("#rights")
@@ -572,26 +565,24 @@ async def test_keys_are_asked_for_and_kept_in_the_tab(
         )
         await expect(page.locator("#scope")).to_be_visible()
         await stack.client.post(
-            f"{stack.url}/generate", json={"prompt": "hi"}, headers=other
+            f"{stack.url}/generate", json={"prompt": "hi"}, headers=other_caller
         )
         await page.get_by_label("Prompt", exact=True).fill("hi")
         late = "(f, key) => { const s = sessionStorage; s['qarr-key'] = ''; f.requestSubmit(); s['qarr-key'] = key; }"
-        # its refusal comes when there is another key
+        # The request without a key is refused after the page has a key again.
         await page.locator("#ask").evaluate(late, key)
         await expect(page.locator("#answer-problem")).not_to_be_empty()
-        await expect(asked).to_be_hidden()
+        await expect(dialog).to_be_hidden()
         await button(page, "Send").click()
         await expect(page.locator("#answer")).to_contain_text("Paris")
         await expect(page.locator("#requests tr")).to_have_count(1)
         await expect(page.locator("#totals")).to_contain_text("2 requests")
-        assert (
-            await page.evaluate("() => JSON.stringify(localStorage) + document.cookie")
-            == "{}"
-        )
+        stored = "() => JSON.stringify(localStorage) + document.cookie"
+        assert await page.evaluate(stored) == "{}"
         assert key not in page.url
         await button(page, "Key ✓").click()
         await button(page, "Forget it").click()
-        await expect(asked).to_be_visible()
+        await expect(dialog).to_be_visible()
         await expect(page.locator("#connection")).to_have_text("✕ key needed")
 
 
@@ -627,12 +618,13 @@ async def test_an_admin_drains_and_resumes(tmp_path: Path, opened: Opened) -> No
         await button(page, "resume fast-0").click()
         await button(page, "Resume").click()
         await expect(tier(page, "fast").locator(".who .state")).to_have_text("✓ ready")
-        for kind in ("restart", "recycle"):  # of an engine that was not started here
+        # The engine was not started by this router.
+        for kind in ("restart", "recycle"):
             await expect(button(page, f"{kind} fast-0")).to_have_count(0)
 
 
 async def test_expected_losses_are_a_table(tmp_path: Path, opened: Opened) -> None:
-    """By class, complexity and tier, with interval and basis: published, then measured; over the class's cap or as good."""
+    """Losses stand by class, complexity and tier, with interval and basis, first published and then measured."""
     folder = tmp_path / "profiles"
     folder.mkdir()
 
@@ -664,7 +656,7 @@ async def test_expected_losses_are_a_table(tmp_path: Path, opened: Opened) -> No
 
 
 async def test_the_loss_budget_is_told(tmp_path: Path, opened: Opened) -> None:
-    """Its rule, and what answers since the start are expected to have lost of what they might; and a pointless tier."""
+    """The page shows the budget's rule, and how much of it the answers since the start are expected to have used."""
     folder = tmp_path / "profiles"
     folder.mkdir()
     policy = {
@@ -696,7 +688,7 @@ async def test_the_loss_budget_is_told(tmp_path: Path, opened: Opened) -> None:
         )
         await expect(facts).to_contain_text("Expected worse0.1 of 100")
         trace = page.get_by_role("dialog").locator("#trace")
-        # a share, on the span
+        # On the span the loss is a share.
         await expect(trace).to_contain_text("qarr.loss.expected0.1 of 100")
 
 
@@ -715,7 +707,7 @@ async def test_a_bound_that_nobody_knows_to_be_kept_is_not_called_given_up(
 
 
 async def test_the_list_holds_still(tmp_path: Path, opened: Opened) -> None:
-    """Under the pointer, or when told to, the list stays as it is and says how much is newer; filters choose rows."""
+    """Under the pointer, or on Hold, the list stays as it is and counts newer rows; filters choose rows."""
     async with router_stack(tmp_path) as stack, opened(stack.url) as page:
         await live(page)
         await stack.generate(prompt="What is the capital of France?")
@@ -750,11 +742,11 @@ async def test_it_is_used_by_keyboard_alone(tmp_path: Path, opened: Opened) -> N
         reached: list[str] = []
         for _ in range(40):
             await page.keyboard.press("Tab")
-            found: dict[str, str] = await page.evaluate(FOCUSED)
-            if found["tag"] == "BODY":
+            focused: dict[str, str] = await page.evaluate(FOCUSED)
+            if focused["tag"] == "BODY":
                 break
-            assert found["outline"] != "none", found
-            reached.append(found["name"])
+            assert focused["outline"] != "none", focused
+            reached.append(focused["name"])
         wanted = [
             "1 replica",
             "Hold",
@@ -763,11 +755,11 @@ async def test_it_is_used_by_keyboard_alone(tmp_path: Path, opened: Opened) -> N
             "Send",
             "In flight",
         ]
-        places = [
-            next((n for n, name in enumerate(reached) if part in name), -1)
-            for part in wanted
-        ]
-        assert -1 not in places, reached
+        places = []
+        for part in wanted:
+            matches = [n for n, name in enumerate(reached) if part in name]
+            assert matches, (part, reached)
+            places.append(matches[0])
         assert places == sorted(places), reached
 
 
@@ -849,7 +841,7 @@ async def test_the_theme_is_chosen_and_kept(tmp_path: Path, opened: Opened) -> N
 async def test_controls_have_names_and_pictures_do_not_speak(
     tmp_path: Path, opened: Opened
 ) -> None:
-    """Every control has a name, every id is there once, and graphics are named or hidden from screen readers."""
+    """Every control has a name, every id is unique, and graphics are named or hidden from screen readers."""
     async with router_stack(tmp_path) as stack, opened(stack.url) as page:
         await live(page)
         await stack.generate()
@@ -890,9 +882,8 @@ async def test_it_fits_every_width(tmp_path: Path, opened: Opened, width: int) -
         await page.get_by_label("Prompt", exact=True).fill("hi")
         await expect(page.locator("#decision .verdicts")).to_be_visible()
         await expect(page.locator("#requests tr")).to_have_count(1)
-        assert (
-            await page.evaluate("() => document.documentElement.scrollWidth") <= width
-        )
+        content_width = "() => document.documentElement.scrollWidth"
+        assert await page.evaluate(content_width) <= width
         await page.locator("#requests .open").first.click()
         await expect(page.locator(".waterfall")).to_be_visible()
         spilt = "() => { const d = document.getElementById('details'); return d.scrollWidth - d.clientWidth }"
@@ -919,8 +910,8 @@ async def test_any_number_of_tiers_is_shown(
 ) -> None:
     """Added tiers have shapes and colours of their own, the form offers them, and one that is left out is a dash."""
     urls = {
-        f"t{n}": {"urls": [f"http://127.0.0.1:{n}"], "precision": f"int{n}"}
-        for n in (3, 6, 8)
+        f"t{bits}": {"urls": [f"http://127.0.0.1:{bits}"], "precision": f"int{bits}"}
+        for bits in (3, 6, 8)
     }
     view = {"viewport": {"width": width, "height": 1000}}
     async with (

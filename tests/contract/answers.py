@@ -1,6 +1,6 @@
-"""Asks a running router for one answer of each kind, and reduces each to its form: status, headers, fields, events.
+"""Answers of every kind from a running router, each reduced to its form: status, headers, fields, events.
 
-Numbers, texts and ids are reduced to their types, so neither time nor chance is in a form.
+Numbers, texts and ids are reduced to their types, so a form depends neither on time nor on chance.
 """
 
 from __future__ import annotations
@@ -43,198 +43,221 @@ SHOWN = (
 )
 
 
-# Whether a time is predicted or a gauge was read yet is chance, so these are not told from null.
+# It is chance whether a time is predicted, or a gauge was read, by then: these numbers have the same form as null.
 NUMBERS = re.compile(
     r"_(ms|rate|usage|running|waiting|tokens|token|sequence|acceptance|trend|s)$|^(cost|expected_loss)$"
 )
 MAYBE = "null, or not known yet"
 
 
-class Asked(NamedTuple):
-    """A request: its method, the path as the document has it, what fills it in, and its body."""
+class ContractRequest(NamedTuple):
+    """A request: its method, its path as the document has it, the path's parameters, and its body."""
 
     method: str
     path: str
     body: Any = None
-    params: dict[str, str] = {}  # noqa: RUF012  never changed
+    params: dict[str, str] = {}  # noqa: RUF012  It is never changed.
     headers: dict[str, str] = {}  # noqa: RUF012
     raw: bytes | None = None
 
 
-GENERATED: dict[str, Asked] = {
-    "generate": Asked("POST", "/generate", {**HI, "stream": False}),
-    "generate, stream": Asked("POST", "/generate", {**HI, "stream": True}),
-    "generate, resumable": Asked(
+GENERATED: dict[str, ContractRequest] = {
+    "generate": ContractRequest("POST", "/generate", {**HI, "stream": False}),
+    "generate, stream": ContractRequest("POST", "/generate", {**HI, "stream": True}),
+    "generate, resumable": ContractRequest(
         "POST", "/generate", {**HI, "stream": True, "resumable": True}
     ),
-    "generate, with bounds": Asked(
+    "generate, with bounds": ContractRequest(
         "POST",
         "/generate",
         {**HI, "stream": False, "tier": "fast", "sla": {"ttft_ms": 1}},
     ),
-    "route": Asked("POST", "/route", HI),
-    "chat": Asked("POST", "/v1/chat/completions", CHAT),
-    "chat, stream": Asked("POST", "/v1/chat/completions", {**CHAT, **STREAM}),
-    "completion": Asked("POST", "/v1/completions", COMPLETION),
-    "completion, stream": Asked("POST", "/v1/completions", {**COMPLETION, **STREAM}),
-    "message": Asked("POST", "/v1/messages", MESSAGE),
-    "message, stream": Asked("POST", "/v1/messages", {**MESSAGE, "stream": True}),
-    "message, tokens": Asked(
+    "route": ContractRequest("POST", "/route", HI),
+    "chat": ContractRequest("POST", "/v1/chat/completions", CHAT),
+    "chat, stream": ContractRequest("POST", "/v1/chat/completions", {**CHAT, **STREAM}),
+    "completion": ContractRequest("POST", "/v1/completions", COMPLETION),
+    "completion, stream": ContractRequest(
+        "POST", "/v1/completions", {**COMPLETION, **STREAM}
+    ),
+    "message": ContractRequest("POST", "/v1/messages", MESSAGE),
+    "message, stream": ContractRequest(
+        "POST", "/v1/messages", {**MESSAGE, "stream": True}
+    ),
+    "message, tokens": ContractRequest(
         "POST",
         "/v1/messages/count_tokens",
-        {k: MESSAGE[k] for k in ("model", "messages")},
+        {"model": MESSAGE["model"], "messages": MESSAGE["messages"]},
     ),
-    "response": Asked("POST", "/v1/responses", RESPONSE),
-    "response, stream": Asked("POST", "/v1/responses", {**RESPONSE, "stream": True}),
-    "tokenize": Asked("POST", "/tokenize", {"model": "auto", "prompt": "hi"}),
-    "detokenize": Asked("POST", "/detokenize", {"model": "auto", "tokens": [1]}),
-    "embeddings, without an engine": Asked(
+    "response": ContractRequest("POST", "/v1/responses", RESPONSE),
+    "response, stream": ContractRequest(
+        "POST", "/v1/responses", {**RESPONSE, "stream": True}
+    ),
+    "tokenize": ContractRequest("POST", "/tokenize", {"model": "auto", "prompt": "hi"}),
+    "detokenize": ContractRequest(
+        "POST", "/detokenize", {"model": "auto", "tokens": [1]}
+    ),
+    "embeddings, without an engine": ContractRequest(
         "POST", "/v1/embeddings", {"model": "m", "input": "hi"}
     ),
 }
-READ: dict[str, Asked] = {
-    "models": Asked("GET", "/v1/models"),
-    "model": Asked("GET", "/v1/models/{id}", params={"id": "fast"}),
-    "model, unknown": Asked("GET", "/v1/models/{id}", params={"id": "none"}),
-    "model's endpoints": Asked(
+READ: dict[str, ContractRequest] = {
+    "models": ContractRequest("GET", "/v1/models"),
+    "model": ContractRequest("GET", "/v1/models/{id}", params={"id": "fast"}),
+    "model, unknown": ContractRequest("GET", "/v1/models/{id}", params={"id": "none"}),
+    "model's endpoints": ContractRequest(
         "GET", "/v1/models/{id}/endpoints", params={"id": "fast"}
     ),
-    "stored response": Asked("GET", "/v1/responses/{id}", params={"id": "resp_1"}),
-    "tiers": Asked("GET", "/tiers"),
-    "requests": Asked("GET", "/requests"),
-    "requests, bad limit": Asked("GET", "/requests", params={"?": "limit=0"}),
-    "traces": Asked("GET", "/traces"),
-    "trace, unknown": Asked("GET", "/traces/{trace_id}", params={"trace_id": "0" * 32}),
-    "policy": Asked("GET", "/policy"),
-    "alive": Asked("GET", "/healthz"),
-    "ready": Asked("GET", "/readyz"),
-    "health": Asked("GET", "/health"),
-    "replica, unknown": Asked(
+    "stored response": ContractRequest(
+        "GET", "/v1/responses/{id}", params={"id": "resp_1"}
+    ),
+    "tiers": ContractRequest("GET", "/tiers"),
+    "requests": ContractRequest("GET", "/requests"),
+    "requests, bad limit": ContractRequest("GET", "/requests", params={"?": "limit=0"}),
+    "traces": ContractRequest("GET", "/traces"),
+    "trace, unknown": ContractRequest(
+        "GET", "/traces/{trace_id}", params={"trace_id": "0" * 32}
+    ),
+    "policy": ContractRequest("GET", "/policy"),
+    "alive": ContractRequest("GET", "/healthz"),
+    "ready": ContractRequest("GET", "/readyz"),
+    "health": ContractRequest("GET", "/health"),
+    "replica, unknown": ContractRequest(
         "POST", "/admin/replicas/{id}/drain", params={"id": "none"}
     ),
-    "replica, drained": Asked(
+    "replica, drained": ContractRequest(
         "POST", "/admin/replicas/{id}/drain", params={"id": "balanced-0"}
     ),
-    "replica, resumed": Asked(
+    "replica, resumed": ContractRequest(
         "POST", "/admin/replicas/{id}/resume", params={"id": "balanced-0"}
     ),
-    "reload": Asked("POST", "/admin/reload"),
+    "reload": ContractRequest("POST", "/admin/reload"),
 }
-REFUSED: dict[str, Asked] = {
-    "generate, a wrong field": Asked("POST", "/generate", {"prompt": ""}),
-    "generate, no JSON": Asked("POST", "/generate", raw=b"{"),
-    "generate, too long": Asked(
+REFUSED: dict[str, ContractRequest] = {
+    "generate, a wrong field": ContractRequest("POST", "/generate", {"prompt": ""}),
+    "generate, no JSON": ContractRequest("POST", "/generate", raw=b"{"),
+    "generate, too long": ContractRequest(
         "POST",
         "/generate",
         {**HI, "max_tokens": 4000, "tier": "fast", "tier_policy": "require"},
     ),
-    "generate, bounds that nobody keeps": Asked(
+    "generate, bounds that nobody keeps": ContractRequest(
         "POST", "/generate", {**HI, "tier_policy": "require", "sla": {"ttft_ms": 0.001}}
     ),
-    "generate, too large": Asked(
+    "generate, too large": ContractRequest(
         "POST", "/generate", raw=b'{"prompt": "' + b"x" * 1_100_000 + b'"}'
     ),
-    "generate, unknown event": Asked(
+    "generate, unknown event": ContractRequest(
         "POST", "/generate", HI, headers={"last-event-id": "none.1"}
     ),
-    "chat, unknown model": Asked(
+    "chat, unknown model": ContractRequest(
         "POST", "/v1/chat/completions", {**CHAT, "model": "none"}
     ),
-    "chat, a wrong field": Asked(
+    "chat, a wrong field": ContractRequest(
         "POST", "/v1/chat/completions", {**CHAT, "max_tokens": -1}
     ),
-    "chat, a wrong header": Asked(
+    "chat, a wrong header": ContractRequest(
         "POST", "/v1/chat/completions", CHAT, headers={"x-qarr-tier-policy": "must"}
     ),
-    "message, a wrong field": Asked(
+    "message, a wrong field": ContractRequest(
         "POST", "/v1/messages", {**MESSAGE, "max_tokens": 0}
     ),
-    "response, a wrong field": Asked("POST", "/v1/responses", {"model": "auto"}),
-    "no such endpoint": Asked("GET", "/none"),
-    "a method that is not allowed": Asked("GET", "/generate"),
-    "a foreign host": Asked("GET", "/tiers", headers={"host": "evil.example"}),
+    "response, a wrong field": ContractRequest(
+        "POST", "/v1/responses", {"model": "auto"}
+    ),
+    "no such endpoint": ContractRequest("GET", "/none"),
+    "a method that is not allowed": ContractRequest("GET", "/generate"),
+    "a foreign host": ContractRequest(
+        "GET", "/tiers", headers={"host": "evil.example"}
+    ),
 }
-BROKEN: dict[str, Asked] = {
-    "generate, an engine that fails": Asked(
+BROKEN: dict[str, ContractRequest] = {
+    "generate, an engine that fails": ContractRequest(
         "POST", "/generate", {**HI, "stream": False}
     ),
-    "generate, a stream that breaks": Asked(
+    "generate, a stream that breaks": ContractRequest(
         "POST", "/generate", {**HI, "stream": True}
     ),
-    "chat, an engine that fails": Asked("POST", "/v1/chat/completions", CHAT),
-    "chat, a named tier that fails": Asked(
+    "chat, an engine that fails": ContractRequest("POST", "/v1/chat/completions", CHAT),
+    "chat, a named tier that fails": ContractRequest(
         "POST", "/v1/chat/completions", {**CHAT, "model": "fast"}
     ),
-    "chat, a stream that breaks": Asked(
+    "chat, a stream that breaks": ContractRequest(
         "POST", "/v1/chat/completions", {**CHAT, "stream": True}
     ),
-    "message, a stream that breaks": Asked(
+    "message, a stream that breaks": ContractRequest(
         "POST", "/v1/messages", {**MESSAGE, "stream": True}
     ),
 }
-KEYED: dict[str, Asked] = {
-    "without a key": Asked(
+KEYED: dict[str, ContractRequest] = {
+    "without a key": ContractRequest(
         "POST", "/generate", {**HI, "stream": False}, headers={"authorization": ""}
     ),
-    "without a key, OpenAI": Asked(
+    "without a key, OpenAI": ContractRequest(
         "POST", "/v1/chat/completions", CHAT, headers={"authorization": ""}
     ),
-    "without a key, Anthropic": Asked(
+    "without a key, Anthropic": ContractRequest(
         "POST", "/v1/messages", MESSAGE, headers={"authorization": ""}
     ),
-    "with a quota": Asked("POST", "/generate", {**HI, "stream": False}),
-    "over the quota": Asked("POST", "/generate", {**HI, "stream": False}),
-    "over the quota, OpenAI": Asked("POST", "/v1/chat/completions", CHAT),
-    "over the quota, Anthropic": Asked("POST", "/v1/messages", MESSAGE),
-    "not for this key": Asked("POST", "/admin/reload"),
+    "with a quota": ContractRequest("POST", "/generate", {**HI, "stream": False}),
+    "over the quota": ContractRequest("POST", "/generate", {**HI, "stream": False}),
+    "over the quota, OpenAI": ContractRequest("POST", "/v1/chat/completions", CHAT),
+    "over the quota, Anthropic": ContractRequest("POST", "/v1/messages", MESSAGE),
+    "not for this key": ContractRequest("POST", "/admin/reload"),
 }
 
 
-USAGE = Asked("GET", "/usage")
+USAGE = ContractRequest("GET", "/usage")
 
 
 class Form(NamedTuple):
-    """An answer's form, and what it is the answer to."""
+    """A request and the form of its answer."""
 
-    asked: Asked
+    request: ContractRequest
     form: dict[str, Any]
 
 
-# a slow machine measures speeds meanwhile, and then predicts
+# A slow machine would find time to measure speeds, and would then predict.
 @patch("tiers.lifecycle.idle_speed.QUIET_S", math.inf)
 async def forms(folder: Path) -> dict[str, Form]:
-    found: dict[str, Form] = {}
+    """Send every request, and return the forms of the answers by name."""
+    answers: dict[str, Form] = {}
     async with router_stack(folder / "whole") as stack:
-        for name, asked in {**GENERATED, **READ, **REFUSED}.items():
-            found[name] = Form(asked, await form_of(stack.client, stack.url, asked))
-        trace = (await stack.client.get(f"{stack.url}/traces")).json()["traces"][0][
-            "trace_id"
-        ]
-        asked = Asked("GET", "/traces/{trace_id}", params={"trace_id": trace})
-        found["trace"] = Form(asked, await form_of(stack.client, stack.url, asked))
-    # each alone: failures open circuit breakers
-    for number, (name, asked) in enumerate(BROKEN.items()):
+        for name, request in {**GENERATED, **READ, **REFUSED}.items():
+            answers[name] = Form(
+                request, await form_of(stack.client, stack.url, request)
+            )
+        traces = (await stack.client.get(f"{stack.url}/traces")).json()["traces"]
+        trace = traces[0]["trace_id"]
+        request = ContractRequest(
+            "GET", "/traces/{trace_id}", params={"trace_id": trace}
+        )
+        answers["trace"] = Form(
+            request, await form_of(stack.client, stack.url, request)
+        )
+    # Each of these has a router of its own, because failures open circuit breakers.
+    for number, (name, request) in enumerate(BROKEN.items()):
         async with router_stack(folder / f"broken-{number}") as stack:
             for behaviour in stack.engines.values():
                 behaviour.break_after = 2
-            found[name] = Form(asked, await form_of(stack.client, stack.url, asked))
+            answers[name] = Form(
+                request, await form_of(stack.client, stack.url, request)
+            )
     key, _ = add_key(folder / "keys.json", "somebody", requests_per_minute=1)
     async with router_stack(
         folder / "keyed", {"auth": {"keys_file": str(folder / "keys.json")}}
     ) as stack:
-        for name, asked in KEYED.items():
-            given = {"authorization": f"Bearer {key}", **asked.headers}
-            headers = {header: value for header, value in given.items() if value}
-            found[name] = Form(
-                asked,
-                await form_of(stack.client, stack.url, asked._replace(headers=headers)),
-            )
-    found["usage"] = Form(USAGE, await usage_form(folder / "used"))
-    return found
+        for name, request in KEYED.items():
+            headers = {"authorization": f"Bearer {key}", **request.headers}
+            sent = {header: value for header, value in headers.items() if value}
+            with_key = request._replace(headers=sent)
+            form = await form_of(stack.client, stack.url, with_key)
+            answers[name] = Form(request, form)
+    answers["usage"] = Form(USAGE, await usage_form(folder / "used"))
+    return answers
 
 
 async def usage_form(folder: Path) -> dict[str, Any]:
-    """Return the form of usage once there is some: only requests with a key are counted, and written once a second."""
+    """Return the form of /usage once it lists a request: only those with a key are counted, and written once a second."""
     key, _ = add_key(folder / "keys.json", "somebody")
     headers = {"authorization": f"Bearer {key}"}
     overrides = {
@@ -242,16 +265,16 @@ async def usage_form(folder: Path) -> dict[str, Any]:
         "budgets": {"file": str(folder / "usage.sqlite")},
     }
     async with router_stack(folder, overrides) as stack:
-        client, generated = stack.client, GENERATED["generate"]
+        client = stack.client
+        generated = GENERATED["generate"]
         answer = await client.post(
             stack.url + generated.path, json=generated.body, headers=headers
         )
         assert answer.status_code == 200, answer.text
 
         async def usage() -> Any:
-            return (await client.get(stack.url + USAGE.path, headers=headers)).json()[
-                "usage"
-            ]
+            answer = await client.get(stack.url + USAGE.path, headers=headers)
+            return answer.json()["usage"]
 
         await until(
             usage, "GET /usage to list the usage of a key that has sent a request"
@@ -259,64 +282,57 @@ async def usage_form(folder: Path) -> dict[str, Any]:
         return await form_of(client, stack.url, USAGE._replace(headers=headers))
 
 
-async def form_of(client: httpx.AsyncClient, url: str, asked: Asked) -> dict[str, Any]:
-    """Ask, and return the answer's form."""
-    path = asked.path
-    for name, value in asked.params.items():
+async def form_of(
+    client: httpx.AsyncClient, url: str, request: ContractRequest
+) -> dict[str, Any]:
+    """Send a request, and return the answer's form."""
+    path = request.path
+    for name, value in request.params.items():
         path = f"{path}?{value}" if name == "?" else path.replace(f"{{{name}}}", value)
-    sent: dict[str, Any] = {"content": asked.raw} if asked.raw is not None else {}
-    if asked.body is not None:
-        sent = {"json": asked.body}
+    content: dict[str, Any] = {}
+    if request.raw is not None:
+        content = {"content": request.raw}
+    if request.body is not None:
+        content = {"json": request.body}
     answer = await client.request(
-        asked.method, url + path, headers=asked.headers, **sent
+        request.method, url + path, headers=request.headers, **content
     )
     shown = sorted(name for name in answer.headers if name.startswith(SHOWN))
     form: dict[str, Any] = {"status": answer.status_code, "headers": shown}
-    form["media"] = kind = answer.headers.get("content-type", "").partition(";")[0]
-    if kind == "text/event-stream":
-        form["events"] = list(
-            dict.fromkeys(
-                event_form(event) for event in answer.text.strip().split("\n\n")
-            )
-        )
-    elif kind.endswith("json"):
-        form["body"] = shape(answer.json())
-        form |= {"type": answer.json()["type"]} if "problem" in kind else {}
-        error = answer.json().get("error") if isinstance(answer.json(), dict) else None
-        form |= (
-            {
-                "error": {
-                    name: error.get(name) for name in ("type", "code") if name in error
-                }
+    media = answer.headers.get("content-type", "").partition(";")[0]
+    form["media"] = media
+    if media == "text/event-stream":
+        event_forms = map(event_form, answer.text.strip().split("\n\n"))
+        form["events"] = list(dict.fromkeys(event_forms))
+    elif media.endswith("json"):
+        body = answer.json()
+        form["body"] = shape(body)
+        if "problem" in media:
+            form["type"] = body["type"]
+        error = body.get("error") if isinstance(body, dict) else None
+        if error:
+            form["error"] = {
+                name: error[name] for name in ("type", "code") if name in error
             }
-            if error
-            else {}
-        )
     return form
 
 
 def event_form(event: str) -> str:
-    """Return the form of one event: its name, whether it has an id, and its data's form or, if it is no JSON, the data."""
+    """Return the form of one event: its name, whether it has an id, and its data, or the data's form if it is JSON."""
     lines = dict(line.partition(": ")[::2] for line in event.split("\n"))
-    data = lines.get("data", "")
-    told = shape(json.loads(data)) if data.startswith(("{", "[{")) else data
-    return json.dumps([lines.get("event", "message"), "id" in lines, told])
+    data: Any = lines.get("data", "")
+    if data.startswith(("{", "[{")):
+        data = shape(json.loads(data))
+    return json.dumps([lines.get("event", "message"), "id" in lines, data])
 
 
 def shape(value: Any) -> Any:
-    """Return a JSON value with each part reduced to its type; a list to the forms of its members."""
+    """Return a JSON value with each part reduced to its type, and a list to the different forms of its members."""
     if isinstance(value, dict):
-        return {
-            name: MAYBE
-            if value[name] is None or (NUMBERS.search(name) and is_number(value[name]))
-            else shape(value[name])
-            for name in sorted(value)
-        }
+        return {name: member_shape(name, value[name]) for name in sorted(value)}
     if isinstance(value, list):
-        return [
-            json.loads(one)
-            for one in sorted({json.dumps(shape(each)) for each in value})
-        ]
+        shapes = {json.dumps(shape(member)) for member in value}
+        return [json.loads(member) for member in sorted(shapes)]
     names = {
         bool: "boolean",
         int: "number",
@@ -325,6 +341,13 @@ def shape(value: Any) -> Any:
         type(None): "null",
     }
     return names[type(value)]
+
+
+def member_shape(name: str, value: Any) -> Any:
+    """Return the form of an object's member, whose name may tell that it can be null."""
+    if value is None or (NUMBERS.search(name) and is_number(value)):
+        return MAYBE
+    return shape(value)
 
 
 def is_number(value: Any) -> bool:

@@ -13,10 +13,11 @@ GOLDEN = Path(__file__).with_name("golden.json")
 
 
 def text(folder: Path) -> str:
-    found = {name: form.form for name, form in asyncio.run(forms(folder)).items()}
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    answers = asyncio.run(forms(folder))
+    golden = {name: answer.form for name, answer in answers.items()}
+    return json.dumps(golden, indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
-    with TemporaryDirectory() as made:
-        GOLDEN.write_text(text(Path(made)), "utf-8")
+    with TemporaryDirectory() as folder:
+        GOLDEN.write_text(text(Path(folder)), "utf-8")

@@ -1,7 +1,7 @@
 """Render and check the chart with tools of .venv-deploy, whose interpreter runs this: ``helm_tool.py render|check``.
 
 Standard input and output are JSON. ``render`` takes {chart, values, namespace} and answers {lint, manifests} or {error};
-``check`` takes a list of manifests and answers with what is wrong, each with the name of its manifest.
+``check`` takes a list of manifests and answers with a list of faults, each with the name of its manifest.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pydantic import BaseModel, ValidationError
 
 
 def render(chart: str, values: dict[str, Any], namespace: str) -> dict[str, Any]:
-    """Return the chart's manifests by file, and what Helm's linter says above the level of information."""
+    """Return the chart's manifests by file, and the warnings and errors of Helm's linter."""
     try:
         with helm_python.Chart.load(chart) as loaded:
             manifests = loaded.render(values, name="qarr", namespace=namespace)
     except helm_python.HelmError as error:
         return {"error": str(error)}
     report = helm_python.lint(chart, values, strict=True, namespace=namespace)
-    lint = report["errors"] + [
-        m["error"] for m in report["messages"] if m["severity"] > 1
+    warnings = [
+        message["error"] for message in report["messages"] if message["severity"] > 1
     ]
-    return {"lint": lint, "manifests": manifests}
+    return {"lint": report["errors"] + warnings, "manifests": manifests}
 
 
 def operators_models() -> dict[str, type[BaseModel]]:
@@ -41,7 +41,7 @@ def operators_models() -> dict[str, type[BaseModel]]:
 
 
 def check(manifest: dict[str, Any], model: type[BaseModel] | None) -> list[str]:
-    """Return what is wrong with a manifest of Kubernetes' own kinds or of a model, unknown fields included."""
+    """Return the faults of a manifest of one of Kubernetes' own kinds or of a model; unknown fields are faults."""
     try:
         if model is None:
             kubernetes_validate.validate(manifest, "1.34", strict=True)
@@ -54,38 +54,34 @@ def check(manifest: dict[str, Any], model: type[BaseModel] | None) -> list[str]:
         return [str(error)]
 
 
-def unknown(given: Any, known: Any, path: str = "") -> list[str]:
-    if isinstance(given, dict):
-        lost = [
-            f"{path}{name}: there is no such field"
-            for name in given
-            if name not in known
-        ]
-        return lost + [
-            f
-            for n in given
-            if n in known
-            for f in unknown(given[n], known[n], f"{path}{n}.")
-        ]
-    if isinstance(given, list):
-        pairs = enumerate(zip(given, known, strict=True))
-        return [
-            found
-            for number, (own, theirs) in pairs
-            for found in unknown(own, theirs, f"{path}{number}.")
-        ]
-    return []
+def unknown(manifest: Any, known: Any, path: str = "") -> list[str]:
+    """Return the fields of a manifest, at any depth, that are not among the known ones."""
+    faults: list[str] = []
+    if isinstance(manifest, dict):
+        for name, value in manifest.items():
+            if name in known:
+                faults += unknown(value, known[name], f"{path}{name}.")
+            else:
+                faults.append(f"{path}{name}: there is no such field")
+    elif isinstance(manifest, list):
+        for number, (value, known_value) in enumerate(
+            zip(manifest, known, strict=True)
+        ):
+            faults += unknown(value, known_value, f"{path}{number}.")
+    return faults
 
 
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
+    answer: Any
     if sys.argv[1] == "render":
-        answer: Any = render(**asked)
+        answer = render(**request)
     else:
         models = operators_models()
-        answer = [
-            f"{m['kind']} {m['metadata']['name']}: {w}"
-            for m in asked
-            for w in check(m, models.get(m["kind"]))
-        ]
+        answer = []
+        for manifest in request:
+            kind = manifest["kind"]
+            name = manifest["metadata"]["name"]
+            faults = check(manifest, models.get(kind))
+            answer += [f"{kind} {name}: {fault}" for fault in faults]
     json.dump(answer, sys.stdout)

@@ -1,7 +1,7 @@
-"""Real Prometheus and Alertmanager with the configuration of deploy/, faster: the tests do not wait for hours.
+"""Real Prometheus and Alertmanager with the configuration of deploy/, made faster so that tests do not wait for hours.
 
-What differs is made here from the real files: addresses; scrapes and evaluations each second; ranges and ``for`` of the rules
-cut to seconds; Alertmanager's grouping cut to a second. ``promtool test rules`` tests the rules with their own times.
+These things are changed: addresses; scrapes and evaluations come each second; ranges and ``for`` of the rules are seconds;
+Alertmanager groups for a second. ``promtool test rules`` tests the rules with their own times.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
     from tests.deploy.traffic import Routers
 
-SHORT_RANGE, SHORT_FOR = "12s", "2s"
+SHORT_RANGE = "12s"
+SHORT_FOR = "2s"
 
 
 @dataclass(slots=True)
 class Monitoring:
-    """Prometheus, Alertmanager and a receiver of what it sends.
+    """Prometheus, Alertmanager and a receiver of its notifications.
 
     Attributes:
-        posted: Paths and bodies that the receiver got.
+        posted: The paths and bodies that the receiver got.
     """
 
     prometheus: str
@@ -48,26 +49,29 @@ class Monitoring:
     async def query(
         self, expr: str, *, at: float | None = None
     ) -> list[dict[str, Any]]:
-        parameters = {"query": expr} | ({} if at is None else {"time": str(at)})
-        answer = (
-            await self.client.post(f"{self.prometheus}/api/v1/query", data=parameters)
-        ).json()
+        """Return the series that a query has, now or at a time in seconds."""
+        parameters = {"query": expr}
+        if at is not None:
+            parameters["time"] = str(at)
+        response = await self.client.post(
+            f"{self.prometheus}/api/v1/query", data=parameters
+        )
+        answer = response.json()
         assert answer["status"] == "success", (expr, answer)
-        found: list[dict[str, Any]] = answer["data"]["result"]
-        return found
+        series: list[dict[str, Any]] = answer["data"]["result"]
+        return series
 
     async def query_range(
         self, expr: str, *, start: float, end: float, step: float
     ) -> list[dict[str, Any]]:
         parameters = {"query": expr, "start": start, "end": end, "step": step}
-        answer = (
-            await self.client.post(
-                f"{self.prometheus}/api/v1/query_range", data=parameters
-            )
-        ).json()
+        response = await self.client.post(
+            f"{self.prometheus}/api/v1/query_range", data=parameters
+        )
+        answer = response.json()
         assert answer["status"] == "success", (expr, answer)
-        found: list[dict[str, Any]] = answer["data"]["result"]
-        return found
+        series: list[dict[str, Any]] = answer["data"]["result"]
+        return series
 
     async def tells_of(self, expr: str, tier: str) -> bool:
         """Tell whether a query has a series of a tier."""
@@ -76,35 +80,38 @@ class Monitoring:
         )
 
     async def number(self, expr: str) -> float | None:
-        """Return the value of a query for one series; None where there is none."""
-        found = await self.query(expr)
-        return float(found[0]["value"][1]) if found else None
+        """Return the value of a query's first series, or None without one."""
+        series = await self.query(expr)
+        return float(series[0]["value"][1]) if series else None
 
     async def exemplars(
         self, expr: str, *, start: float = 0, end: float = 99999999999
     ) -> list[dict[str, Any]]:
         parameters = {"query": expr, "start": start, "end": end}
-        answer = (
-            await self.client.get(
-                f"{self.prometheus}/api/v1/query_exemplars", params=parameters
-            )
-        ).json()
-        return [each for series in answer["data"] for each in series["exemplars"]]
+        response = await self.client.get(
+            f"{self.prometheus}/api/v1/query_exemplars", params=parameters
+        )
+        exemplars: list[dict[str, Any]] = []
+        for series in response.json()["data"]:
+            exemplars += series["exemplars"]
+        return exemplars
 
     async def alerts(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (
-            await self.client.get(f"{self.alertmanager}/api/v2/alerts")
-        ).json()
-        return found
+        """Return the alerts that Alertmanager has."""
+        response = await self.client.get(f"{self.alertmanager}/api/v2/alerts")
+        alerts: list[dict[str, Any]] = response.json()
+        return alerts
 
     def received(self, path: str, name: str, status: str) -> list[dict[str, Any]]:
         """Return the alerts of a name and status that came to a receiver."""
+        alerts: list[dict[str, Any]] = []
+        for posted_path, body in self.posted:
+            if posted_path == path:
+                alerts += body["alerts"]
         return [
             alert
-            for where, body in self.posted
-            for alert in body["alerts"]
-            if (where, alert["labels"]["alertname"], alert["status"])
-            == (path, name, status)
+            for alert in alerts
+            if alert["labels"]["alertname"] == name and alert["status"] == status
         ]
 
 
@@ -114,39 +121,47 @@ async def monitoring(tmp_path: Path, routers: Routers) -> AsyncIterator[Monitori
     folder = tmp_path / "monitoring"
     folder.mkdir()
     (port,) = reserved_ports()
-    async with alertmanager(folder) as found:
-        found.prometheus = f"http://127.0.0.1:{port}"
-        write_prometheus(folder, routers, found.alertmanager.removeprefix("http://"))
+    async with alertmanager(folder) as started:
+        started.prometheus = f"http://127.0.0.1:{port}"
+        write_prometheus(folder, routers, started.alertmanager.removeprefix("http://"))
         scraping = [
-            program("prometheus"), "--config.file=prometheus.yml", "--storage.tsdb.path=series",
-            f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
-            f"--web.external-url={found.prometheus}", f"--web.console.templates={DEPLOY / 'prometheus/consoles'}",
-        ]  # fmt: skip
-        async with running(scraping, f"{found.prometheus}/-/ready", folder):
-            yield found
+            program("prometheus"),
+            "--config.file=prometheus.yml",
+            "--storage.tsdb.path=series",
+            f"--web.listen-address=127.0.0.1:{port}",
+            "--enable-feature=exemplar-storage",
+            f"--web.external-url={started.prometheus}",
+            f"--web.console.templates={DEPLOY / 'prometheus/consoles'}",
+        ]
+        async with running(scraping, f"{started.prometheus}/-/ready", folder):
+            yield started
 
 
 @asynccontextmanager
 async def alertmanager(folder: Path) -> AsyncIterator[Monitoring]:
+    """Run Alertmanager and a receiver, without Prometheus."""
     (port,) = reserved_ports()
-    found = Monitoring(
+    started = Monitoring(
         "", f"http://127.0.0.1:{port}", httpx.AsyncClient(timeout=20, trust_env=False)
     )
-    async with found.client, serving(_receiver(found)) as receiver:
+    async with started.client, serving(_receiver(started)) as receiver:
         (folder / "alertmanager.yml").write_text(
             yaml.safe_dump(_alertmanager(receiver))
         )
         alerting = [
-            program("prometheus-alertmanager"), "--config.file=alertmanager.yml", "--storage.path=alerts",
-            f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address=",
-        ]  # fmt: skip
-        async with running(alerting, f"{found.alertmanager}/-/ready", folder):
-            yield found
+            program("prometheus-alertmanager"),
+            "--config.file=alertmanager.yml",
+            "--storage.path=alerts",
+            f"--web.listen-address=127.0.0.1:{port}",
+            "--cluster.listen-address=",
+        ]
+        async with running(alerting, f"{started.alertmanager}/-/ready", folder):
+            yield started
 
 
-def _receiver(found: Monitoring) -> Starlette:
+def _receiver(started: Monitoring) -> Starlette:
     async def post(request: Request) -> Response:
-        found.posted.append((request.url.path, await request.json()))
+        started.posted.append((request.url.path, await request.json()))
         return Response()
 
     return Starlette(routes=[Route("/{name}", post, methods=["POST"])])
@@ -159,22 +174,21 @@ def write_prometheus(folder: Path, routers: Routers, alertmanager: str) -> None:
         "scrape_timeout": "1s",
         "evaluation_interval": "1s",
     }
-    for job in config["scrape_configs"] if routers.key else ():
-        job["authorization"] = {"credentials": routers.key}
+    if routers.key:
+        for job in config["scrape_configs"]:
+            job["authorization"] = {"credentials": routers.key}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     for kind in ("rules", "targets"):
         (folder / kind).mkdir()
     for path in (DEPLOY / "prometheus/rules").glob("*.yml"):
         (folder / "rules" / path.name).write_text(shortened(path.read_text("utf-8")))
     addresses = [stack.url.removeprefix("http://") for stack in routers.stacks]
-    engines = [
-        {
-            "targets": [replica.url.removeprefix("http://")],
-            "labels": {"tier": str(replica.spec.name)},
-        }
-        for stack in routers.stacks
-        for replica in stack.fleet.replicas
-    ]
+    engines = []
+    for stack in routers.stacks:
+        for replica in stack.fleet.replicas:
+            target = replica.url.removeprefix("http://")
+            labels = {"tier": str(replica.spec.name)}
+            engines.append({"targets": [target], "labels": labels})
     (folder / "targets/routers.yml").write_text(
         yaml.safe_dump([{"targets": addresses}])
     )
@@ -185,7 +199,7 @@ def write_prometheus(folder: Path, routers: Routers, alertmanager: str) -> None:
 
 
 def shortened(rules: str) -> str:
-    """Return rules with all ranges, and all times for which something has to last, cut to seconds."""
+    """Return rules whose ranges and ``for`` are seconds."""
     ranged, ranges = re.subn(r"\[\d+[mhd]\]", f"[{SHORT_RANGE}]", rules)
     lasting, times = re.subn(r"(?m)^( +for:) \d+m$", rf"\1 {SHORT_FOR}", ranged)
     assert ranges + times > 20
@@ -199,7 +213,7 @@ def _alertmanager(receiver: str) -> dict[str, Any]:
     for route in (config["route"], *config["route"]["routes"]):
         route["group_wait"] = "1s"
     config["route"]["group_interval"] = "1s"
-    for each in config["receivers"]:
-        hook = each["webhook_configs"][0]
+    for configured in config["receivers"]:
+        hook = configured["webhook_configs"][0]
         hook["url"] = receiver + httpx.URL(hook["url"]).path
     return config

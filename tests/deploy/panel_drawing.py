@@ -1,7 +1,7 @@
-"""Draw dashboards as HTML, as near to Grafana's own look as judging them takes: sizes, places, names, units, thresholds.
+"""Draw dashboards as HTML, near enough to Grafana's look to judge sizes, places, names, units and thresholds.
 
-What does not fit is cut, as it is there. The elements whose content may be cut have the class ``fits``, those without any
-data the class ``empty``, each with its panel's title in ``data-panel``.
+What does not fit is cut, as in Grafana. Elements whose content may be cut have the class ``fits``, those without data the
+class ``empty``, and both have their panel's title in ``data-panel``.
 """
 
 from __future__ import annotations
@@ -21,17 +21,29 @@ if TYPE_CHECKING:
     from tests.deploy.panels import Panel, Place, Series
 
 WIDTH = 1600
-COLUMNS, ROW_HEIGHT, GAP, MARGIN, TOP = 24, 30, 8, 16, 64
-HEADER, PADDING, BORDER = 36, 8, 1
-LEGEND_LINE, LEGEND_SHARE, CHARACTER = 22, 0.35, 6.8
-AXIS_GAP, AXIS_HEIGHT, TICK_SPACE = 20, 22, 38
-TITLE_ABOVE = 40  # height of a bar from which its name is above it
+COLUMNS = 24
+ROW_HEIGHT = 30
+GAP = 8
+MARGIN = 16
+TOP = 64
+HEADER = 36
+PADDING = 8
+BORDER = 1
+LEGEND_LINE = 22
+LEGEND_SHARE = 0.35
+CHARACTER = 6.8
+AXIS_GAP = 20
+AXIS_HEIGHT = 22
+TICK_SPACE = 38
+TITLE_ABOVE = 40  # A bar that is higher has its name above it.
 PALETTE = (
-    "#73bf69", "#f2cc0c", "#8ab8ff", "#ff780a", "#f2495c", "#5794f2", "#b877d9", "#705da0", "#37872d", "#fade2a",
-    "#447ebc", "#c15c17", "#890f02", "#0a437c", "#6d1f62", "#584477",
-)  # fmt: skip
+    *("#73bf69", "#f2cc0c", "#8ab8ff", "#ff780a", "#f2495c", "#5794f2", "#b877d9"),
+    *("#705da0", "#37872d", "#fade2a", "#447ebc", "#c15c17", "#890f02", "#0a437c"),
+    *("#6d1f62", "#584477"),
+)
 ENDING_ZEROS = re.compile(r"\.(\d*?)0+(?!\d)")
-TIME_STEPS, CLOCK_WIDTH = (1, 1.5, 3, 6, 10), 60
+TIME_STEPS = (1, 1.5, 3, 6, 10)
+CLOCK_WIDTH = 60
 COLOURS = {"green": "#73bf69", "red": "#f2495c", "text": "#ccccdc"}
 STYLE = """
 body { background: #111217; color: #ccccdc; font: 14px Inter, Helvetica, Arial, sans-serif; margin: 0; position: relative }
@@ -70,7 +82,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a panel shows: its series, and the exemplars behind them (time, value)."""
+    """A panel with its series, and their exemplars (time, value)."""
 
     panel: Panel
     series: list[Series]
@@ -79,7 +91,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Where times and values are in a plot of some size."""
+    """The places of times and values in a plot of some size."""
 
     window: Window
     low: float
@@ -93,11 +105,8 @@ class Scale:
         return self.left + share * (self.width - self.left)
 
     def y(self, value: float) -> float:
-        return (
-            self.height
-            - AXIS_HEIGHT
-            - (value - self.low) / (self.high - self.low) * self.plot_height
-        )
+        share = (value - self.low) / (self.high - self.low)
+        return self.height - AXIS_HEIGHT - share * self.plot_height
 
     @property
     def plot_height(self) -> float:
@@ -154,11 +163,11 @@ def _body(drawn: Drawn, *, width: float, height: float, window: Window) -> str:
         return f'<div class="empty" data-panel="{escape(panel.title)}">No data</div>'
     match panel.kind:
         case "timeseries":
-            return _plot(drawn, width, height, window)
+            return _plot(drawn, width, height, window=window)
         case "stat":
-            return _numbers(panel, drawn.series, width, height)
+            return _numbers(panel, drawn.series, width, height=height)
         case "bargauge":
-            return _bars(panel, drawn.series, width, height)
+            return _bars(panel, drawn.series, width, height=height)
         case "table":
             return _table(panel, drawn.series, height)
     raise AssertionError(panel.kind)
@@ -176,10 +185,11 @@ def clock(at: float) -> str:
 
 
 def _plot(drawn: Drawn, width: float, height: float, window: Window) -> str:
-    panel, series = drawn.panel, drawn.series
+    panel = drawn.panel
+    series = drawn.series
     legend_height = _legend_height(series, width, height)
     is_stacked = panel.custom.get("stacking", {}).get("mode") == "normal"
-    lines = [dict(each.points) for each in series]
+    lines = [dict(shown.points) for shown in series]
     tops = _stacked(lines) if is_stacked else lines
     scale = _scale(panel, tops, window, width=width, height=height - legend_height)
     opacity = panel.custom.get("fillOpacity", 0) / 100
@@ -200,19 +210,21 @@ def _plot(drawn: Drawn, width: float, height: float, window: Window) -> str:
 
 
 def _legend_height(series: list[Series], width: float, height: float) -> float:
-    lines, used = 1, 0.0
-    for each in series:
-        needed = len(each.name) * CHARACTER + 34
+    lines = 1
+    used = 0.0
+    for shown in series:
+        needed = len(shown.name) * CHARACTER + 34
         if used + needed > width and used:
-            lines, used = lines + 1, 0.0
+            lines += 1
+            used = 0.0
         used += needed
     return min(lines * LEGEND_LINE, LEGEND_SHARE * height)
 
 
 def _legend(panel: Panel, series: list[Series], height: float) -> str:
     names = "".join(
-        f'<span><i style="background:{PALETTE[number % len(PALETTE)]}"></i>{escape(each.name)}</span>'
-        for number, each in enumerate(series)
+        f'<span><i style="background:{PALETTE[number % len(PALETTE)]}"></i>{escape(shown.name)}</span>'
+        for number, shown in enumerate(series)
     )
     return f'<div {_fits(panel, "legend")} style="height:{height:.0f}px">{names}</div>'
 
@@ -234,9 +246,9 @@ def _scale(
     width: float,
     height: float,
 ) -> Scale:
-    """Return a scale that ends at the panel's own bounds, else a tenth beyond the data."""
-    values = [value for line in lines for value in line.values()]
-    low, high = min(values), max(values)
+    """Return a scale that ends at the panel's own bounds, or without them a tenth beyond the data."""
+    low = min(min(line.values()) for line in lines)
+    high = max(max(line.values()) for line in lines)
     margin = (high - min(low, 0.0)) * 0.1
     if panel.minimum is not None:
         low = panel.minimum
@@ -262,12 +274,8 @@ def _axes(panel: Panel, scale: Scale) -> Iterator[str]:
         y = scale.y(value)
         yield f'<line x1="{scale.left:.1f}" x2="{scale.width:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#25272e"/>'
         yield f'<text x="{scale.left - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{escape(_tick_text(panel, value))}</text>'
-    for at in _ticks(
-        scale.window.start,
-        scale.window.end,
-        (scale.width - scale.left) / 90,
-        TIME_STEPS,
-    ):
+    clocks = (scale.width - scale.left) / 90
+    for at in _ticks(scale.window.start, scale.window.end, clocks, sizes=TIME_STEPS):
         x = scale.x(at)
         if x > scale.width - CLOCK_WIDTH / 2:
             continue
@@ -283,10 +291,10 @@ def _tick_text(panel: Panel, value: float) -> str:
 
 
 def _ticks(
-    low: float, high: float, most: float, sizes: tuple[float, ...] = (1, 2, 2.5, 5, 10)
+    low: float, high: float, count: float, sizes: tuple[float, ...] = (1, 2, 2.5, 5, 10)
 ) -> list[float]:
-    """Return round values between two bounds, at most so many, their distance a power of ten times one of the sizes."""
-    rough = (high - low) / max(most, 1)
+    """Return at most so many round values between two bounds; their distance is a power of ten times a size."""
+    rough = (high - low) / max(count, 1)
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * size for size in sizes if power * size >= rough)
     first = math.ceil(low / step)
@@ -300,7 +308,8 @@ def _threshold_lines(panel: Panel, scale: Scale) -> Iterator[str]:
         return
     for value, colour in panel.steps:
         if scale.low <= value <= scale.high:
-            y, stroke = scale.y(value), COLOURS[colour]
+            y = scale.y(value)
+            stroke = COLOURS[colour]
             ends = f'x1="{scale.left:.1f}" x2="{scale.width:.1f}" y1="{y:.1f}" y2="{y:.1f}"'
             yield f'<line {ends} stroke="{stroke}" stroke-dasharray="10 10"/>'
 
@@ -315,8 +324,9 @@ def _line(
 ) -> Iterator[str]:
     for run in _runs(top, scale.window.step):
         above = [f"{scale.x(at):.1f},{scale.y(top[at]):.1f}" for at in run]
+        floor = max(scale.low, 0.0)
         below = [
-            f"{scale.x(at):.1f},{scale.y(base.get(at, max(scale.low, 0.0))):.1f}"
+            f"{scale.x(at):.1f},{scale.y(base.get(at, floor)):.1f}"
             for at in reversed(run)
         ]
         yield f'<polygon points="{" ".join(above + below)}" fill="{colour}" fill-opacity="{opacity}"/>'
@@ -339,10 +349,10 @@ def _runs(line: Iterable[float], step: float) -> list[list[float]]:
 def _thinned(
     exemplars: tuple[tuple[float, float], ...], scale: Scale
 ) -> list[tuple[float, float]]:
-    """Return the highest exemplar of each stretch of the width of one."""
+    """Return the highest exemplar of each stretch as wide as a diamond."""
     highest = {
         round(scale.x(at) / GAP): (at, value)
-        for at, value in sorted(exemplars, key=lambda each: each[1])
+        for at, value in sorted(exemplars, key=lambda exemplar: exemplar[1])
     }
     return list(highest.values())
 
@@ -360,17 +370,18 @@ def _diamond(x: float, y: float) -> str:
 def _colour(panel: Panel, value: float) -> str:
     if not panel.has_threshold_colours:
         return COLOURS["text"]
-    return COLOURS[[colour for least, colour in panel.steps if value >= least][-1]]
+    reached = [colour for start, colour in panel.steps if value >= start]
+    return COLOURS[reached[-1]]
 
 
 def _numbers(panel: Panel, series: list[Series], width: float, height: float) -> str:
     share = width / len(series)
     cells = []
-    for each in series:
-        text = unit_text(panel.unit, each.last, panel.decimals)
+    for shown in series:
+        text = unit_text(panel.unit, shown.last, panel.decimals)
         size = min(height * 0.75, share / (len(text) * 0.78))
-        name = f"<br>{escape(each.name)}" * (len(series) > 1)
-        style = f"font-size:{size:.0f}px;color:{_colour(panel, each.last)}"
+        name = f"<br>{escape(shown.name)}" if len(series) > 1 else ""
+        style = f"font-size:{size:.0f}px;color:{_colour(panel, shown.last)}"
         cells.append(
             f'<div {_fits(panel, "number")} style="{style}">{escape(text)}{name}</div>'
         )
@@ -378,8 +389,8 @@ def _numbers(panel: Panel, series: list[Series], width: float, height: float) ->
 
 
 def _bars(panel: Panel, series: list[Series], width: float, height: float) -> str:
-    """Draw bars side by side or one above the other; the smallest starts the scale if the panel does not say its start."""
-    values = [each.last for each in series]
+    """Draw bars side by side or one above the other; without a minimum the scale starts at the smallest value."""
+    values = [shown.last for shown in series]
     low = min(values) if panel.minimum is None else panel.minimum
     high = max(values) if panel.maximum is None else panel.maximum
     orientation = panel.options.get("orientation", "auto")
@@ -387,19 +398,11 @@ def _bars(panel: Panel, series: list[Series], width: float, height: float) -> st
         orientation == "auto" and width > height
     )
     bars = []
-    for each in series:
-        share = (each.last - low) / (high - low or 1)
-        draw = _vertical_bar if is_vertical else _horizontal_bar
-        bars.append(
-            draw(
-                panel,
-                each,
-                min(max(share, 0.0), 1.0),
-                size=(width, height),
-                count=len(series),
-            )
-        )
-    # below the last bar is its gap
+    draw = _vertical_bar if is_vertical else _horizontal_bar
+    for shown in series:
+        share = min(max((shown.last - low) / (high - low or 1), 0.0), 1.0)
+        bars.append(draw(panel, shown, share, size=(width, height), count=len(series)))
+    # The last bar has a gap below it too.
     style = f"height:{height + GAP:.0f}px;overflow:hidden"
     return f'<div {_fits(panel, "bars")} style="{style}">{"".join(bars)}</div>'
 
@@ -407,7 +410,8 @@ def _bars(panel: Panel, series: list[Series], width: float, height: float) -> st
 def _vertical_bar(
     panel: Panel, series: Series, share: float, *, size: tuple[float, float], count: int
 ) -> str:
-    width, height = max((size[0] - GAP * (count - 1)) / count, 8), size[1]
+    width = max((size[0] - GAP * (count - 1)) / count, 8)
+    height = size[1]
     colour = _colour(panel, series.last)
     filled = max(share * (height - 21 - 24), 1)
     name = f'<u {_fits(panel, "name")} style="width:{width:.0f}px;text-align:center">{escape(series.name)}</u>'
@@ -422,14 +426,17 @@ def _horizontal_bar(
     panel: Panel, series: Series, share: float, *, size: tuple[float, float], count: int
 ) -> str:
     """Draw a bar with its name above it, or to the left of it where there is little height."""
-    width, height = size[0], (size[1] - GAP * (count - 1)) / count
+    width = size[0]
+    height = (size[1] - GAP * (count - 1)) / count
     height = min(max(height, panel.options.get("minVizHeight", 16)), 300)
     is_name_above = height > TITLE_ABOVE
     if is_name_above:
-        name_width, name_height = width, min(max(height * 0.35, 17), 50)
+        name_width = width
+        name_height = min(max(height * 0.35, 17), 50)
         height -= name_height
     else:
-        name_width, name_height = min(max(width * 0.2, 50), 200), max(height * 0.6, 18)
+        name_width = min(max(width * 0.2, 50), 200)
+        name_height = max(height * 0.6, 18)
         width -= name_width
     font = f"font-size:{name_height / 1.5:.0f}px;line-height:{name_height:.1f}px"
     style = f"{font};width:{name_width - 10:.0f}px;padding-right:10px;align-self:center"
@@ -459,4 +466,5 @@ def _table(panel: Panel, series: list[Series], height: float) -> str:
 
 
 def _table_row(kind: str, cells: list[str]) -> str:
-    return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
+    row = "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells)
+    return f"<tr>{row}</tr>"

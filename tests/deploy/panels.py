@@ -1,6 +1,6 @@
-"""Grafana's panels, as far as the dashboards use them: what a panel asks Prometheus, and how it names and writes the answer.
+"""Grafana's panels, as far as the dashboards use them: their queries, and how they name and write the answers.
 
-Grafana itself is not among the tests' programs, so its rules are written down here. ``panel_drawing`` draws with them.
+Grafana itself is not among the tests' programs, so its rules are repeated here. ``panel_drawing`` draws with them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DASHBOARDS = {
 }
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
-UNNAMED = "Value"  # Grafana's name of a series whose legend is empty
+UNNAMED = "Value"  # Grafana gives this name to a series whose legend is empty.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Panel:
 
     Attributes:
         kind: Grafana's name: ``row``, ``timeseries``, ``stat``, ``bargauge``, ``table``.
-        steps: The thresholds: each value from which a colour holds.
-        custom: What ``timeseries`` alone has: fill, stacking, how thresholds are shown.
-        columns: A table's columns: what is left out, their order and their names; or the labels that span a matrix.
+        steps: The thresholds: from each value on a colour holds.
+        custom: The options of ``timeseries`` alone: fill, stacking, how thresholds are shown.
+        columns: The columns of a table, with their order and names, or the labels that span a matrix.
     """
 
     kind: str
@@ -92,8 +92,8 @@ def panels_of(
     """Return the panels of a dashboard for all fleets, in their order.
 
     Args:
-        dashboard: Its JSON.
-        rate_interval: Over what rates are taken, as in ``1m``.
+        dashboard: The dashboard's JSON.
+        rate_interval: The interval of rates, as in ``1m``.
         shown: The time that the dashboard shows, as in ``1h``.
     """
     variables = {"__rate_interval": rate_interval, "__range": shown}
@@ -106,6 +106,7 @@ def _panel(raw: dict[str, Any], variables: Mapping[str, str]) -> Panel:
     field = raw.get("fieldConfig", {}).get("defaults", {})
     thresholds = field.get("thresholds", {}).get("steps", [])
     default_colour = "palette-classic" if raw["type"] == "timeseries" else "thresholds"
+    colour_mode = field.get("color", {}).get("mode", default_colour)
     return Panel(
         kind=raw["type"],
         title=raw["title"],
@@ -122,8 +123,7 @@ def _panel(raw: dict[str, Any], variables: Mapping[str, str]) -> Panel:
             (-math.inf if step["value"] is None else step["value"], step["color"])
             for step in thresholds
         ),
-        has_threshold_colours=field.get("color", {}).get("mode", default_colour)
-        == "thresholds",
+        has_threshold_colours=colour_mode == "thresholds",
         custom=field.get("custom", {}),
         options=raw.get("options", {}),
         columns=_columns(raw.get("transformations", [])),
@@ -141,23 +141,20 @@ def _query(target: dict[str, Any], variables: Mapping[str, str]) -> Query:
 
 def _columns(transformations: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the options of the one or two transformations that are known here."""
-    unknown = {each["id"] for each in transformations} - {
-        "organize",
-        "groupingToMatrix",
-    }
-    assert not unknown, unknown
-    return {
-        key: value for each in transformations for key, value in each["options"].items()
-    }
+    options: dict[str, Any] = {}
+    for transformation in transformations:
+        assert transformation["id"] in {"organize", "groupingToMatrix"}, transformation
+        options |= transformation["options"]
+    return options
 
 
 def substituted(text: str, variables: Mapping[str, str]) -> str:
-    """Replace variables by their values; one that the dashboard does not have is a ``KeyError``."""
+    """Replace variables by their values, and raise ``KeyError`` for a variable that the dashboard does not have."""
     return VARIABLE.sub(lambda match: variables[match[1] or match[2]], text)
 
 
 def legend_name(legend: str, labels: Mapping[str, str]) -> str:
-    """Return the name of a series: a label that it does not have is written as nothing."""
+    """Return the name of a series; a label that it does not have is left out."""
     name = PLACEHOLDER.sub(lambda match: labels.get(match[1], ""), legend).strip()
     if not legend and labels:
         pairs = ", ".join(
@@ -168,26 +165,24 @@ def legend_name(legend: str, labels: Mapping[str, str]) -> str:
 
 
 def series_of(query: Query, result: list[dict[str, Any]]) -> list[Series]:
-    """Return the series that Prometheus found for a query; values that are no numbers are gaps."""
-    found = []
-    for each in result:
-        values = each.get("values") or [each["value"]]
+    """Return the series of Prometheus' answer to a query; infinities and NaN are gaps."""
+    all_series = []
+    for found_series in result:
+        labels = found_series["metric"]
+        values = found_series.get("values") or [found_series["value"]]
         points = tuple(
             (float(at), float(value))
             for at, value in values
             if math.isfinite(float(value))
         )
         if points:
-            found.append(
-                Series(
-                    legend_name(query.legend, each["metric"]), each["metric"], points
-                )
-            )
-    return found
+            name = legend_name(query.legend, labels)
+            all_series.append(Series(name, labels, points))
+    return all_series
 
 
 def number_text(value: float, decimals: int | None = None) -> str:
-    """Write a number with so many decimals, or else three significant digits; a whole one as it is."""
+    """Write a number with so many decimals; by default as an integer, or with three significant digits."""
     if decimals is None:
         if value == int(value):
             return str(int(value))
@@ -197,11 +192,11 @@ def number_text(value: float, decimals: int | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How values are written: each in the largest step that is not above it.
+    """A unit, in which each value is written in the largest step that is not above it.
 
     Attributes:
-        steps: Size and name of each, the largest first.
-        zero: The name of the step that zero is written in; by default the last one's.
+        steps: The sizes and names of the steps, the largest first.
+        zero: The name of the step that zero is written in; by default the last one.
     """
 
     steps: tuple[tuple[float, str], ...]
@@ -221,8 +216,14 @@ NONE = ((1.0, ""),)
 SHORT = ((1e9, " Bil"), (1e6, " Mil"), (1e3, " K"), (1.0, ""))
 COUNTS = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1.0, ""))
 SECONDS = (
-    (86400.0, " day"), (3600.0, " hour"), (60.0, " min"), (1.0, " s"), (1e-3, " ms"), (1e-6, " µs"), (1e-9, " ns"),
-)  # fmt: skip
+    (86400.0, " day"),
+    (3600.0, " hour"),
+    (60.0, " min"),
+    (1.0, " s"),
+    (1e-3, " ms"),
+    (1e-6, " µs"),
+    (1e-9, " ns"),
+)
 UNITS = {
     "none": Unit(NONE),
     "short": Unit(SHORT),
@@ -244,8 +245,10 @@ def table_of(panel: Panel, rows: list[Series]) -> tuple[list[str], list[list[str
     """Return a table's head and its cells, arranged as the panel says."""
     if "columnField" in panel.columns:
         return _matrix_of(panel, rows)
-    labels = sorted({label for row in rows for label in row.labels})
-    names = ["Time", *labels, UNNAMED]
+    labels: set[str] = set()
+    for row in rows:
+        labels |= row.labels.keys()
+    names = ["Time", *sorted(labels), UNNAMED]
     shown = [
         name for name in names if not panel.columns.get("excludeByName", {}).get(name)
     ]
@@ -253,30 +256,33 @@ def table_of(panel: Panel, rows: list[Series]) -> tuple[list[str], list[list[str
     shown.sort(key=lambda name: order.get(name, len(order)))
     renamed = panel.columns.get("renameByName", {})
     head = [renamed.get(name, name) for name in shown]
-    return head, [[_cell(panel, row, name) for name in shown] for row in rows]
+    return head, [_cells(panel, row, shown) for row in rows]
+
+
+def _cells(panel: Panel, row: Series, columns: list[str]) -> list[str]:
+    return [_cell(panel, row, column) for column in columns]
 
 
 def _matrix_of(panel: Panel, rows: list[Series]) -> tuple[list[str], list[list[str]]]:
-    across, down, shown = (
-        panel.columns[f"{part}Field"] for part in ("column", "row", "value")
-    )
+    across = panel.columns["columnField"]
+    down = panel.columns["rowField"]
+    shown = panel.columns["valueField"]
     values = {
         (row.labels[down], row.labels[across]): _cell(panel, row, shown) for row in rows
     }
     columns = list(dict.fromkeys(row.labels[across] for row in rows))
     names = list(dict.fromkeys(row.labels[down] for row in rows))
-    cells = [
-        [name, *(values.get((name, column), "") for column in columns)]
-        for name in names
-    ]
+    cells = []
+    for name in names:
+        cells.append([name])
+        cells[-1] += [values.get((name, column), "") for column in columns]
     return [f"{down}\\{across}", *columns], cells
 
 
 def _cell(panel: Panel, row: Series, column: str) -> str:
     if column == "Time":
-        return datetime.fromtimestamp(row.points[-1][0], UTC).strftime(
-            "%Y-%m-%d %H:%M:%S"
-        )
+        time = datetime.fromtimestamp(row.points[-1][0], UTC)
+        return time.strftime("%Y-%m-%d %H:%M:%S")
     if column == UNNAMED:
         return unit_text(panel.unit, row.last, panel.decimals)
     return row.labels.get(column, "")

@@ -22,11 +22,11 @@ TOOLS = ROOT / ".venv-deploy/bin"
 
 def program(name: str) -> str:
     """Return the path of a program that ``scripts/setup services`` or ``scripts/setup deploy`` installs."""
-    found = TOOLS / name if (TOOLS / name).is_file() else shutil.which(name)
-    assert found, (
+    path = TOOLS / name if (TOOLS / name).is_file() else shutil.which(name)
+    assert path, (
         f"{name} is not installed: scripts/setup services && scripts/setup deploy"
     )
-    return str(found)
+    return str(path)
 
 
 @asynccontextmanager
@@ -36,9 +36,9 @@ async def running(
     """Run a server until the context ends.
 
     Args:
-        argv: Its command.
-        ready: URL that answers 200 when it is ready.
-        cwd: Its folder; its output goes to a file there.
+        argv: The server's command.
+        ready: The URL that answers 200 when the server is ready.
+        cwd: The folder that it runs in, and writes its output to.
     """
     log = cwd / f"{Path(argv[0]).name}.out"
     with log.open("wb") as out:

@@ -1,7 +1,7 @@
 """Four routers on one machine over one Redis, behind nginx, set up by the commands of docs/scaling.md.
 
-The commands run as they stand. What they name of the machine is replaced: ports, and /etc by a folder. ``systemctl`` is a
-stand-in that starts the command of the unit file; nginx and redis-server are the real programs.
+The commands run as they stand, but for the ports, and for a folder in place of /etc. ``systemctl`` is a stand-in that starts
+the command of the unit file; nginx and redis-server are the real programs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import httpx
 import pytest
 
 from router.auth.api_keys import add_key
+from tests.deploy.nginx_config import configure
 from tests.deploy.services import DEPLOY, ROOT, program
-from tests.deploy.test_nginx import configure
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
 from tests.unit.own_router import QARR
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
-# of each engine, for all routers together
+# Each engine has so many slots for all routers together.
 LIMITS = {"fast": 12, "balanced": 12, "precise": 24}
 QUOTA = 25
 UNIT = DEPLOY / "systemd/qarr-router@.service"
@@ -49,53 +49,49 @@ class Machine:
     ports: list[int]
     operator: str
     behaviours: dict[str, Behaviour]
-    # requests that an engine had at once
-    most: Counter[str] = field(default_factory=Counter)
+    # The highest number of requests that each engine had at once.
+    highest_running: Counter[str] = field(default_factory=Counter)
 
     def pid(self, port: int) -> int:
         return int((self.folder / f"{port}.pid").read_text())
 
     async def limits(self, ports: list[int]) -> dict[str, int]:
-        """Return the slots of each tier over several routers; without those of replicas that are not ready."""
+        """Return the slots that several routers have of each tier's ready replicas."""
         total: Counter[str] = Counter()
         headers = {"authorization": f"Bearer {self.operator}"}
         async with httpx.AsyncClient(
             trust_env=False, headers=headers, timeout=20
         ) as client:
             for port in ports:
-                tiers = (await client.get(f"http://127.0.0.1:{port}/tiers")).json()[
-                    "tiers"
-                ]
-                total.update(
-                    {
-                        t["tier"]: sum(
-                            r["limit"] for r in t["replicas"] if r["state"] == "ready"
-                        )
-                        for t in tiers
-                    }
-                )
+                answer = await client.get(f"http://127.0.0.1:{port}/tiers")
+                for tier in answer.json()["tiers"]:
+                    total[tier["tier"]] += sum(
+                        replica["limit"]
+                        for replica in tier["replicas"]
+                        if replica["state"] == "ready"
+                    )
         return dict(total)
 
     async def watch(self) -> None:
         """Note the most that each engine has at once, until cancelled."""
         while True:
             for tier, behaviour in self.behaviours.items():
-                self.most[tier] = max(self.most[tier], behaviour.running)
+                self.highest_running[tier] = max(
+                    self.highest_running[tier], behaviour.running
+                )
             await asyncio.sleep(0.002)
 
 
 def commands() -> str:
-    section = (
-        (ROOT / "docs/scaling.md")
-        .read_text("utf-8")
-        .partition("\n## Several routers")[2]
-        .partition("\n## ")[0]
-    )
+    """Return the commands that docs/scaling.md shows for several routers."""
+    text = (ROOT / "docs/scaling.md").read_text("utf-8")
+    section = text.partition("\n## Several routers")[2].partition("\n## ")[0]
     (block,) = re.findall(r"^```bash\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return str(block)
 
 
 def shims(folder: Path, nginx_port: int) -> Path:
+    """Write stand-ins for apt-get, qarr and systemctl, and return their folder."""
     start = re.search(
         r"^ExecStart=/opt/qarr/\.venv/bin/qarr (.*)$",
         UNIT.read_text("utf-8"),
@@ -127,19 +123,20 @@ def shims(folder: Path, nginx_port: int) -> Path:
                 echo $! > {folder}/$port.pid
             done""",
     }
-    bin_ = folder / "bin"
-    bin_.mkdir()
+    shim_folder = folder / "bin"
+    shim_folder.mkdir()
     for name, body in written.items():
-        (bin_ / name).write_text(f"#!/bin/sh\nset -eu\n{body}\n")
-        (bin_ / name).chmod(0o755)
+        (shim_folder / name).write_text(f"#!/bin/sh\nset -eu\n{body}\n")
+        (shim_folder / name).chmod(0o755)
     configure(folder / "nginx", nginx_port, "")
-    return bin_
+    return shim_folder
 
 
 @asynccontextmanager
 async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
     redis_port, nginx_port, *ports = reserved_ports(6)
     behaviours = {tier: Behaviour(delay_s=0.02) for tier in LIMITS}
+    engines = [FakeEngine(behaviour).app for behaviour in behaviours.values()]
     keys = tmp_path / "etc/qarr/keys.json"
     for name in ("etc/qarr", "etc/nginx/conf.d", "etc/systemd/system", "var"):
         (tmp_path / name).mkdir(parents=True)
@@ -150,23 +147,26 @@ async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
         .replace(":6379", f":{redis_port}")
     )
     text, count = re.subn(
-        r"\b808([0-3])\b", lambda found: str(ports[int(found[1])]), text
+        r"\b808([0-3])\b", lambda match: str(ports[int(match[1])]), text
     )
     assert count == 8
     async with AsyncExitStack() as stack:
-        urls = await stack.enter_async_context(
-            serving_all(*(FakeEngine(b).app for b in behaviours.values()))
-        )
+        urls = await stack.enter_async_context(serving_all(*engines))
         redis = await asyncio.create_subprocess_exec(
-            program("redis-server"), "--port", str(redis_port), "--bind", "127.0.0.1", "--save", "",
+            *(program("redis-server"), "--port", str(redis_port)),
+            *("--bind", "127.0.0.1", "--save", ""),
             stdout=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         stack.callback(redis.kill)
-        found = Machine(
-            f"http://127.0.0.1:{nginx_port}", tmp_path, ports, operator, behaviours
+        routers = Machine(
+            f"http://127.0.0.1:{nginx_port}",
+            tmp_path,
+            ports=ports,
+            operator=operator,
+            behaviours=behaviours,
         )
         path = f"{shims(tmp_path, nginx_port)}:{os.environ['PATH']}"
-        # The operator's two changes: the engines' names, and where this machine keeps its files.
+        # The operator changes two things: the engines' addresses, and where this machine keeps its files.
         tiers = "".join(
             f'[tiers.{tier}]\nmax_in_flight = {LIMITS[tier]}\nurls = ["{url}"]\n'
             for tier, url in zip(LIMITS, urls, strict=True)
@@ -185,24 +185,25 @@ async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
         )
         assert await within(script.wait(), "the script to end", within_s=100) == 0
         for name in (*ports, "nginx"):
-            stack.callback(ended, tmp_path / f"{name}.pid")
+            stack.callback(kill, tmp_path / f"{name}.pid")
 
-        async def shared() -> bool:
+        async def slots_are_shared() -> bool:
             try:
-                return await found.limits(ports) == LIMITS
+                return await routers.limits(ports) == LIMITS
             except (httpx.TransportError, KeyError):
                 return False
 
-        await until(shared, within_s=90)
-        yield found
+        await until(slots_are_shared, within_s=90)
+        yield routers
 
 
-def ended(pid: Path) -> None:
+def kill(pid_file: Path) -> None:
     with suppress(ProcessLookupError):
-        os.kill(int(pid.read_text()), signal.SIGKILL)
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
 
 async def ask(client: httpx.AsyncClient, url: str, **body: Any) -> str:
+    """Send a request, and return how its answer ended: with "done", or with what went wrong."""
     try:
         answer = await client.post(
             f"{url}/generate", json={"prompt": "hi", "max_tokens": 8, **body}
@@ -215,65 +216,65 @@ async def ask(client: httpx.AsyncClient, url: str, **body: Any) -> str:
 
 
 async def test_four_routers_are_one_to_their_callers(tmp_path: Path) -> None:
-    """One is killed under load: others answer, engines' limits hold, and a quota is kept exactly."""
-    async with machine(tmp_path) as found, AsyncExitStack() as stack:
+    """After one router is killed under load the others answer, engines' limits hold, and a quota is kept exactly."""
+    async with machine(tmp_path) as routers, AsyncExitStack() as stack:
         key, _ = add_key(
             tmp_path / "etc/qarr/keys.json", "limited", requests_per_minute=QUOTA
         )
         client = await stack.enter_async_context(
             httpx.AsyncClient(
-                trust_env=False, timeout=120, limits=httpx.Limits(max_connections=60),
-                headers={"authorization": f"Bearer {found.operator}"},
+                trust_env=False,
+                timeout=120,
+                limits=httpx.Limits(max_connections=60),
+                headers={"authorization": f"Bearer {routers.operator}"},
             )
-        )  # fmt: skip
-        watching = asyncio.create_task(found.watch())
+        )
+        watching = asyncio.create_task(routers.watch())
         outcomes: list[str] = []
         going = True
 
         async def ask_on(tier: str) -> None:
             while going:
                 outcomes.append(
-                    await ask(client, found.url, tier=tier, tier_policy="require")
+                    await ask(client, routers.url, tier=tier, tier_policy="require")
                 )
 
-        askers = [
-            asyncio.create_task(ask_on(tier))
-            for tier in LIMITS
-            for _ in range(2 * LIMITS[tier])
-        ]
+        askers = []
+        for tier, limit in LIMITS.items():
+            askers += [asyncio.create_task(ask_on(tier)) for _ in range(2 * limit)]
         await until(lambda: len(outcomes) > 150)
-        killed, *left = found.ports
-        os.kill(found.pid(killed), signal.SIGKILL)
+        killed, *left = routers.ports
+        os.kill(routers.pid(killed), signal.SIGKILL)
         before = len(outcomes)
         await until(lambda: len(outcomes) > before + 200)
 
-        async def all_theirs() -> bool:
-            return await found.limits(left) == LIMITS
+        async def have_all_slots() -> bool:
+            return await routers.limits(left) == LIMITS
 
-        await until(all_theirs)
+        await until(have_all_slots)
         going = False
         await asyncio.gather(*askers)
         watching.cancel()
-        lost = [o for o in outcomes if o != "done"]
-        # What the killed router had: streams break off; an unanswered request is not sent again, and nginx says so.
+        lost = [outcome for outcome in outcomes if outcome != "done"]
+        # The killed router's streams break off, and nginx does not send its unanswered requests again.
         assert set(lost) <= {"broken", "no-router", "cut"}, Counter(outcomes)
         assert len(lost) <= sum(LIMITS.values()) * 2
-        # While shares move, each router may still have a request on a slot that is another's by now; unshared it is 4 x limit.
-        assert all(
-            found.most[tier] <= limit + len(found.ports)
-            for tier, limit in LIMITS.items()
-        ), found.most
+        # While shares move, each router may have a request on a slot that another has now. Unshared it would be 4 x limit.
+        for tier, limit in LIMITS.items():
+            assert routers.highest_running[tier] <= limit + len(routers.ports), (
+                routers.highest_running
+            )
 
         began = time.monotonic()
         async with httpx.AsyncClient(
             trust_env=False, timeout=120, headers={"authorization": f"Bearer {key}"}
-        ) as other:
-            said = Counter(
-                await asyncio.gather(*(ask(other, found.url) for _ in range(3 * QUOTA)))
+        ) as limited:
+            answers = await asyncio.gather(
+                *(ask(limited, routers.url) for _ in range(3 * QUOTA))
             )
+        counts = Counter(answers)
         minutes = math.ceil((time.monotonic() - began) / 60)
-        assert QUOTA <= said["done"] <= QUOTA * minutes, said
-        assert set(said) == {"done", "over-quota"}
-        assert not any(
-            "Traceback" in (tmp_path / f"{port}.out").read_text() for port in left
-        )
+        assert QUOTA <= counts["done"] <= QUOTA * minutes, counts
+        assert set(counts) == {"done", "over-quota"}
+        for port in left:
+            assert "Traceback" not in (tmp_path / f"{port}.out").read_text()

@@ -1,4 +1,4 @@
-"""The dashboards: what their script makes can be drawn, and a real Prometheus answers every one of their queries."""
+"""The dashboards that their script makes can be drawn, and a real Prometheus answers each of their queries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_the_files_are_what_the_script_makes() -> None:
-    """Nobody has changed the JSON by hand, or the script without it."""
+    """The JSON files are what the script makes now."""
     subprocess.run(
         [program("python"), str(GRAFANA / "dashboards.py"), "--check"],
         check=True,
@@ -60,7 +60,7 @@ def test_dashboards_are_well_formed(name: str) -> None:
     assert dashboard["uid"] == name
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
-    taken: set[tuple[int, int]] = set()
+    covered: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
         place = panel["gridPos"]
         cells = set(
@@ -69,9 +69,9 @@ def test_dashboards_are_well_formed(name: str) -> None:
                 range(place["y"], place["y"] + place["h"]),
             )
         )
-        assert not cells & taken, panel["title"]
+        assert not cells & covered, panel["title"]
         assert place["x"] + place["w"] <= 24, panel["title"]
-        taken |= cells
+        covered |= cells
     for panel in panels(dashboard):
         assert panel["description"].endswith("."), panel["title"]
         assert panel["targets"], panel["title"]
@@ -79,26 +79,20 @@ def test_dashboards_are_well_formed(name: str) -> None:
         variable["name"]: variable for variable in dashboard["templating"]["list"]
     }
     assert set(variables) == {"datasource", "job", "runbooks"}
-    provisioned = yaml.safe_load(
-        (GRAFANA / "provisioning/datasources/qarr.yml").read_text("utf-8")
-    )["datasources"]
-    uids = {source["uid"] for source in provisioned}
-    links = provisioned[0]["jsonData"]["exemplarTraceIdDestinations"]
-    assert [(link["name"], link["datasourceUid"] in uids) for link in links] == [
-        ("trace_id", True)
-    ]
+    text = (GRAFANA / "provisioning/datasources/qarr.yml").read_text("utf-8")
+    provisioned = yaml.safe_load(text)["datasources"]
+    (link,) = provisioned[0]["jsonData"]["exemplarTraceIdDestinations"]
+    assert link["name"] == "trace_id"
+    assert link["datasourceUid"] in {source["uid"] for source in provisioned}
 
 
 @pytest.mark.parametrize("name", sorted(DASHBOARDS))
 def test_links_lead_to_runbooks(name: str) -> None:
-    """Each dashboard to all of them, and the panels that alerts are about each to its section."""
+    """Each dashboard links to the runbooks, and a panel that an alert is about to the alert's section."""
     dashboard = DASHBOARDS[name]
     assert "${runbooks}" in [link.get("url") for link in dashboard["links"]]
-    sections = set(
-        re.findall(
-            r"^## (\w+)$", (ROOT / "docs/runbooks.md").read_text("utf-8"), re.MULTILINE
-        )
-    )
+    text = (ROOT / "docs/runbooks.md").read_text("utf-8")
+    sections = set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
     for panel in panels(dashboard):
         for link in panel.get("links", []):
             alert = link["title"].removeprefix("Runbook: ")
@@ -107,15 +101,16 @@ def test_links_lead_to_runbooks(name: str) -> None:
 
 
 def test_every_alert_that_a_panel_can_show_is_linked() -> None:
-    """But for that of the certificate, which no panel shows."""
-    linked = {
-        link["title"].removeprefix("Runbook: ")
-        for dashboard in DASHBOARDS.values() for panel in panels(dashboard) for link in panel.get("links", [])
-    }  # fmt: skip
-    rules = yaml.safe_load((DEPLOY / "prometheus/rules/alerts.yml").read_text("utf-8"))[
-        "groups"
-    ]
-    alerts = {rule["alert"] for group in rules for rule in group["rules"]}
+    """Every alert but that of the certificate, which no panel shows, is linked from a panel."""
+    linked = set()
+    for dashboard in DASHBOARDS.values():
+        for panel in panels(dashboard):
+            titles = [link["title"] for link in panel.get("links", [])]
+            linked |= {title.removeprefix("Runbook: ") for title in titles}
+    text = (DEPLOY / "prometheus/rules/alerts.yml").read_text("utf-8")
+    alerts = set()
+    for group in yaml.safe_load(text)["groups"]:
+        alerts |= {rule["alert"] for rule in group["rules"]}
     assert alerts - linked == {"QarrCertificateExpires"}
 
 
@@ -123,21 +118,20 @@ def test_every_alert_that_a_panel_can_show_is_linked() -> None:
 def test_every_panel_can_be_drawn(name: str) -> None:
     """Variables are replaced, units are known, legends name their series, and each panel has something to show."""
     panels = panels_of(DASHBOARDS[name], rate_interval="1m", shown="1h")
-    drawn = [
-        Drawn(panel, [series for query in panel.queries for series in made_up(query)])
-        for panel in panels
-    ]
-    for each in drawn:
-        picture = draw_panel(each, WINDOW)
-        assert escape(each.panel.title) in picture
-        assert not re.search(
-            r"\$\{?\w|\{\{|No data",
-            picture + "".join(query.expr for query in each.panel.queries),
-        )
-        if each.panel.kind in {"stat", "bargauge"}:
-            assert unit_text(each.panel.unit, 0.5, each.panel.decimals) in picture
-        if each.panel.kind in {"timeseries", "bargauge"}:
-            assert UNNAMED not in {series.name for series in each.series}
+    drawn = []
+    for panel in panels:
+        series: list[Series] = []
+        for query in panel.queries:
+            series += made_up(query)
+        drawn.append(Drawn(panel, series))
+        picture = draw_panel(drawn[-1], WINDOW)
+        assert escape(panel.title) in picture
+        queries = "".join(query.expr for query in panel.queries)
+        assert not re.search(r"\$\{?\w|\{\{|No data", picture + queries)
+        if panel.kind in {"stat", "bargauge"}:
+            assert unit_text(panel.unit, 0.5, panel.decimals) in picture
+        if panel.kind in {"timeseries", "bargauge"}:
+            assert UNNAMED not in {shown.name for shown in series}
     page = draw_dashboard(DASHBOARDS[name]["title"], drawn, WINDOW)
     assert page.count("<section") == len(panels)
 
@@ -165,14 +159,25 @@ def made_up(query: Query) -> list[Series]:
 @pytest.mark.parametrize(
     ("unit", "value", "text"),
     [
-        ("short", 12_345, "12.3 K"), ("short", 0.0123, "0.0123"), ("short", 3, "3"), ("none", 1.5, "1.50"), ("short", 0, "0"),
-        ("percentunit", 0.987, "98.7%"), ("percentunit", 1, "100%"), ("percentunit", 0, "0%"),
-        ("s", 0, "0 s"), ("s", 0.0042, "4.20 ms"), ("s", 0.00015, "150 µs"), ("s", 90, "1.50 min"),
-        ("reqps", 2.6, "2.60 req/s"), ("reqps", 1500, "1.50K req/s"), ("count:tok/s", 1500, "1.50K tok/s"),
+        ("short", 12_345, "12.3 K"),
+        ("short", 0.0123, "0.0123"),
+        ("short", 3, "3"),
+        ("none", 1.5, "1.50"),
+        ("short", 0, "0"),
+        ("percentunit", 0.987, "98.7%"),
+        ("percentunit", 1, "100%"),
+        ("percentunit", 0, "0%"),
+        ("s", 0, "0 s"),
+        ("s", 0.0042, "4.20 ms"),
+        ("s", 0.00015, "150 µs"),
+        ("s", 90, "1.50 min"),
+        ("reqps", 2.6, "2.60 req/s"),
+        ("reqps", 1500, "1.50K req/s"),
+        ("count:tok/s", 1500, "1.50K tok/s"),
     ],
-)  # fmt: skip
+)
 def test_values_are_written_as_grafana_does(unit: str, value: float, text: str) -> None:
-    """Three significant digits, scaled as the unit says."""
+    """Values have three significant digits, scaled as the unit says."""
     assert unit_text(unit, value) == text
 
 
@@ -181,41 +186,40 @@ def test_values_are_written_as_grafana_does(unit: str, value: float, text: str) 
 async def test_no_panel_is_empty(tmp_path: Path) -> None:
     """After everything has happened to two routers, every query of every panel has something to show, of every tier."""
     async with two_routers(tmp_path) as routers, monitoring(tmp_path, routers) as found:
-        # every series is there once before it grows: a rate needs two points
+        # A rate needs two points, so every series must be scraped before it grows.
         await routers.ordinary()
         await until(lambda: found.query("job:qarr_requests:sum > 0"))
         await routers.everything()
-        asked = [
-            (f"{name}: {panel.title}", query)
-            for name, dashboard in DASHBOARDS.items()
-            for panel in panels_of(dashboard, rate_interval="2m", shown="2m")
-            for query in panel.queries
-        ]
-        assert len(asked) > 50
+        panel_queries = []
+        for name, dashboard in DASHBOARDS.items():
+            for panel in panels_of(dashboard, rate_interval="2m", shown="2m"):
+                where = f"{name}: {panel.title}"
+                panel_queries += [(where, query) for query in panel.queries]
+        assert len(panel_queries) > 50
 
         async def all_answered() -> bool:
             nonlocal empty
             empty = [
                 (where, query.expr)
-                for where, query in asked
+                for where, query in panel_queries
                 if not await found.query(query.expr)
             ]
             if empty:
                 await routers.ordinary()
             return not empty
 
-        empty = [(where, query.expr) for where, query in asked]
+        empty = [(where, query.expr) for where, query in panel_queries]
         try:
             await until(all_answered)
         except AssertionError:
             raise AssertionError(empty) from None
-        for where, query in asked:
+        for where, query in panel_queries:
             the_legend_names_its_series(where, query, await found.query(query.expr))
         assert await found.query('sum(qarr_refusals_total{reason="too_long"}) > 0')
         told = {
             tier: {
                 where
-                for where, query in asked
+                for where, query in panel_queries
                 if await found.tells_of(query.expr, tier)
             }
             for tier in ("balanced", "int8")
@@ -232,7 +236,7 @@ def the_legend_names_its_series(
 ) -> None:
     """Check that the labels of a legend exist, and that no two series have one name."""
     for label in PLACEHOLDER.findall(query.legend):
-        assert any(label in each["metric"] for each in result), (where, label)
+        assert any(label in series["metric"] for series in result), (where, label)
     names = [series.name for series in series_of(query, result)]
     if query.legend:
         assert UNNAMED not in names, where

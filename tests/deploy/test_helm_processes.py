@@ -35,7 +35,7 @@ class Pod:
     """A router's pod as processes of this machine.
 
     Attributes:
-        prestop: Its preStop command.
+        prestop: The pod's preStop command.
     """
 
     url: str
@@ -63,17 +63,20 @@ async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[
     spec = made.pods["qarr-router"]
     tiers = [name.removeprefix("qarr-") for name in made.pods if name != "qarr-router"]
     lengths = {
-        t: int(argument(made.pods[f"qarr-{t}"]["containers"][0], "--max-model-len"))
-        for t in tiers
+        tier: int(
+            argument(made.pods[f"qarr-{tier}"]["containers"][0], "--max-model-len")
+        )
+        for tier in tiers
     }
     engines = {
         tier: Behaviour(max_model_len=length) for tier, length in lengths.items()
     }
     port, nobody = reserved_ports(2)
-    async with serving_all(*(FakeEngine(b).app for b in engines.values())) as urls:
-        named = zip(tiers, urls, strict=True)
+    apps = [FakeEngine(behaviour).app for behaviour in engines.values()]
+    async with serving_all(*apps) as urls:
+        services = [f"http://qarr-{tier}.{NAMESPACE}.svc:8000" for tier in tiers]
         changes = (
-            *((f"http://qarr-{tier}.{NAMESPACE}.svc:8000", url) for tier, url in named),
+            *zip(services, urls, strict=True),
             ("0.0.0.0", "127.0.0.1"),
             ("port = 8080", f"port = {port}"),
             ("http://otel-collector.monitoring:4317", f"http://127.0.0.1:{nobody}"),
@@ -84,9 +87,8 @@ async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[
         mapped.mount(spec, made.settings)
         headers = {}
         if (tmp_path / "etc/qarr/keys").is_dir():
-            headers["authorization"] = (
-                f"Bearer {add_key(tmp_path / 'etc/qarr/keys/keys.json', 'me')[0]}"
-            )
+            key, _ = add_key(tmp_path / "etc/qarr/keys/keys.json", "me")
+            headers["authorization"] = f"Bearer {key}"
         (tmp_path / "models/precise").mkdir()
         byte_level(BYTE_LEVEL).save(str(tmp_path / "models/precise/tokenizer.json"))
         for container in spec.get("initContainers", ()):
@@ -105,7 +107,13 @@ async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[
                 timeout=60, trust_env=False, headers=headers
             ) as client:
                 prestop = container["lifecycle"]["preStop"]["exec"]["command"]
-                yield Pod(f"http://127.0.0.1:{port}", process, prestop, client, engines)
+                yield Pod(
+                    f"http://127.0.0.1:{port}",
+                    process,
+                    prestop=prestop,
+                    client=client,
+                    engines=engines,
+                )
         finally:
             if process.returncode is None:
                 process.kill()
@@ -116,44 +124,46 @@ async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[
 async def test_the_router_serves(
     tmp_path: Path, sample: str, redis_server: RedisServer
 ) -> None:
-    """It finds the engines of every tier by name, has their key, is ready, and answers; the startup probe is answered."""
-    async with pod(tmp_path, sample, redis_server) as found:
-        await until(found.ready)
-        assert (await found.client.get(f"{found.url}/healthz")).status_code == 200
+    """The router finds every tier's engines by name, has their key, becomes ready, answers, and passes its startup probe."""
+    async with pod(tmp_path, sample, redis_server) as router_pod:
+        await until(router_pod.ready)
+        assert (
+            await router_pod.client.get(f"{router_pod.url}/healthz")
+        ).status_code == 200
 
         async def all_ready() -> bool:
-            tiers = (await found.client.get(f"{found.url}/readyz")).json()["tiers"]
-            return all(tiers[tier] == "ready" for tier in found.engines)
+            tiers = (await router_pod.client.get(f"{router_pod.url}/readyz")).json()[
+                "tiers"
+            ]
+            return all(tiers[tier] == "ready" for tier in router_pod.engines)
 
         await until(all_ready)
-        answer = await found.ask()
-        assert (answer.status_code, answer.headers["x-qarr-precision"]) == (
-            200,
-            "bf16 (stated)",
-        )
-        for behaviour in found.engines.values():
-            assert all(
-                sent["authorization"] == "Bearer an-engine-key"
-                for sent in behaviour.headers
-            )
+        answer = await router_pod.ask()
+        assert answer.status_code == 200
+        assert answer.headers["x-qarr-precision"] == "bf16 (stated)"
+        for behaviour in router_pod.engines.values():
+            for sent in behaviour.headers:
+                assert sent["authorization"] == "Bearer an-engine-key"
         async with httpx.AsyncClient(trust_env=False) as keyless:
-            refused = await keyless.post(f"{found.url}/generate", json={"prompt": "hi"})
+            refused = await keyless.post(
+                f"{router_pod.url}/generate", json={"prompt": "hi"}
+            )
         assert refused.status_code == (200 if sample == "laptop" else 401)
 
 
 async def test_a_leaving_router_finishes_its_answers(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """While the preStop command runs it serves as before; after SIGTERM open answers end well, and it exits with 0."""
-    async with pod(tmp_path, "one-node", redis_server) as found:
-        await until(found.ready)
-        found.engines["precise"].delay_s = 0.5
-        leaving = await asyncio.create_subprocess_exec(*found.prestop)
-        assert await found.ready()
-        stream = asyncio.create_task(found.ask())
-        await until(lambda: found.engines["precise"].running)
+    """The router serves while the preStop command runs; after SIGTERM open answers end well, and it exits with 0."""
+    async with pod(tmp_path, "one-node", redis_server) as router_pod:
+        await until(router_pod.ready)
+        router_pod.engines["precise"].delay_s = 0.5
+        leaving = await asyncio.create_subprocess_exec(*router_pod.prestop)
+        assert await router_pod.ready()
+        stream = asyncio.create_task(router_pod.ask())
+        await until(lambda: router_pod.engines["precise"].running)
         assert await asyncio.wait_for(leaving.wait(), 30) == 0
-        found.process.send_signal(signal.SIGTERM)
+        router_pod.process.send_signal(signal.SIGTERM)
         answer = await stream
         assert events(answer.text)[-1][0] == "done"
-        assert await asyncio.wait_for(found.process.wait(), 45) == 0
+        assert await asyncio.wait_for(router_pod.process.wait(), 45) == 0

@@ -1,4 +1,4 @@
-"""The router's locked packages are to be had for other Pythons and machines than this one."""
+"""The router's locked packages exist for other Pythons and machines than this one."""
 
 from __future__ import annotations
 
@@ -17,22 +17,18 @@ ROOT = Path(__file__).parents[2]
     ["x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin"],
 )
 def test_the_routers_lock_resolves(python: str, platform: str, tmp_path: Path) -> None:
-    """With wheels alone, whose hashes are those of the lock. Nothing is installed."""
-    command = "scripts/uv.py pip install --dry-run --no-deps --require-hashes --only-binary :all: -r requirements/router.txt"
-    where = [
-        "--target",
-        str(tmp_path),
-        "--python-version",
-        python,
-        "--python-platform",
-        platform,
-    ]
-    done = subprocess.run(
-        [sys.executable, *command.split(), *where],
+    """There are wheels with the lock's hashes. Nothing is installed."""
+    command = (
+        "scripts/uv.py pip install --dry-run --no-deps --require-hashes "
+        "--only-binary :all: -r requirements/router.txt "
+        f"--python-version {python} --python-platform {platform} --target"
+    )
+    process = subprocess.run(
+        [sys.executable, *command.split(), str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
         timeout=100,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr

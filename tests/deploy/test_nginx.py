@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import signal
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,11 +15,12 @@ import httpx
 import pytest
 
 from router.settings import load_settings
-from tests.deploy.services import DEPLOY, program, running
+from tests.deploy.nginx_config import configure, router_lines
+from tests.deploy.services import program, running
 from tests.fakes.engine import ANSWER, Behaviour
 from tests.ports import reserved_ports
 from tests.unit.router_stack import events
-from tests.unit.server.test_handover import Routers, routers
+from tests.unit.server.router_processes import Routers, running_routers
 from tests.waiting import until, within
 
 if TYPE_CHECKING:
@@ -65,69 +64,35 @@ class Front:
         return None
 
 
-def router_lines(ports: list[int]) -> str:
-    text = (DEPLOY / "nginx/qarr-routers.inc").read_text("utf-8")
-    assert re.findall(r"^server 127\.0\.0\.1:(\d+)", text, re.MULTILINE) == [
-        "8080",
-        "8081",
-    ]
-    return text.replace(":8080", f":{ports[0]}").replace(":8081", f":{ports[1]}")
-
-
-def configure(folder: Path, port: int, routers: str) -> None:
-    """Write a configuration around deploy/nginx, which is taken as it is but for the port and the place of its log."""
-    folder.mkdir()
-    text = (DEPLOY / "nginx/qarr.conf").read_text("utf-8")
-    for old, new in (
-        ("listen 8000;", f"listen 127.0.0.1:{port};"),
-        ("/var/log/nginx/qarr.log", str(folder / "access.log")),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    (folder / "qarr.conf").write_text(text)
-    (folder / "qarr-routers.inc").write_text(routers)
-    # its folders here are not for others
-    user = "user root;" if os.getuid() == 0 else ""
-    places = "".join(
-        f"{kind}_temp_path {folder}/{kind};"
-        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    (folder / "nginx.conf").write_text(
-        f"{user} daemon off; worker_processes 1; pid {folder}/pid; error_log stderr;\n"
-        f"events {{}}\nhttp {{ {places} include qarr.conf; }}\n"
-    )
-
-
 @asynccontextmanager
 async def front(tmp_path: Path) -> AsyncIterator[Front]:
     async with AsyncExitStack() as stack:
-        found = []
+        behind = []
         for name in ("first", "second"):
             (tmp_path / name).mkdir()
-            found.append(await stack.enter_async_context(routers(tmp_path / name)))
-        await asyncio.gather(*(each.start() for each in found))
+            routers = running_routers(tmp_path / name)
+            behind.append(await stack.enter_async_context(routers))
+        await asyncio.gather(*(routers.start() for routers in behind))
         (port,) = reserved_ports()
         folder = tmp_path / "nginx"
-        configure(folder, port, router_lines([each.port for each in found]))
-        argv = [
-            program("nginx"),
-            "-p",
-            str(folder),
-            "-c",
-            str(folder / "nginx.conf"),
-            "-e",
-            "stderr",
-        ]
+        configure(folder, port, router_lines([routers.port for routers in behind]))
+        argv = [program("nginx"), "-p", str(folder), "-e", "stderr"]
+        argv += ["-c", str(folder / "nginx.conf")]
         nginx = await stack.enter_async_context(
             running(argv, f"http://127.0.0.1:{port}/healthz", folder)
         )
-        # a reload closes idle connections as they are used
+        # A reload may close an idle connection just as it is used.
         limits = httpx.Limits(max_keepalive_connections=0)
         client = await stack.enter_async_context(
             httpx.AsyncClient(timeout=60, trust_env=False, limits=limits)
         )
         yield Front(
-            f"http://127.0.0.1:{port}", folder, nginx, found[0], found[1], client
+            f"http://127.0.0.1:{port}",
+            folder,
+            nginx=nginx,
+            first=behind[0],
+            second=behind[1],
+            client=client,
         )
 
 
@@ -140,201 +105,194 @@ def slow(front: Front) -> list[Behaviour]:
 
 
 async def test_streams_headers_and_what_is_let_through(tmp_path: Path) -> None:
-    """Events come one by one, lost streams are found again, bounds hold, and operators' endpoints are not there."""
-    async with front(tmp_path) as found:
+    """Events come one by one, lost streams are resumed, bounds hold, and operators' endpoints cannot be reached."""
+    async with front(tmp_path) as proxy:
         trace = "4bf92f3577b34da6a3ce929d0e0e4736"
         headers = {
             "traceparent": f"00-{trace}-00f067aa0ba902b7-01",
             "x-request-id": "mine-1",
         }
-        asked = {"json": {"prompt": "hi", "tier": "fast"}, "headers": headers}
-        for each in (found.first, found.second):
-            each.behaviours["fast"].stall_after = 3
-        async with found.client.stream(
-            "POST", f"{found.url}/generate", **asked
+        request = {"json": {"prompt": "hi", "tier": "fast"}, "headers": headers}
+        for routers in (proxy.first, proxy.second):
+            routers.behaviours["fast"].stall_after = 3
+        async with proxy.client.stream(
+            "POST", f"{proxy.url}/generate", **request
         ) as answer:
             assert answer.headers["x-qarr-trace-id"] == trace
             assert answer.headers["x-request-id"] == "mine-1"
             text = ""
-            # The engine says no more than this, so what is here was not held back until the answer was whole.
+            # The engine stalls here, so these events were not held back until the answer was complete.
             async for part in answer.aiter_text():
                 text += part
-                if "".join(data["text"] for _, data in events(text)) == "".join(
-                    ANSWER[:3]
-                ):
+                pieces = [data["text"] for _, data in events(text)]
+                if "".join(pieces) == "".join(ANSWER[:3]):
                     break
             assert text.endswith("\n\n")
-        for each in (found.first, found.second):
-            each.behaviours["fast"].stall_after = None
-        assert events((await found.ask(tier="fast")).text)[-1][0] == "done"
-        await lost_streams(found)
-        await let_through(found)
-        await bounds(found)
-        line = next(entry for entry in found.log() if entry["path"] == "/generate")
-        assert (line["request_id"], line["trace_id"], line["status"]) == (
-            "mine-1",
-            trace,
-            "200",
-        )
+        for routers in (proxy.first, proxy.second):
+            routers.behaviours["fast"].stall_after = None
+        assert events((await proxy.ask(tier="fast")).text)[-1][0] == "done"
+        await lost_streams(proxy)
+        await let_through(proxy)
+        await bounds(proxy)
+        line = next(entry for entry in proxy.log() if entry["path"] == "/generate")
+        assert line["request_id"] == "mine-1"
+        assert line["trace_id"] == trace
+        assert line["status"] == "200"
 
 
-async def lost_streams(found: Front) -> None:
-    """Check that who resumes a stream reaches the router that keeps it, whichever nginx asks first."""
-    whole = await found.ask(resumable=True)
-    last = f"{whole.headers['x-qarr-stream-id']}.0"
+async def lost_streams(proxy: Front) -> None:
+    """Check that a client that resumes a stream reaches the router that keeps it, whichever nginx asks first."""
+    answered = await proxy.ask(resumable=True)
+    last = f"{answered.headers['x-qarr-stream-id']}.0"
     again = [
-        await found.client.post(
-            f"{found.url}/generate",
+        await proxy.client.post(
+            f"{proxy.url}/generate",
             json={"prompt": "hi"},
             headers={"last-event-id": last},
         )
         for _ in range(4)
     ]
     assert {answer.status_code for answer in again} <= {200, 410}
-    assert again[0].text == whole.text
+    assert again[0].text == answered.text
     unknown = {"last-event-id": "AAAAAAAAAAAAAAAA.1"}
-    lost = await found.client.post(
-        f"{found.url}/generate", json={"prompt": "hi"}, headers=unknown
+    lost = await proxy.client.post(
+        f"{proxy.url}/generate", json={"prompt": "hi"}, headers=unknown
     )
-    assert (lost.status_code, lost.json()["type"]) == (
-        404,
-        "urn:qarr:problem:stream-not-found",
-    )
+    assert lost.status_code == 404
+    assert lost.json()["type"] == "urn:qarr:problem:stream-not-found"
 
 
-async def let_through(found: Front) -> None:
-    replica = "/admin/replicas/fast-0/drain"
-    for method, path in [
-        *(("GET", path) for path in ("/metrics", "/tiers", "/", "/live", "/requests", "/traces", "/policy")),
-        *(("GET", path) for path in ("/admin/operations", "/v1/../metrics", "//metrics", "/metrics/", "/v1/%2e%2e/metrics")),
-        ("POST", replica), ("POST", "/v1/.." + replica), ("POST", "/generate/.." + replica),
-    ]:  # fmt: skip
-        refused = await raw(found.url, method, path)
+async def let_through(proxy: Front) -> None:
+    """Check which paths reach a router, and from which pages."""
+    hidden = ["/metrics", "/tiers", "/", "/live", "/requests", "/traces", "/policy"]
+    hidden += ["/admin/operations", "/v1/../metrics", "//metrics", "/metrics/"]
+    hidden += ["/v1/%2e%2e/metrics"]
+    drain = "/admin/replicas/fast-0/drain"
+    refused_requests = [("GET", path) for path in hidden]
+    drains = (drain, f"/v1/..{drain}", f"/generate/..{drain}")
+    refused_requests += [("POST", path) for path in drains]
+    for method, path in refused_requests:
+        refused = await raw(proxy.url, method, path)
         assert b" 404 " in refused.partition(b"\r\n")[0], (method, path, refused)
         assert b"urn:qarr:problem:not-found" in refused, (method, path)
     for path in ("/v1/models", "/openapi.json", "/healthz", "/readyz"):
-        assert (await found.client.get(found.url + path)).status_code == 200, path
+        assert (await proxy.client.get(proxy.url + path)).status_code == 200, path
     chat = {"model": "auto", "messages": [{"role": "user", "content": "hi"}]}
-    assert (
-        await found.client.post(f"{found.url}/v1/chat/completions", json=chat)
-    ).status_code == 200
-    assert (
-        await found.client.post(f"{found.url}/route", json={"prompt": "hi"})
-    ).status_code == 200
-    for origin, status in (
-        (found.url, 200),
-        ("https://evil.example", 403),
-    ):  # of a page that is served here, or elsewhere
-        sent = await found.client.post(
-            f"{found.url}/route", json={"prompt": "hi"}, headers={"origin": origin}
+    for path, body in (("/v1/chat/completions", chat), ("/route", {"prompt": "hi"})):
+        answer = await proxy.client.post(proxy.url + path, json=body)
+        assert answer.status_code == 200, path
+    # A page that is served here may post, one that is served elsewhere may not.
+    for origin, status in ((proxy.url, 200), ("https://evil.example", 403)):
+        sent = await proxy.client.post(
+            f"{proxy.url}/route", json={"prompt": "hi"}, headers={"origin": origin}
         )
         assert sent.status_code == status, origin
 
 
 async def raw(url: str, method: str, path: str) -> bytes:
-    """Send a request whose path no client library has tidied up; return the whole answer."""
+    """Send a request whose path no client library has normalized, and return the whole answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
-    writer.write(
-        f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
-    )
+    headers = "Host: x\r\nContent-Length: 0\r\nConnection: close\r\n"
+    writer.write(f"{method} {path} HTTP/1.1\r\n{headers}\r\n".encode())
     answer = await reader.read()
     writer.close()
     return answer
 
 
-async def bounds(found: Front) -> None:
+async def bounds(proxy: Front) -> None:
     """Check that nginx lets through what a router takes, and no more."""
     server = load_settings().server
     assert server.max_body_bytes == 1 << 20
     body = json.dumps({"prompt": "hi", "tier": "x" * (server.max_body_bytes - 100)})
-    refused = await found.client.post(f"{found.url}/route", content=body)
-    # the router has read it
+    refused = await proxy.client.post(f"{proxy.url}/route", content=body)
+    # The router has read the body.
     assert refused.json()["type"] == "urn:qarr:problem:invalid-request"
-    assert (
-        await found.client.post(f"{found.url}/route", content=body + " " * 200)
-    ).status_code == 413
+    too_large = await proxy.client.post(f"{proxy.url}/route", content=body + " " * 200)
+    assert too_large.status_code == 413
     for status, headers in [
-        (200, {f"x-{n}": "y" * 5000 for n in range(5)}),
+        (200, {f"x-{number}": "y" * 5000 for number in range(5)}),
         (200, {"x": "y" * 30_000}),
-        (431, {f"x-{n}": "y" * 5000 for n in range(8)}),
+        (431, {f"x-{number}": "y" * 5000 for number in range(8)}),
     ]:
-        answer = await found.client.get(f"{found.url}/healthz", headers=headers)
+        answer = await proxy.client.get(f"{proxy.url}/healthz", headers=headers)
         assert answer.status_code == status
-    # the router's own word
+    # The last answer is the router's own.
     assert answer.json()["type"].startswith("urn:qarr:problem:")
 
 
 async def test_a_router_that_leaves_fails_no_request(tmp_path: Path) -> None:
-    """Marked down and ended while requests and streams go on, then killed outright: every answer is complete."""
-    async with front(tmp_path) as found:
-        slow(found)
-        done: list[httpx.Response] = []
+    """A router that is marked down and then ended, while requests and streams go on, cuts off no answer."""
+    async with front(tmp_path) as proxy:
+        slow(proxy)
+        answers: list[httpx.Response] = []
         going = True
 
         async def ask_on() -> None:
             while going:
-                done.append(await found.ask())
+                answers.append(await proxy.ask())
 
         askers = [asyncio.create_task(ask_on()) for _ in range(6)]
-        await until(lambda: any(b.running for b in found.first.behaviours.values()))
-        found.reload(
-            router_lines([found.first.port, found.second.port]).replace(
-                "10s;", "10s down;", 1
+        await until(
+            lambda: any(
+                behaviour.running for behaviour in proxy.first.behaviours.values()
             )
         )
-        before = len(done)
-        await until(lambda: len(done) > before + 6)
-        leaving = found.first.started[0]
+        both = router_lines([proxy.first.port, proxy.second.port])
+        proxy.reload(both.replace("10s;", "10s down;", 1))
+        before = len(answers)
+        await until(lambda: len(answers) > before + 6)
+        leaving = proxy.first.started[0]
         leaving.send_signal(signal.SIGTERM)
         await asyncio.wait_for(leaving.wait(), 30)
-        before = len(done)
-        await until(lambda: len(done) > before + 6)
+        before = len(answers)
+        await until(lambda: len(answers) > before + 6)
         going = False
         await asyncio.gather(*askers)
-        assert {answer.status_code for answer in done} == {200}
-        assert all(events(answer.text)[-1][0] == "done" for answer in done)
-        # Listed again although it is gone, as after a crash: it cannot be reached, and the other one is asked.
-        found.reload(router_lines([found.first.port, found.second.port]))
-        answers = [await found.ask() for _ in range(4)]
-        assert {answer.status_code for answer in answers} == {200}
-        found.second.started[0].kill()
-        await within(found.second.started[0].wait(), "the process to end")
-        nobody = await found.ask()
-        assert (nobody.status_code, nobody.json()["type"]) == (
-            503,
-            "urn:qarr:problem:no-router",
-        )
+        for answer in answers:
+            assert answer.status_code == 200
+            assert events(answer.text)[-1][0] == "done"
+        # A router that is listed but gone, as after a crash, cannot be reached, and nginx asks the other.
+        proxy.reload(both)
+        for _ in range(4):
+            assert (await proxy.ask()).status_code == 200
+        proxy.second.started[0].kill()
+        await within(proxy.second.started[0].wait(), "the process to end")
+        nobody = await proxy.ask()
+        assert nobody.status_code == 503
+        assert nobody.json()["type"] == "urn:qarr:problem:no-router"
         assert nobody.headers["retry-after"] == "2"
 
 
 def sent_to(behaviours: Iterable[Behaviour]) -> int:
-    return sum(
-        body.get("max_tokens", 0) > 100 for b in behaviours for body in b.requests
-    )
+    """Return how many requests of callers engines got: those that routers send by themselves are short."""
+    count = 0
+    for behaviour in behaviours:
+        count += sum(body.get("max_tokens", 0) > 100 for body in behaviour.requests)
+    return count
 
 
 async def test_a_post_that_was_sent_is_not_sent_again(tmp_path: Path) -> None:
-    """A router that dies with a request in its hands: the caller is told, no other router generates it once more."""
-    async with front(tmp_path) as found:
-        behaviours = slow(found)
+    """When a router dies with a request, its caller gets a 503, and no other router generates it again."""
+    async with front(tmp_path) as proxy:
+        behaviours = slow(proxy)
         for behaviour in behaviours:
             behaviour.delay_s = 5
-        asked = asyncio.create_task(found.ask(stream=False))
-        await until(lambda: sent_to(behaviours))  # not what routers ask for themselves
-        (
-            found.first if sent_to(found.first.behaviours.values()) else found.second
-        ).started[0].kill()
-        assert (await asked).status_code == 503
+        asking = asyncio.create_task(proxy.ask(stream=False))
+        await until(lambda: sent_to(behaviours))
+        is_first = sent_to(proxy.first.behaviours.values()) > 0
+        routers = proxy.first if is_first else proxy.second
+        routers.started[0].kill()
+        assert (await asking).status_code == 503
         assert sent_to(behaviours) == 1
 
 
 async def routers_of(
-    found: Front, keys: list[str], header: str = "x-session-id"
+    proxy: Front, keys: list[str], header: str = "x-session-id"
 ) -> dict[str, str]:
-    """Send a request for each key, as a session or as the beginning of the prompt; return the routers that took them."""
+    """Send a request for each key, in a header or as the prompt's beginning, and return the routers that took them."""
     seen = {}
     for key in keys:
-        # nginx writes a line after it has answered, so lines of earlier requests may be late
+        # nginx writes a line after it has answered, so lines of earlier requests may come late.
         request_id = uuid4().hex
         headers = {"x-request-id": request_id}
         prompt = "hi"
@@ -342,49 +300,47 @@ async def routers_of(
             headers[header] = key
         else:
             prompt = f"{key} " * 100 + request_id
-        answer = await found.client.post(
-            f"{found.url}/route", json={"prompt": prompt}, headers=headers
+        answer = await proxy.client.post(
+            f"{proxy.url}/route", json={"prompt": prompt}, headers=headers
         )
         assert answer.status_code == 200
         line = await until(
-            partial(found.line_of, request_id), "nginx's line about the request"
+            partial(proxy.line_of, request_id), "nginx's line about the request"
         )
-        # those that could not be reached stand before
+        # Routers that could not be reached stand before the one that answered.
         seen[key] = line["router"].rpartition(", ")[2]
     return seen
 
 
 async def test_a_session_stays_on_its_router(tmp_path: Path) -> None:
-    """The same session, or the same beginning, goes to the same router; a dead one's sessions move, the others stay."""
-    async with front(tmp_path) as found:
+    """Requests of a session, or with the same beginning, go to one router; when it dies, only its sessions move."""
+    async with front(tmp_path) as proxy:
         sessions = [f"session-{number}" for number in range(24)]
-        before = await routers_of(found, sessions)
+        before = await routers_of(proxy, sessions)
         assert len(set(before.values())) == 2
-        assert await routers_of(found, sessions) == before
-        text = (found.folder / "qarr.conf").read_text("utf-8")
+        assert await routers_of(proxy, sessions) == before
+        text = (proxy.folder / "qarr.conf").read_text("utf-8")
         option = '""      qarr;'
         assert text.count(option) == 1
-        (found.folder / "qarr.conf").write_text(
+        (proxy.folder / "qarr.conf").write_text(
             text.replace(option, '""      qarr_by_prefix;')
         )
         # The routers' ports decide where keys fall: of eight, all fall to one router once in a hundred runs.
         by_prefix = [f"beginning-{number}" for number in range(24)]
-        found.nginx.send_signal(signal.SIGHUP)
+        proxy.nginx.send_signal(signal.SIGHUP)
 
-        async def kept() -> bool:
-            first = await routers_of(found, by_prefix, "")
-            return (
-                await routers_of(found, by_prefix[::-1], "") == first
-                and len(set(first.values())) == 2
-            )
+        async def goes_by_prefix() -> bool:
+            first = await routers_of(proxy, by_prefix, "")
+            # In the same order, routers that take turns would look the same.
+            backwards = await routers_of(proxy, by_prefix[::-1], "")
+            return backwards == first and len(set(first.values())) == 2
 
-        # the reload takes a while; backwards, as in turn would look the same
-        await until(kept)
-        dead = f"127.0.0.1:{found.first.port}"
-        found.first.started[0].kill()
-        await within(found.first.started[0].wait(), "the process to end")
-        after = await routers_of(found, sessions)
-        assert set(after.values()) == {f"127.0.0.1:{found.second.port}"}
-        assert {name for name in sessions if after[name] != before[name]} == {
-            n for n in sessions if before[n] == dead
-        }
+        # The reload takes a while.
+        await until(goes_by_prefix)
+        dead = f"127.0.0.1:{proxy.first.port}"
+        proxy.first.started[0].kill()
+        await within(proxy.first.started[0].wait(), "the process to end")
+        after = await routers_of(proxy, sessions)
+        assert set(after.values()) == {f"127.0.0.1:{proxy.second.port}"}
+        moved = {name for name in sessions if after[name] != before[name]}
+        assert moved == {name for name in sessions if before[name] == dead}

@@ -1,4 +1,4 @@
-"""The sample settings are settings, and start what they say that they start."""
+"""The sample settings are valid, and start what they say."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ SAMPLES = sorted((DEPLOY / "settings").glob("*.toml"))
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_samples_are_settings(path: Path) -> None:
-    """Every key is one, every value is allowed and differs from nothing by mistake; no secret is in the file."""
+    """Every key is a setting, every value is allowed, and no secret is in the file."""
     settings = load_settings(path)
     text = path.read_text("utf-8")
-    assert f"--config {path.name}" in text  # it says how it is used
+    # The file says how it is used.
+    assert f"--config {path.name}" in text
     for section, keys in tomllib.loads(text).items():
         for key in keys:
             assert hasattr(getattr(settings, section), key)
@@ -35,7 +36,7 @@ def test_every_sample_is_there() -> None:
 
 
 def test_the_routers_sample_needs_no_engine_here() -> None:
-    """Its tiers are elsewhere: nothing is started, and secrets come from the environment."""
+    """Its tiers are on other machines, so no engine is started."""
     settings = load_settings(DEPLOY / "settings/routers-redis.toml")
     deployment = make_deployment(settings, (), start_engines=False)
     assert deployment.launches == ()
@@ -43,7 +44,7 @@ def test_the_routers_sample_needs_no_engine_here() -> None:
 
 
 def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables that the sample names are those that are read."""
+    """The variables that the sample names are read."""
     monkeypatch.setenv("QARR_STATE__REDIS_URL", "redis://user:password@redis:6379/0")
     monkeypatch.setenv("QARR_ENGINE__API_KEY", "k")
     settings = load_settings(DEPLOY / "settings/routers-redis.toml")

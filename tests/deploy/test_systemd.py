@@ -1,4 +1,4 @@
-"""The units: what systemd's own tools say of them, and the reload script with a real router and a real systemd-notify."""
+"""The units, checked by systemd's own tools, and the reload script with a real router and a real systemd-notify."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from router.server.settings import ServerSettings
 from tests.deploy.services import DEPLOY, ROOT, program
-from tests.unit.server.test_handover import QARR, Routers, routers
+from tests.unit.server.router_processes import QARR, Routers, running_routers
 from tests.waiting import until
 
 SYSTEMD = DEPLOY / "systemd"
@@ -38,28 +38,33 @@ def units(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", UNITS)
 def test_systemd_accepts_the_units(units: Path, name: str) -> None:
     path = units / name.replace("@", "@8080")
-    done = subprocess.run(
+    process = subprocess.run(
         [program("systemd-analyze"), "verify", "--man=no", str(path)],
         capture_output=True,
         text=True,
         check=False,
         timeout=100,
     )
-    about_ours = [line for line in done.stderr.splitlines() if "qarr" in line]
-    assert (done.returncode, about_ours) == (0, []), done.stderr
+    about_ours = [line for line in process.stderr.splitlines() if "qarr" in line]
+    assert process.returncode == 0, process.stderr
+    assert about_ours == [], process.stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("qarr.service", 25), ("qarr-router@.service", 20)]
+    ("name", "threshold"), [("qarr.service", 25), ("qarr-router@.service", 20)]
 )
-def test_the_units_are_hardened(units: Path, name: str, most: int) -> None:
+def test_the_units_are_hardened(units: Path, name: str, threshold: int) -> None:
     """systemd-analyze security finds little exposed (of 100; a unit without options has 96)."""
     path = units / name.replace("@", "@8080")
-    done = subprocess.run(
-        [program("systemd-analyze"), "security", "--offline=true", f"--threshold={most}", "--no-pager", str(path)],
-        capture_output=True, text=True, check=False,
-    timeout=100)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr
+    command = [program("systemd-analyze"), "security", "--offline=true", "--no-pager"]
+    process = subprocess.run(
+        [*command, f"--threshold={threshold}", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert process.returncode == 0, process.stdout[-500:] + process.stderr
 
 
 def test_the_units_agree_with_the_router() -> None:
@@ -80,13 +85,13 @@ def test_the_units_agree_with_the_router() -> None:
 
 
 async def reloaded(
-    found: Routers, folder: Path, old: int, *more: str
+    routers: Routers, folder: Path, old: int, *, more: str = ""
 ) -> tuple[int, list[bytes]]:
-    """Run the reload script as systemd would; return its status and what systemd was told."""
-    told: list[bytes] = []
+    """Run the reload script as systemd would; return its status and the messages to systemd."""
+    messages: list[bytes] = []
     notify = folder / "notify"
     environment = {
-        **found.environment,
+        **routers.environment,
         "NOTIFY_SOCKET": str(notify),
         "MAINPID": str(old),
     }
@@ -97,51 +102,54 @@ async def reloaded(
         ours.bind(str(notify))
 
         def take() -> None:
-            """Take a message as systemd does: what comes with a file is answered by closing it."""
+            """Take a message as systemd does, which closes a file that comes with it in answer."""
             message, files, _, _ = socket.recv_fds(ours, 200, 4)
-            told.append(message)
+            messages.append(message)
             for file in files:
                 os.close(file)
 
         asyncio.get_running_loop().add_reader(ours, take)
         script = await asyncio.create_subprocess_exec(
-            str(SYSTEMD / "qarr-reload"), str(found.port), str(QARR), "serve", *found.arguments, *more,
-            env=environment, stdout=out, stderr=out,
-        )  # fmt: skip
+            *(str(SYSTEMD / "qarr-reload"), str(routers.port)),
+            *(str(QARR), "serve", *routers.arguments, *more.split()),
+            env=environment,
+            stdout=out,
+            stderr=out,
+        )
         async with asyncio.timeout(60):
             status = await script.wait()
         asyncio.get_running_loop().remove_reader(ours)
         notify.unlink()
-    return status, told
+    return status, messages
 
 
 @pytest.mark.anyio
 async def test_a_reload_replaces_the_router(tmp_path: Path) -> None:
-    """Requests go on without one that fails, the old process ends, systemd is told of the new one; a failed reload changes nothing."""
+    """No request fails, the old process ends, and systemd learns of the new one; a failed reload changes nothing."""
     async with (
-        routers(tmp_path) as found,
+        running_routers(tmp_path) as routers,
         httpx.AsyncClient(trust_env=False, timeout=20) as client,
     ):
-        old = await found.start()
+        old = await routers.start()
         statuses: list[int] = []
         going = True
 
         async def ask_on() -> None:
             while going:
-                statuses.append(
-                    (
-                        await client.post(
-                            f"{found.url}/generate", json={"prompt": "hi"}
-                        )
-                    ).status_code
+                answer = await client.post(
+                    f"{routers.url}/generate", json={"prompt": "hi"}
                 )
+                statuses.append(answer.status_code)
 
         asking = asyncio.create_task(ask_on())
-        status, told = await reloaded(found, tmp_path, old.pid, "--no-such-option")
-        assert (status, told) == (1, [])
-        status, told = await reloaded(found, tmp_path, old.pid)
+        status, messages = await reloaded(
+            routers, tmp_path, old.pid, more="--no-such-option"
+        )
+        assert status == 1
+        assert messages == []
+        status, messages = await reloaded(routers, tmp_path, old.pid)
         assert status == 0, (tmp_path / "reload.out").read_text()
-        new = int(told[0].removeprefix(b"MAINPID=").split()[0])
+        new = int(messages[0].removeprefix(b"MAINPID=").split()[0])
         assert new != old.pid
         await asyncio.wait_for(old.wait(), 30)
         seen = len(statuses)
@@ -154,11 +162,9 @@ async def test_a_reload_replaces_the_router(tmp_path: Path) -> None:
 
 
 def ended(pid: int) -> bool:
-    """Tell whether a process is gone, or has ended and nobody has asked how."""
+    """Tell whether a process is gone, or has ended and nobody has waited for it."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
-            == "Z"
-        )
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8")
     except FileNotFoundError:
         return True
+    return stat.rpartition(")")[2].split()[0] == "Z"

@@ -1,4 +1,4 @@
-"""Two routers under load, with everything happening to them that their metrics tell of."""
+"""Two routers under load, to which everything happens that their metrics show."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.unit.router_stack import Stack
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-# to the first router's tiers
+# The first router has this tier more.
 ADDED = {"int8": {"urls": ["http://127.0.0.1:1"], "precision": "int8"}}
 CHAT = "Which river flows through Paris?"
 PROMPTS = (
@@ -35,7 +35,7 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Routers:
-    """Two routers, each in front of engines of its own, what was sent to them, and the key that everything is sent with."""
+    """Two routers in front of engines of their own, the key of all requests, and how many were sent."""
 
     stacks: list[Stack]
     sent: int = 0
@@ -50,7 +50,7 @@ class Routers:
         return answer
 
     async def leave(self, stack: Stack) -> None:
-        """Ask, and go away once the answer has begun."""
+        """Send a request, and go away once the answer has begun."""
         self.sent += 1
         async with stack.client.stream(
             "POST", f"{stack.url}/generate", json={"prompt": CHAT}
@@ -93,7 +93,7 @@ class Routers:
             for behaviour in stack.engines.values():
                 behaviour.status = 500
             await self.ask(stack)
-            # which of them the first request tried is chance
+            # It is chance which tiers the first request tried.
             for spec in stack.fleet.specs:
                 await self.ask(stack, tier=spec.name, tier_policy="require")
             for behaviour in stack.engines.values():
@@ -110,7 +110,8 @@ class Routers:
 async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
     """Run two routers; the second one knows the tiers' speed, and has a cap."""
     async with AsyncExitStack() as cleanup:
-        stacks, keys = [], tmp_path / "keys.json"
+        stacks = []
+        keys = tmp_path / "keys.json"
         add_key(keys, "first")
         set_team(keys, "blue", money_per_month=1e6)
         key, _ = add_key(
@@ -134,8 +135,8 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
         profile.write_text(speed(identities, fleet.machine, SPEEDS).model_dump_json())
         await until(
             lambda: all(
-                r.state.speed is not None and r.state.speed.under_load
-                for r in fleet.replicas
+                replica.state.speed is not None and replica.state.speed.under_load
+                for replica in fleet.replicas
             )
         )
         yield Routers(stacks, key=key)

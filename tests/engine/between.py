@@ -1,4 +1,4 @@
-"""A proxy between a router and an engine, which keeps what was asked and answered, and breaks streams off on demand."""
+"""A proxy between a router and an engine, which keeps requests and answers, and breaks streams off on demand."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ EVENT = "data: {"
 
 @dataclass(slots=True)
 class Exchange:
-    """A request to an engine and what came back.
+    """A request to an engine and its answer.
 
     Attributes:
-        path: Where it was sent.
-        body: What was asked.
+        path: The path that it was sent to.
+        body: The request's body.
         prompt_ids: The prompt's tokens, as a streamed answer names them.
         token_ids: The tokens of a streamed answer that were passed on.
-        text: Their text.
+        text: The text of these tokens.
     """
 
     path: str
@@ -52,13 +52,13 @@ class Exchange:
 
 @dataclass(slots=True)
 class Between:
-    """Stands before an engine.
+    """A proxy before an engine.
 
     Attributes:
         url: The engine's address.
         key: The engine's key.
-        events: After so many events a stream breaks off; None: never.
-        exchanges: What was asked and answered, in order.
+        events: After so many events a stream breaks off, or with None never.
+        exchanges: The requests and their answers, in order.
     """
 
     url: str

@@ -32,7 +32,7 @@ class Collector:
     """Listens on a free loopback port until closed.
 
     Attributes:
-        viewer: Base URL of another one that gets everything as well.
+        viewer: The base URL of another collector that gets everything too.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -71,23 +71,23 @@ class Collector:
             resource = _attributes(resource_spans.resource.attributes)
             for scope in resource_spans.scope_spans:
                 for span in scope.spans:
-                    ids = (
-                        span.trace_id.hex(),
-                        span.span_id.hex(),
-                        span.parent_span_id.hex(),
+                    received = Span(
+                        name=span.name,
+                        trace_id=span.trace_id.hex(),
+                        span_id=span.span_id.hex(),
+                        parent=span.parent_span_id.hex(),
+                        service=str(resource.get("service.name", "")),
+                        attributes=_attributes(span.attributes),
                     )
-                    service = str(resource.get("service.name", ""))
-                    self.spans.append(
-                        Span(span.name, *ids, service, _attributes(span.attributes))
-                    )
+                    self.spans.append(received)
 
     def trace(self, trace_id: str, *, until: int, timeout_s: float = 30) -> list[Span]:
-        """Wait for a trace to have ``until`` spans; return what there is then or at the timeout."""
+        """Wait for a trace to have ``until`` spans; return those that it has then, or at the timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
-            found = [span for span in self.spans if span.trace_id == trace_id]
-            if len(found) >= until or time.monotonic() > deadline:
-                return found
+            spans = [span for span in self.spans if span.trace_id == trace_id]
+            if len(spans) >= until or time.monotonic() > deadline:
+                return spans
             time.sleep(0.1)
 
     def close(self) -> None:
@@ -98,6 +98,6 @@ class Collector:
 
 def _attributes(pairs: Any) -> dict[str, Any]:
     return {
-        p.key: getattr(p.value, p.value.WhichOneof("value") or "string_value")
-        for p in pairs
+        pair.key: getattr(pair.value, pair.value.WhichOneof("value") or "string_value")
+        for pair in pairs
     }

@@ -28,14 +28,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 QARR = Path(sys.executable).with_name("qarr")
-# of the KV cache, which the engine tells in its metrics
+# The engine's metrics tell the block size of its KV cache.
 BALANCED_ARGS = ["--block-size", "64"]
 CAPITAL = "What is the capital of France?"
-# and 30 s to answer one token, which is longer than the longest prompt takes on two cores
+# An engine then has 30 s for one token, which is longer than the longest prompt takes on two cores.
 HANG_S = "10"
-# of free memory: some tests start a fleet beside the session's; some need neither
-NEEDED_GIB, ALONE_GIB = 15.0, 6.0
-START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
+# So much memory must be free: some tests start a fleet beside the session's, some need neither.
+NEEDED_GIB = 15.0
+ALONE_GIB = 6.0
+START_LIMIT_S = 1500  # Checkpoints are made first if the cache has none.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,15 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Say what the tests need before the first; without it, stop with one line."""
     free = psutil.virtual_memory().available / 2**30
-    least = (
-        NEEDED_GIB
-        if any("up" in vars(i).get("fixturenames", ()) for i in session.items)
-        else ALONE_GIB
+    needs_fleet = any(
+        "up" in vars(item).get("fixturenames", ()) for item in session.items
     )
+    needed = NEEDED_GIB if needs_fleet else ALONE_GIB
     needs = (
-        f"tests on real engines need {least:g} GiB of free memory; {free:.1f} are free"
+        f"tests on real engines need {needed:g} GiB of free memory; {free:.1f} are free"
     )
-    if free < least:
+    if free < needed:
         pytest.exit(f"{needs}: end other programs, or run them on another machine", 1)
     session.config.get_terminal_writer().line(
         f"\n{needs}. Ports are chosen among the free ones."
@@ -83,24 +83,22 @@ class Up:
     settings: Path = Path()
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        return {
-            t["tier"]: t
-            for t in httpx.get(f"{self.url}/tiers", trust_env=False).json()["tiers"]
-        }
+        answer = httpx.get(f"{self.url}/tiers", trust_env=False)
+        return {tier["tier"]: tier for tier in answer.json()["tiers"]}
 
     def replica(self, tier: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.tiers()[tier]["replicas"][0]
-        return found
+        first: dict[str, Any] = self.tiers()[tier]["replicas"][0]
+        return first
 
     def scorer(self, tier: str) -> Scorer:
-        """Return what asks a tier's first engine how likely it finds a text."""
+        """Return a scorer that asks a tier's first engine how likely a text is."""
         replica = self.replica(tier)
         return Scorer.of(replica["url"], key_of(replica["pid"]))
 
     def finished_long(self, tier: str) -> float:
-        """Return how many answers a tier's first engine has brought to their end that might have had over 1,000 tokens.
+        """Return how many requests with a limit of over 1,000 tokens a tier's first engine has finished.
 
-        While nobody asks, the router measures an engine's speed, with answers that are far shorter.
+        The router's own measurements of speed, which it makes while nobody asks, have far lower limits.
         """
         metrics = httpx.get(
             f"{self.replica(tier)['url']}/metrics", trust_env=False
@@ -159,7 +157,8 @@ def started(
     arguments: tuple[str, ...] = (),
 ) -> Iterator[Up]:
     """Run ``qarr up`` with variables and arguments of its own until all tiers are ready; stop it afterwards."""
-    base, profiles = reserved_range(4), tmp_path_factory.mktemp("profiles")
+    base = reserved_range(4)
+    profiles = tmp_path_factory.mktemp("profiles")
     settings = tmp_path_factory.mktemp("settings") / "qarr.toml"
     settings.touch()
     env = {
@@ -232,7 +231,7 @@ def engine_keys(up: Up) -> dict[str, str]:
 def key_of(pid: int) -> str:
     environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return next(
-        v.removeprefix("VLLM_API_KEY=")
-        for v in environment
-        if v.startswith("VLLM_API_KEY=")
+        variable.removeprefix("VLLM_API_KEY=")
+        for variable in environment
+        if variable.startswith("VLLM_API_KEY=")
     )

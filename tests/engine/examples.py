@@ -1,7 +1,7 @@
-"""The examples in the documents: what they ask, and who answered.
+"""The examples in the documents: their questions, and the tiers that answered.
 
-What a small model answers depends on the processor. So an example's output is not compared with words: it must be a likely
-answer to the example's question, for the engine that served it.
+A small model's answer depends on the processor. So an example's output is not compared with words: the engine that served it
+must find it a likely answer to the example's question.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 QUESTION = re.compile(r"""(?:content|input)"?: "([^"]+)"|stream\("([^"]+)"\)""")
 BODY = re.compile(r"-d '(\{.*?\})'", re.DOTALL)
-REPORT = "\n{'"  # where the report begins that an example prints after its answer
+REPORT = "\n{'"  # With this the report begins that an example prints after its answer.
 
 
 def blocks(language: str, document: str) -> list[str]:
@@ -30,7 +30,7 @@ def blocks(language: str, document: str) -> list[str]:
 
 def question_in(code: str) -> str:
     """Return the one question that a program asks."""
-    (question,) = {"".join(found) for found in QUESTION.findall(code)}
+    (question,) = {"".join(groups) for groups in QUESTION.findall(code)}
     return question
 
 

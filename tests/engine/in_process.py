@@ -32,9 +32,9 @@ async def real_router(
 
     Args:
         up: The session's engines.
-        engine_keys: Their keys, by tier.
-        folder: For profiles.
-        overrides: Settings.
+        engine_keys: The engines' keys, by tier.
+        folder: The folder of profiles.
+        overrides: Settings that are not the defaults.
     """
     settings = turned(
         {
@@ -49,23 +49,30 @@ async def real_router(
         spec = TierSpec(
             TierName(name),
             tier["max_model_len"],
-            tier["max_num_seqs"],
-            32,
+            max_num_seqs=tier["max_num_seqs"],
+            max_in_flight=32,
             digest=tier["checkpoint_digest"],
         )
         fleet.specs = (*fleet.specs, spec)
         counter = counter or ModelTokenCounter.from_file(
             Path(tier["checkpoint"]) / "tokenizer.json"
         )
-        where = replica["url"], engine_keys[name], "smollm2-135m-instruct"
-        fleet.add(Replica(f"{name}-0", spec, *where, status=ReplicaStatus.READY))
+        in_process_replica = Replica(
+            f"{name}-0",
+            spec,
+            url=replica["url"],
+            api_key=engine_keys[name],
+            model="smollm2-135m-instruct",
+            status=ReplicaStatus.READY,
+        )
+        fleet.add(in_process_replica)
     fleet.note_template(TemplateTokens(alone=30, with_system=10, further_pair=10))
     app = App(
         settings,
         fleet,
-        counter,
-        Telemetry(None),
-        "smollm2-135m-instruct",
+        counter=counter,
+        telemetry=Telemetry(None),
+        model="smollm2-135m-instruct",
         keys=KeyStore(folder / "none"),
     ).asgi
     async with serving(app, http=protocol_for(settings.server, refusal)) as url:

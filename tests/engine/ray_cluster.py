@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on this machine, on loopback: a program for the interpreter of the Ray environment.
+"""A Ray cluster of several nodes on loopback: a program for the interpreter of the Ray environment.
 
-Standard input: ``add NAME CPUS`` starts a node, ``kill NAME`` kills all its processes. Standard output: the head's address,
-then one line for each command that is done. It ends with its input.
+It reads commands: ``add NAME CPUS`` starts a node, ``kill NAME`` kills all its processes. It writes the head's address, then
+a line for each command that is done. It ends with its input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ os.environ |= {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
 }
-# engines wait for no other test
+# Engines must not wait for other tests.
 os.environ.update(RAY_health_check_failure_threshold="3", RAY_worker_niceness="0")
 
 from ray.cluster_utils import Cluster
@@ -31,7 +31,8 @@ LIMITS = {
 
 def main() -> None:
     os.makedirs(f"{os.environ['RAY_TMPDIR']}/ray", exist_ok=True)  # noqa: PTH103
-    cluster, nodes = Cluster(), {}
+    cluster = Cluster()
+    nodes = {}
     cluster.add_node(num_cpus=0, **LIMITS)
     say(cluster.address)
     for line in sys.stdin:

@@ -1,8 +1,8 @@
-"""What an engine says is scored by an engine, not compared with words.
+"""Scores of answers by an engine, which take the place of a comparison with words.
 
-A small model often finds two tokens nearly as likely. Which one it says depends on the processor, the batch and the kernel,
-and with it every word that follows. What does not depend on them is how likely the engine finds a given text: each token of
-a greedy answer is the engine's own first choice, or nearly as likely as that. The difference of the two log-probabilities is
+A small model often finds two tokens nearly as likely. Processor, batch and kernel decide which one it chooses, and every
+later word depends on it. They do not change how likely the engine finds a text: each token of a greedy answer is the
+engine's own first choice, or nearly as likely as that. The difference of the two log-probabilities is
 the token's *regret*, in nats.
 """
 
@@ -21,21 +21,21 @@ from tokenizers import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# nats: a token of a greedy answer is at most this much less likely than the first choice
+# A token of a greedy answer is less likely than the first choice by at most so many nats.
 NEAR_TIE = 0.5
-# nats a token: an engine's greedy answer has less under the same weights, whatever the kernel
+# Under the same weights a greedy answer has a lower regret, in nats a token, whatever the kernel.
 OWN_REGRET = 0.2
-# nats a token: a precision's greedy answer has less under another precision of the same model
+# Under another precision of the model a greedy answer has a lower regret, in nats a token.
 OTHER_REGRET = 1.0
-# nats a token: the tokens of an answer in another order have more
+# The tokens of an answer in another order have a higher regret, in nats a token.
 SHUFFLED_REGRET = 2.0
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
-FEW_TOKENS = 5  # of so few different tokens, some other orders are as likely
+FEW_TOKENS = 5  # Some other orders of so few different tokens are as likely.
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Asks an engine how likely it finds a text."""
+    """A client that asks an engine how likely it finds a text."""
 
     url: str
     key: str
@@ -65,7 +65,7 @@ class Scorer:
         return answer.raise_for_status().json()
 
     def prompt_ids(self, messages: str | Sequence[Any]) -> list[int]:
-        """Return the tokens of a chat (a text: of a user's message) up to where its answer begins."""
+        """Return the tokens of a chat up to where its answer begins; a text is a user's only message."""
         chat = (
             [{"role": "user", "content": messages}]
             if isinstance(messages, str)
@@ -108,7 +108,7 @@ class Scorer:
     def _places(
         self, prompt: Sequence[int], answer: Sequence[int]
     ) -> list[dict[str, float]]:
-        """Return for each token of an answer the log-probabilities of the first choice there and of the token itself."""
+        """Return the log-probabilities of the first choice and of the answer's token in each place of an answer."""
         ids = [*prompt, *answer]
         whole = self.post(
             "/v1/completions",
@@ -118,19 +118,26 @@ class Scorer:
             prompt_logprobs=1,
         )
         places = whole["choices"][0]["prompt_logprobs"][len(prompt) :]
-        return [
-            {token: found["logprob"] for token, found in place.items()}
-            for place in places
-        ]
+        return [_logprobs_in(place) for place in places]
 
     def check_answer(
-        self, messages: str | Sequence[Any], text: str, *, most: float = OWN_REGRET
+        self,
+        messages: str | Sequence[Any],
+        text: str,
+        *,
+        max_regret: float = OWN_REGRET,
     ) -> None:
         """Check that a text is a greedy answer of this engine to a chat, or the beginning of one."""
-        self.check_tokens(self.prompt_ids(messages), self.text_ids(text), most=most)
+        self.check_tokens(
+            self.prompt_ids(messages), self.text_ids(text), max_regret=max_regret
+        )
 
     def check_tokens(
-        self, prompt: Sequence[int], answer: Sequence[int], *, most: float = OWN_REGRET
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        *,
+        max_regret: float = OWN_REGRET,
     ) -> None:
         """Check that tokens are a greedy answer of this engine to a prompt, or the beginning of one.
 
@@ -139,16 +146,20 @@ class Scorer:
         Args:
             prompt: Tokens of the prompt.
             answer: Tokens of the answer.
-            most: The mean regret that the answer may have, in nats a token.
+            max_regret: The mean regret that the answer may have, in nats a token.
         """
         assert answer, "the answer has no text"
         regret = mean(self.regrets(prompt, answer))
-        assert regret <= most, (
+        assert regret <= max_regret, (
             f"{self.text_of(answer)!r} has a regret of {regret:.3f} nats a token"
         )
         if len(set(answer)) > FEW_TOKENS:
             shuffled = random.Random(len(answer)).sample(answer, len(answer))
             assert mean(self.regrets(prompt, shuffled)) >= SHUFFLED_REGRET
+
+
+def _logprobs_in(place: dict[str, Any]) -> dict[str, float]:
+    return {token: candidate["logprob"] for token, candidate in place.items()}
 
 
 def forbid_whitespace(checkpoint: str | Path) -> dict[str, float]:

@@ -34,9 +34,9 @@ LONG = "Tell me a story about a fox."
 
 @pytest.mark.parametrize("tier", list(STANDARD_TIERS))
 def test_each_tier_streams_its_engines_answer(up: Up, tier: TierName) -> None:
-    """Asked by hint, every precision streams what its own engine finds likeliest, and discloses itself.
+    """By hint, every precision streams the likeliest answer of its own engine, and discloses itself.
 
-    The highest precision finds it likely as well: the model answers, and not just any text that an engine makes up.
+    The highest precision finds that answer likely too: it is the model's, and not just any text.
     """
     answer = up.generate(tier=tier)
     assert answer.status_code == 200
@@ -47,7 +47,7 @@ def test_each_tier_streams_its_engines_answer(up: Up, tier: TierName) -> None:
     seen = events(answer.text)
     text = "".join(data["text"] for name, data in seen if name == "message")
     up.scorer(tier).check_answer(CAPITAL, text)
-    up.scorer(TierName.PRECISE).check_answer(CAPITAL, text, most=OTHER_REGRET)
+    up.scorer(TierName.PRECISE).check_answer(CAPITAL, text, max_regret=OTHER_REGRET)
     assert seen[-1][0] == "done"
     usage = seen[-1][1]["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -95,7 +95,8 @@ def test_prompt_tokens_are_exact(up: Up) -> None:
 def test_every_text_has_the_models_own_tokens(up: Up) -> None:
     """The served model's tokenizer, rebuilt for speed, gives the ids of its own library, whatever the text."""
     path = Path(up.tiers()["fast"]["checkpoint"], "tokenizer.json")
-    counter, library = ModelTokenCounter.from_file(path), Tokenizer.from_file(str(path))
+    counter = ModelTokenCounter.from_file(path)
+    library = Tokenizer.from_file(str(path))
     assert counter.backend == "tiktoken"
 
     @settings(max_examples=300)
@@ -107,9 +108,8 @@ def test_every_text_has_the_models_own_tokens(up: Up) -> None:
     )
     def check(text: str) -> None:
         clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        assert (
-            counter.encode(text) == library.encode(clean, add_special_tokens=False).ids
-        )
+        expected = library.encode(clean, add_special_tokens=False)
+        assert counter.encode(text) == expected.ids
 
     check()
 
@@ -123,28 +123,25 @@ def test_checkpoints_are_real(up: Up) -> None:
         checkpoint = read_checkpoint(name, path)
         assert checkpoint is not None, f"{path} is not a finished checkpoint"
         manifests[name] = checkpoint.manifest
-        assert (
-            tiers[name]["checkpoint_digest"]
-            == checkpoint.manifest.weights_digest
-            == weights_digest(path)
-        )
-        quantization = json.loads((path / "config.json").read_text()).get(
-            "quantization_config"
-        )
-        assert (quantization is None) == (name is TierName.PRECISE)
-    assert len({m.weights_digest for m in manifests.values()}) == 3
-    assert len({m.tokenizer_digest for m in manifests.values()}) == 1
+        digest = weights_digest(path)
+        assert tiers[name]["checkpoint_digest"] == digest
+        assert checkpoint.manifest.weights_digest == digest
+        config = json.loads((path / "config.json").read_text())
+        is_quantized = config.get("quantization_config") is not None
+        assert is_quantized == (name is not TierName.PRECISE)
+    assert len({manifest.weights_digest for manifest in manifests.values()}) == 3
+    assert len({manifest.tokenizer_digest for manifest in manifests.values()}) == 1
     assert manifests[TierName.FAST].group_size == 64
     assert manifests[TierName.FAST].calibration_samples == CALIBRATION_SAMPLES
     counter = ModelTokenCounter.from_file(
         Path(tiers["fast"]["checkpoint"], "tokenizer.json")
     )
-    # numbers are split into digits, as in the model's training
+    # Numbers are split into digits, as in the model's training.
     assert len(counter.encode("12345")) == 5
 
 
 def test_prompt_that_fits_no_tier_is_a_422(up: Up) -> None:
-    """A prompt and max_tokens over the required tier's context are refused with the numbers; preferred, it goes higher."""
+    """A request beyond the required tier's context is refused with the numbers; if the tier is a hint, it goes higher."""
     body = {"prompt": "word " * 3000, "max_tokens": 1, "tier": "fast"}
     refused = up.generate(**body, tier_policy="require")
     assert refused.status_code == 422

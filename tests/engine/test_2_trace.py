@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
 from typing import TYPE_CHECKING, Any
+
+import httpx
 
 from router.section import PROJECT
 from tests.ports import reserved_ports
@@ -23,30 +28,29 @@ def test_one_trace_with_the_right_parents(up: Up) -> None:
     trace = up.collector.trace(answer.headers["x-qarr-trace-id"], until=SPANS)
     by_name = {span.name: span for span in trace}
     assert len(trace) == SPANS, sorted(by_name)
-    server, attempt, engine = (
-        by_name["POST /generate"],
-        by_name["chat smollm2-135m-instruct"],
-        by_name["llm_request"],
-    )
+    server = by_name["POST /generate"]
+    attempt = by_name["chat smollm2-135m-instruct"]
+    engine = by_name["llm_request"]
     assert server.parent == ""
-    assert {by_name[n].parent for n in ("classify", "route")} == {server.span_id}
+    assert by_name["classify"].parent == server.span_id
+    assert by_name["route"].parent == server.span_id
     assert attempt.parent == server.span_id
     assert engine.parent == attempt.span_id
-    assert (server.service, engine.service) == ("qarr-router", "vllm-fast")
+    assert server.service == "qarr-router"
+    assert engine.service == "vllm-fast"
     assert server.attributes["http.route"] == "/generate"
     assert server.attributes["qarr.tier"] == attempt.attributes["qarr.tier"] == "fast"
     assert attempt.attributes["gen_ai.operation.name"] == "chat"
     assert attempt.attributes["gen_ai.usage.output_tokens"] > 0
-    assert not [s for s in trace if "secretive" in repr(s)], (
+    assert not [span for span in trace if "secretive" in repr(span)], (
         "a prompt is on a span though that is not switched on"
     )
 
 
 def test_the_callers_trace_is_continued(up: Up) -> None:
     """A traceparent of the caller is the parent of the server span, and the answer names its trace id."""
-    import httpx
-
-    trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    span_id = "00f067aa0ba902b7"
     body = {"prompt": "hi", "max_tokens": 2}
     headers = {"traceparent": f"00-{trace_id}-{span_id}-01"}
     answer = httpx.post(
@@ -54,13 +58,12 @@ def test_the_callers_trace_is_continued(up: Up) -> None:
     )
     assert answer.headers["x-qarr-trace-id"] == trace_id
     trace = up.collector.trace(trace_id, until=SPANS)
-    assert next(s for s in trace if s.name == "POST /generate").parent == span_id
+    (server,) = [span for span in trace if span.name == "POST /generate"]
+    assert server.parent == span_id
 
 
 def test_openais_endpoint_is_traced_alike(up: Up) -> None:
-    """The same five spans; a refused request leaves neither its prompt nor the engine's words about it on any span."""
-    import httpx
-
+    """There are the same five spans; a refused request leaves neither its prompt nor the engine's words on any span."""
     messages = [{"role": "user", "content": "Be secretive."}]
     chat = {"model": "fast", "messages": messages, "max_tokens": 2, "min_tokens": 2}
     key = {"authorization": "Bearer qarr-not-for-traces"}
@@ -83,7 +86,8 @@ def test_openais_endpoint_is_traced_alike(up: Up) -> None:
         f"{up.url}/v1/chat/completions", json=wrong, timeout=60, trust_env=False
     )
     assert refused.status_code == 400
-    assert "secretive" in refused.text  # the engine quotes what it was sent
+    # The engine quotes what it was sent.
+    assert "secretive" in refused.text
     more = up.collector.trace(refused.headers["x-qarr-trace-id"], until=4)
     assert "EngineRefused" in repr(more)
     assert "secretive" not in repr([*trace, *more])
@@ -91,14 +95,9 @@ def test_openais_endpoint_is_traced_alike(up: Up) -> None:
 
 
 def test_the_viewer_shows_the_whole_trace(up: Up) -> None:
-    """What ``make up TRACES=1`` starts takes the router's and the engine's spans and gives them back as one tree."""
-    import os
-    import subprocess
-
-    import httpx
-
+    """The viewer of ``make up TRACES=1`` takes the router's and the engine's spans and returns them as one tree."""
     (port,) = reserved_ports()
-    # What the script runs with the viewer ends when its standard input does.
+    # The command that the script runs beside the viewer ends when its standard input does.
     argv = ["scripts/traces", "sh", "-c", 'echo "$QARR_TELEMETRY__TRACE_URL"; cat']
     env = {**os.environ, "TRACES_PORT": str(port)}
     viewer = subprocess.Popen(
@@ -121,10 +120,8 @@ def test_the_viewer_shows_the_whole_trace(up: Up) -> None:
         trace_id = answer.headers["x-qarr-trace-id"]
         up.collector.trace(trace_id, until=SPANS)
         shown = _viewed(f"http://127.0.0.1:{port}/api/traces/{trace_id}", SPANS)
-        assert (
-            httpx.get(link.replace("{trace_id}", trace_id), trust_env=False).status_code
-            == 200
-        )
+        page = httpx.get(link.replace("{trace_id}", trace_id), trust_env=False)
+        assert page.status_code == 200
     finally:
         up.collector.viewer = None
         viewer.stdin.close()
@@ -134,16 +131,13 @@ def test_the_viewer_shows_the_whole_trace(up: Up) -> None:
     assert len(parents) == SPANS
     (root,) = (span for span, parent in parents.items() if parent is None)
     attempt = next(parent for parent in parents.values() if parent not in {None, root})
-    assert parents[attempt] == root  # and vLLM's own span lies below the attempt
+    # vLLM's own span lies below the attempt.
+    assert parents[attempt] == root
     assert "secretive" not in json.dumps(shown)
 
 
 def _viewed(url: str, spans: int) -> dict[str, Any]:
     """Return a trace from the viewer's API, once it has so many spans."""
-    import time
-
-    import httpx
-
     deadline = time.monotonic() + 30
     while True:
         answer = httpx.get(url, trust_env=False)

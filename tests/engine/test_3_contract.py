@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -38,25 +39,25 @@ METRICS = (
 
 
 async def script(url: str, key: str) -> dict[str, Any]:
-    """Use everything that QARR uses of an engine; return the shape of what came back."""
+    """Use everything of an engine that QARR uses, and return the shapes of the answers."""
     headers = {"authorization": f"Bearer {key or 'none'}"}
     async with httpx.AsyncClient(
         base_url=url, trust_env=False, timeout=60, headers=headers
     ) as client:
         model = (await client.get("/v1/models")).json()["data"][0]
-        asked = {
+        common = {
             "model": model["id"],
             "max_tokens": 3,
             "ignore_eos": True,
             "stream": True,
         }
-        chat = {**asked, **STORY}
+        chat = {**common, **STORY}
         extra = {
             "stream_options": {"include_usage": True},
             "temperature": 0,
             "priority": 0,
         }
-        text = {**asked, "prompt": "The"}
+        text = {**common, "prompt": "The"}
         metrics = (await client.get("/metrics")).text
         return {
             "health": (await client.get("/health")).status_code,
@@ -64,7 +65,7 @@ async def script(url: str, key: str) -> dict[str, Any]:
                 type(model[name]).__name__
                 for name in ("id", "root", "parent", "max_model_len")
             ],
-            "metrics": [n in metrics for n in METRICS],
+            "metrics": [name in metrics for name in METRICS],
             "tokenize": type(
                 (
                     await client.post("/tokenize", json={"prompt": "a", **_of(chat)})
@@ -148,13 +149,11 @@ def _of(body: dict[str, Any]) -> dict[str, Any]:
 async def _shape(
     client: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> dict[str, Any]:
-    import json
-
     answer = (await client.post(path, json=body)).text
     lines = [line for line in answer.split("\n") if line]
     assert all(line.startswith("data: ") for line in lines)
     chunks = [json.loads(line[6:]) for line in lines[:-1]]
-    choices = [c["choices"][0] for c in chunks if c["choices"]]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     return {
         "last": lines[-1],
         "finish": choices[-1]["finish_reason"],
@@ -163,46 +162,48 @@ async def _shape(
             chunks[-1]["usage"].keys()
             & {"prompt_tokens", "completion_tokens", "total_tokens"}
         ),
-        "usage_earlier": any(c.get("usage") for c in chunks[:-1]),
+        "usage_earlier": any(chunk.get("usage") for chunk in chunks[:-1]),
         "choices_with_usage": chunks[-1]["choices"],
         "tokens": chunks[-1]["usage"]["completion_tokens"],
     }
 
 
 async def _named(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    """Return the members of an answer of an API with named events; of a stream, those of each kind of event in order.
+    """Return the members of an answer, or of a stream's events by kind and in order, of an API with named events.
 
-    Each is asked to be written as the router passes it on unchanged.
+    Check that each event is written as the router passes it on unchanged.
     """
-    import json
-
     answer = await client.post(path, json=body)
     if not body["stream"]:
         return _members(answer.json())
-    events, usual = (
-        answer.text.split("\n\n")[:-1],
-        {MESSAGES: MESSAGE_FORMAT, RESPONSES: RESPONSE_FORMAT}[path].usual,
-    )
+    events = answer.text.split("\n\n")[:-1]
+    usual = {MESSAGES: MESSAGE_FORMAT, RESPONSES: RESPONSE_FORMAT}[path].usual
     seen: list[Any] = []
     for event in events:
         name, data = (line.partition(": ")[2] for line in event.split("\n"))
-        found = (name, _members(json.loads(data)))
-        assert found[1]["type"] == name
+        members = _members(json.loads(data))
+        assert members["type"] == name
         assert usual(event.encode()), event
-        if found not in seen:
-            seen.append(found)
+        if (name, members) not in seen:
+            seen.append((name, members))
     return seen
 
 
 def _members(value: Any) -> Any:
-    """Return an answer with the kinds of its values, but for those that say what it is; lists of it: their first item."""
+    """Return an answer with types in place of values, but for those that name its kind, and with one item of each list."""
     if isinstance(value, dict):
         named = {"type", "object", "role", "status", "stop_reason", "reason"}
-        details = {"input_tokens_details", "output_tokens_details"}  # nobody reads them
-        return {
-            n: v if n in named else {} if n in details and v else _members(v)
-            for n, v in value.items()
-        }
+        # The router reads nothing of the details.
+        details = {"input_tokens_details", "output_tokens_details"}
+        members = {}
+        for name, member in value.items():
+            if name in named:
+                members[name] = member
+            elif name in details and member:
+                members[name] = {}
+            else:
+                members[name] = _members(member)
+        return members
     if isinstance(value, list):
         return [_members(item) for item in value[:1]]
     return type(value).__name__
@@ -231,8 +232,8 @@ NAMED: dict[str, dict[str, Any]] = {
     MESSAGES: {**STORY, "max_tokens": 3},
     RESPONSES: {"input": STORY["messages"], "max_output_tokens": 3},
 }
-NEVER = "~~~~~~"  # in no answer
-# What a real engine must say; the fake has words of its own.
+NEVER = "~~~~~~"  # No answer has this text.
+# A real engine must answer so; the fake has an answer of its own.
 SENTENCE = {
     "structured_outputs": {
         "choice": [
@@ -240,22 +241,22 @@ SENTENCE = {
         ]
     }
 }
-# a real engine must say it; the fake says so
+# A real engine must answer so; the fake does.
 STOPS = {"stop": "e", "structured_outputs": {"choice": ["There it is."]}}
 
 
 async def _held_back(
     client: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what continuing a broken answer rests on: how text and tokens go together, with a stop string and without."""
+    """Return how text and tokens go together, with a stop string and without, because broken answers are continued by it."""
     return {
-        "kept back without a stop string": await _told(
+        "kept back without a stop string": await _kept_back(
             client, path, {**body, **SENTENCE}
         ),
-        "kept back with one": await _told(
+        "kept back with one": await _kept_back(
             client, path, {**body, **SENTENCE, "stop": NEVER}
         ),
-        "kept back where it belongs to the answer": await _told(
+        "kept back where it belongs to the answer": await _kept_back(
             client,
             path,
             {**body, **SENTENCE, "stop": NEVER, "include_stop_str_in_output": True},
@@ -275,37 +276,33 @@ async def _stopped(
     return body["stop"] in text, choice["finish_reason"]
 
 
-async def _told(
+async def _kept_back(
     client: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> list[int]:
-    """Return after each event with text before the last how much of its tokens' text was kept back.
+    """Return how many characters of its tokens' text were kept back after each event with text, but for the last.
 
-    -1: what came is not the beginning of it.
+    It is -1 where the text so far is not the beginning of the tokens' text.
     """
-    import json
-
-    lines = [
-        line
-        for line in (await client.post(path, json=body)).text.split("\n")
-        if line.startswith("data: {")
-    ]
-    choices = [
-        chunk["choices"][0]
-        for line in lines
-        if (chunk := json.loads(line[6:]))["choices"]
-    ]
-    said, ids, kept = "", list[int](), list[int]()
+    answer = (await client.post(path, json=body)).text
+    lines = [line for line in answer.split("\n") if line.startswith("data: {")]
+    chunks = [json.loads(line[6:]) for line in lines]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    text = ""
+    ids = list[int]()
+    kept = list[int]()
     for choice in choices:
         more = (
             choice["delta"].get("content", "") if "delta" in choice else choice["text"]
         )
-        said, ids = said + more, ids + (choice.get("token_ids") or [])
+        text += more
+        ids += choice.get("token_ids") or []
         if not more or choice["finish_reason"] is not None:
             continue
-        shown = (
-            await client.post("/detokenize", json={"tokens": ids, **_of(body)})
-        ).json()["prompt"]
-        kept.append(len(shown) - len(said) if shown.startswith(said) else -1)
+        detokenized = await client.post(
+            "/detokenize", json={"tokens": ids, **_of(body)}
+        )
+        shown = detokenized.json()["prompt"]
+        kept.append(len(shown) - len(text) if shown.startswith(text) else -1)
     assert kept
     return sorted(set(kept))
 
@@ -362,14 +359,15 @@ def test_fake_and_real_engine_look_alike(
 def test_an_engine_names_its_checkpoint(
     up: Up, tier: str, engine_keys: dict[str, str]
 ) -> None:
-    """And its process, with the arguments, is found by its port: so what an engine given by URL serves can be read."""
+    """An engine names its checkpoint, and its process is found by its port: so an engine given by URL can be examined."""
     url = up.replica(tier)["url"]
 
     async def root() -> str | None:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             return (await EngineProbe(client, url, engine_keys[tier]).model()).root
 
-    named, shown = asyncio.run(root()), up.tiers()[tier]
+    named = asyncio.run(root())
+    shown = up.tiers()[tier]
     assert named == shown["checkpoint"]
     assert (
         root_precision(url, named) == shown["precision"] == PRECISIONS[TierName(tier)]
@@ -379,19 +377,28 @@ def test_an_engine_names_its_checkpoint(
 def test_the_speed_of_an_engine_elsewhere_is_measured_while_it_is_idle(
     up: Up, engine_keys: dict[str, str]
 ) -> None:
-    """Its gauges show nobody, and its counters no more tokens than the measurement's own."""
-    url, key = up.replica("precise")["url"], engine_keys["precise"]
-    spec = TierSpec(TierName.PRECISE, 2048, 16, 32, urls=(url,))
+    """While its gauges show no request, and its counters only the measurement's tokens, its speed is measured."""
+    url = up.replica("precise")["url"]
+    key = engine_keys["precise"]
+    spec = TierSpec(
+        TierName.PRECISE, 2048, max_num_seqs=16, max_in_flight=32, urls=(url,)
+    )
     fleet = Fleet((spec,))
 
     async def measured() -> SpeedModel | None:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             probe = EngineProbe(client, url, key)
             replica = fleet.add(
-                Replica("precise-0", spec, url, key, (await probe.model()).name)
+                Replica(
+                    "precise-0",
+                    spec,
+                    url=url,
+                    api_key=key,
+                    model=(await probe.model()).name,
+                )
             )
             idle = IdleSpeed(fleet, WarmupPlan(), lambda _: probe)
-            # the router that started the engine measures it as well, which disturbs
+            # The router that started the engine measures it too, which disturbs this measurement.
             for _ in range(30):
                 if (speed := await idle.measure(replica)) is not None:
                     return speed
@@ -405,7 +412,7 @@ def test_the_speed_of_an_engine_elsewhere_is_measured_while_it_is_idle(
 def test_log_probabilities_of_given_and_of_generated_tokens(
     up: Up, tier: str, engine_keys: dict[str, str]
 ) -> None:
-    """A score for each token but the first, and exactly as many generated ones as asked for; the fake does alike."""
+    """Each token but the first has a score, and as many are generated as asked for; the fake does the same."""
 
     async def scored(url: str, key: str, count: int) -> tuple[int, int, int]:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
@@ -413,7 +420,9 @@ def test_log_probabilities_of_given_and_of_generated_tokens(
             model = (await probe.model()).name
             token_ids = await probe.text_tokens(model, "One, two, three")
             given = await probe.prompt_logprobs(model, token_ids, 60)
-            generated, logprobs = await probe.continuation(model, token_ids, count, 60)
+            generated, logprobs = await probe.continuation(
+                model, token_ids, count, timeout_s=60
+            )
             assert all(logprob <= 0 for logprob in (*given, *logprobs))
             return len(given) - len(token_ids), len(generated), len(logprobs)
 

@@ -25,40 +25,37 @@ if TYPE_CHECKING:
 
 def cache_of(up: Up, tier: TierName) -> dict[str, str]:
     metrics = httpx.get(f"{up.replica(tier)['url']}/metrics", trust_env=False).text
-    found = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
-    assert found is not None
-    return dict(re.findall(r'(\w+)="([^"]*)"', found[1]))
+    info = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
+    assert info is not None
+    return dict(re.findall(r'(\w+)="([^"]*)"', info[1]))
 
 
 @pytest.mark.usefixtures("model_store")
 def test_running_engines_have_the_planned_kv_cache(up: Up) -> None:
-    """Each has as many whole blocks of tokens as its memory holds by the plan; the command says the same."""
-    checkpoints = finished(prepare_options(settings := load_settings(None)))
-    done = subprocess.run(
+    """Each engine has as many blocks of tokens as its planned memory holds; the command says the same."""
+    settings = load_settings(None)
+    checkpoints = finished(prepare_options(settings))
+    process = subprocess.run(
         [QARR, "plan", "--json"],
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     )
-    planned = json.loads(done.stdout)
-    assert (
-        [tier["tier"] for tier in planned["engines"]]
-        == [made.tier for made in checkpoints]
-        == list(STANDARD_TIERS)
-    )
+    planned = json.loads(process.stdout)
+    assert [tier["tier"] for tier in planned["engines"]] == list(STANDARD_TIERS)
+    assert [made.tier for made in checkpoints] == list(STANDARD_TIERS)
     for made, tier in zip(checkpoints, planned["engines"], strict=True):
-        each, own = (
-            kv_bytes_per_token(find_config(str(made.path))),
-            settings.tiers.of(made.tier),
-        )
-        cache = int(GIB * usual_kv_cache_gib(each, own.max_model_len, own.max_num_seqs))
-        assert (tier["kv_bytes_per_token"], tier["max_sequences"]) == (
-            each,
-            cache // (planned["context"] * each),
-        )
-        told = cache_of(up, made.tier)
-        assert int(told["num_gpu_blocks"]) == cache // (each * int(told["block_size"]))
+        token_bytes = kv_bytes_per_token(find_config(str(made.path)))
+        own = settings.tiers.of(made.tier)
+        cache_gib = usual_kv_cache_gib(token_bytes, own.max_model_len, own.max_num_seqs)
+        cache_bytes = int(GIB * cache_gib)
+        assert tier["kv_bytes_per_token"] == token_bytes
+        sequences = cache_bytes // (planned["context"] * token_bytes)
+        assert tier["max_sequences"] == sequences
+        shown = cache_of(up, made.tier)
+        blocks = cache_bytes // (token_bytes * int(shown["block_size"]))
+        assert int(shown["num_gpu_blocks"]) == blocks
 
 
 def test_a_tiers_own_arguments_reach_its_engine(up: Up) -> None:

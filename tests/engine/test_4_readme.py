@@ -22,15 +22,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _command(start: str, document: str = "README.md") -> str:
     text = (ROOT / document).read_text("utf-8")
-    found = re.findall(
+    commands = re.findall(
         rf"^```bash\n({re.escape(start)}.*?)\n```", text, re.MULTILINE | re.DOTALL
     )
-    assert len(found) == 1, f"{start!r} stands {len(found)} times in {document}"
-    return str(found[0])
+    assert len(commands) == 1, f"{start!r} stands {len(commands)} times in {document}"
+    return str(commands[0])
 
 
 def _run(command: str) -> str:
-    done = subprocess.run(  # noqa: S602
+    process = subprocess.run(  # noqa: S602
         command,
         shell=True,
         cwd=ROOT,
@@ -39,7 +39,7 @@ def _run(command: str) -> str:
         timeout=120,
         check=True,
     )
-    return done.stdout
+    return process.stdout
 
 
 def test_curl_streams_an_answer(up: Up) -> None:
@@ -53,7 +53,7 @@ def test_curl_streams_an_answer(up: Up) -> None:
 
 
 def test_tiers_lists_the_fleet(up: Up) -> None:
-    """The README's look at the replicas shows each one with its state."""
+    """The README's command lists each replica with its state."""
     shown = _run(f"{_command('.venv/bin/qarr tiers')} --url {up.url}")
     assert all(f"{tier}-0" in shown for tier in ("fast", "balanced", "precise"))
     assert shown.count(" ready ") == 3
@@ -62,15 +62,12 @@ def test_tiers_lists_the_fleet(up: Up) -> None:
 @pytest.mark.usefixtures("model_store")
 def test_classify_explains_a_prompt() -> None:
     """The classify command of docs/classifier.md, with ``--json``, prints the features for programs."""
-    found = json.loads(
-        _run(_command(".venv/bin/qarr classify", "docs/classifier.md") + " --json")
-    )
-    assert (found["class"], found["asks_for_code"], found["language"]) == (
-        "code",
-        True,
-        "sql",
-    )
-    assert found["tokens_exact"] is True
+    command = _command(".venv/bin/qarr classify", "docs/classifier.md")
+    features = json.loads(_run(f"{command} --json"))
+    assert features["class"] == "code"
+    assert features["asks_for_code"] is True
+    assert features["language"] == "sql"
+    assert features["tokens_exact"] is True
 
 
 def test_replay_compares_policies(tmp_path: Path) -> None:
@@ -86,7 +83,7 @@ def test_replay_compares_policies(tmp_path: Path) -> None:
 
 
 def test_make_targets_exist() -> None:
-    """Every make target that the documents name is there."""
+    """Every make target that the documents name exists."""
     targets = set(
         re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     )
@@ -103,15 +100,15 @@ def test_make_targets_exist() -> None:
 
 
 def test_the_sdk_example_answers(up: Up) -> None:
-    """It prints what the engine that served it finds likeliest."""
+    """The example prints the likeliest answer of the engine that served it."""
     (example,) = blocks("python", "README.md")
     code = example.replace("http://localhost:8080", up.url)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    check_output(up, code, done.stdout)
+    assert process.returncode == 0, process.stderr
+    check_output(up, code, process.stdout)

@@ -1,4 +1,4 @@
-"""Real vLLM on what is planned and asked before it starts: sizes of KV caches, and arguments."""
+"""Real vLLM before it starts: it computes the planned sizes of KV caches, and checks arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(json.dumps(found))
 
 
 def test_vllm_computes_the_same_kv_cache(tmp_path: Path) -> None:
-    """From each published configuration, as its own code has it, in BF16; of a multimodal model, from its text part."""
+    """vLLM's own code computes the same BF16 cache from each published configuration, or from its text part."""
     folders = []
     for name in PUBLISHED:
         config = read_config(name)
@@ -43,52 +43,50 @@ def test_vllm_computes_the_same_kv_cache(tmp_path: Path) -> None:
         folders[-1].mkdir()
         (folders[-1] / "config.json").write_text(json.dumps(config))
     command = [PYTHON, "-c", COMPUTE, *folders]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=600
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [
-        kept for _, kept in PUBLISHED.values()
-    ]
+    assert process.returncode == 0, process.stderr
+    computed = json.loads(process.stdout.splitlines()[-1])
+    assert computed == [token_bytes for _, token_bytes in PUBLISHED.values()]
 
 
 def test_vllm_takes_the_arguments_of_every_sample() -> None:
-    """Its own parser and checks, for each tier of each sample; a wrong argument is refused."""
-    asked = [
-        pod["containers"][0]["args"]
-        for sample in ("laptop", "one-node", "cluster")
-        for name, pod in release(sample).pods.items()
-        if name != "qarr-router"
-    ]
-    done = subprocess.run(
+    """vLLM's own parser and checks accept the arguments of each tier of each sample, and refuse a wrong one."""
+    argument_lists = []
+    for sample in ("laptop", "one-node", "cluster"):
+        for name, pod in release(sample).pods.items():
+            if name != "qarr-router":
+                argument_lists.append(pod["containers"][0]["args"])
+    process = subprocess.run(
         [PYTHON, ARGS_MAIN],
-        input=json.dumps([*asked, ["--no-such"]]),
+        input=json.dumps([*argument_lists, ["--no-such"]]),
         capture_output=True,
         text=True,
         check=True,
         timeout=600,
     )
-    *answers, wrong = json.loads(done.stdout.splitlines()[-1])
+    *answers, wrong = json.loads(process.stdout.splitlines()[-1])
     assert answers == [None] * 7
     assert wrong
 
 
 def test_qarr_up_refuses_wrong_arguments() -> None:
-    """With status 2, the tier and the argument, and no engine started."""
+    """The error names the tier and the argument, and no engine is started."""
     env = {
         **os.environ,
         "QARR_TIERS__FAST__ENGINE_ARGS": '["--no-such-thing"]',
         "QARR_SERVER__PORT": "0",
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [QARR, "up"], env=env, capture_output=True, text=True, check=False, timeout=600
     )
-    assert done.returncode == 2
+    assert process.returncode == 2
     assert (
         "tier fast, --no-such-thing: unrecognized arguments: --no-such-thing"
-        in done.stderr
+        in process.stderr
     )
-    assert "starting" not in done.stderr
+    assert "starting" not in process.stderr
 
 
 def test_vllm_has_every_parser_that_engines_may_get() -> None:
@@ -96,9 +94,9 @@ def test_vllm_has_every_parser_that_engines_may_get() -> None:
         "import json; from vllm.reasoning import ReasoningParserManager; from vllm.tool_parsers import ToolParserManager; "
         "print(json.dumps([ToolParserManager.list_registered(), ReasoningParserManager.list_registered()]))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [PYTHON, "-c", code], capture_output=True, text=True, check=True, timeout=600
     )
-    tools, reasoning = json.loads(done.stdout.splitlines()[-1])
+    tools, reasoning = json.loads(process.stdout.splitlines()[-1])
     assert {parser for parser, _ in TOOLS} | {HERMES} <= set(tools)
     assert {parser for parser, _ in REASONING} <= set(reasoning)

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import threading
-import time
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from router.settings import load_settings
 from tests.deploy.charts import NAMESPACE, Mapped, release
 from tests.deploy.services import ROOT
+from tests.engine.chart_processes import PYTHON, running, until_ok
 from tests.engine.conftest import CAPITAL
 from tests.engine.scoring import Scorer
 from tests.ports import reserved_ports
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
 BIN = Path(sys.executable).parent
-PYTHON = load_settings().engine.python
 ENGINE_KEY = "an-engine-key"
-STARTS_S = 300
 QUICK = {
     "router": {"discoverySeconds": 1, "preStopSeconds": 1},
     "engines": {"cpuThreads": 1, "drainSeconds": 60},
@@ -39,42 +32,14 @@ STORY = {
 }
 
 
-@contextmanager
-def running(
-    argv: Sequence[str], environment: Mapping[str, str], log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            argv, env=dict(environment), stdout=out, stderr=out, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(60)
-
-
-def until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + STARTS_S
-    while True:
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        try:
-            if httpx.get(url, trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-
-
 def test_an_engine_of_the_chart_serves_and_leaves(
     tmp_path: Path, model_store: Path
 ) -> None:
-    """Checkpoints are named, engine and router start, it answers; told to end it finishes its answer and exits with 0."""
+    """Engine and router start and answer; at its end the engine finishes its answer and exits with 0."""
     engine_port, router_port = reserved_ports(2)
     made = release("laptop", QUICK)
-    engine_pod, router_pod = made.pods["qarr-precise"], made.pods["qarr-router"]
+    engine_pod = made.pods["qarr-precise"]
+    router_pod = made.pods["qarr-router"]
     changes = (
         (
             f"http://qarr-precise.{NAMESPACE}.svc:8000",
@@ -90,14 +55,18 @@ def test_an_engine_of_the_chart_serves_and_leaves(
     mapped.mount(engine_pod)
     mapped.mount(router_pod, made.settings)
     prepare(mapped, engine_pod["initContainers"][0])
-    engine, router = engine_pod["containers"][0], router_pod["containers"][0]
-    waits = mapped.command(router_pod["initContainers"][0])
-    subprocess.run(waits, check=True, timeout=30)  # the tokenizer is there
+    engine = engine_pod["containers"][0]
+    router = router_pod["containers"][0]
+    # The init container waits for the tokenizer, which is there.
+    wait_for_tokenizer = mapped.command(router_pod["initContainers"][0])
+    subprocess.run(wait_for_tokenizer, check=True, timeout=30)
     init, _, _, *argv = mapped.command(engine)
-    assert init == "tini"  # it passes signals on, and is not installed here
+    # tini passes signals on, and is not installed here.
+    assert init == "tini"
     engine_environment = mapped.environment(engine, "Containerfile.engine")
     router_environment = mapped.environment(router, "Containerfile.router")
-    engine_log, router_log = tmp_path / "engine.out", tmp_path / "router.out"
+    engine_log = tmp_path / "engine.out"
+    router_log = tmp_path / "router.out"
     url = f"http://127.0.0.1:{router_port}"
     qarr, *serve = mapped.command(router)
     with (
@@ -139,11 +108,11 @@ def leaves(engine: dict[str, Any], process: subprocess.Popen[bytes], port: int) 
     )
     body = {"model": "smollm2-135m-instruct", "stream": True, **STORY}
     headers = {"authorization": f"Bearer {ENGINE_KEY}"}
-    asked = {"json": body, "headers": headers, "timeout": 120}
+    request = {"json": body, "headers": headers, "timeout": 120}
     with (
         httpx.Client(trust_env=False) as client,
         client.stream(
-            "POST", f"http://127.0.0.1:{port}/v1/completions", **asked
+            "POST", f"http://127.0.0.1:{port}/v1/completions", **request
         ) as answer,
     ):
         lines = answer.iter_lines()

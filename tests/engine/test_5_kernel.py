@@ -206,13 +206,13 @@ def test_vllm_takes_the_kernels_that_are_faster(
     if "avx512" in flags and "avx512f" not in cpu_flags():
         pytest.skip("this processor has no AVX-512")
     argv = [ENGINE_PYTHON, "-c", SELECTION, *flags]
-    done = subprocess.run(
+    process = subprocess.run(
         argv, capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert process.returncode == 0, process.stderr[-2000:]
     selected = dict(
         line.split(": ")
-        for line in done.stdout.splitlines()
+        for line in process.stdout.splitlines()
         if line.startswith(("4 bits", "FP8 by"))
     )
     assert selected == {
@@ -220,4 +220,4 @@ def test_vllm_takes_the_kernels_that_are_faster(
         "FP8 by channel": "EmulatedFP8LinearKernel",
         "FP8 by tensor": fp8_by_tensor,
     }
-    assert (done.stdout + done.stderr).count(log_line) == 1
+    assert (process.stdout + process.stderr).count(log_line) == 1

@@ -1,4 +1,4 @@
-"""Real quantization of a tiny model: what is interrupted goes on where it stopped."""
+"""Real quantization of a tiny model: after an interruption it goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class InterruptedByHandError(Exception):
 
 @pytest.fixture
 def options(tmp_path: Path) -> PrepareOptions:
-    """Make a model of random weights, and say how to quantize it in seconds."""
+    """Make a model of random weights, and return options that quantize it in seconds."""
     python = load_settings(None, {}).quantizer.python
     base = tmp_path / "base"
     subprocess.run(
@@ -42,7 +42,9 @@ def options(tmp_path: Path) -> PrepareOptions:
     )
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
-        models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[])
+        models.BPE(
+            vocab={letter: token for token, letter in enumerate(letters)}, merges=[]
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(base / "tokenizer.json"))
@@ -62,10 +64,11 @@ def test_interrupted_calibration_goes_on_and_ends_the_same(
     options: PrepareOptions,
 ) -> None:
     """Layers that were done are not searched again, and the weights are those of an uninterrupted run, to the bit."""
+    # An event is a message, how many parts are done, and how many there are.
     seen: list[tuple[str, int, int]] = []
 
     def interrupt(message: str, done: int, total: int) -> None:
-        # in the last layer: the first part is the embedding
+        # The last layer is being searched: the first part is the embedding.
         if "AWQ" in message and done == total - 1:
             raise InterruptedByHandError
 
@@ -74,21 +77,21 @@ def test_interrupted_calibration_goes_on_and_ends_the_same(
     folder = next(options.store.glob("base-*"))
     kept = next(folder.glob("awq-*.layers"))
     names = sorted((path.name for path in kept.glob("*.safetensors")), reverse=True)
-    assert {name.split(".")[2] for name in names} >= {str(n) for n in range(LAYERS - 1)}
+    layers = {name.split(".")[2] for name in names}
+    assert layers >= {str(layer) for layer in range(LAYERS - 1)}
     (kept / names[0]).write_bytes(b"cut off")
 
     fast = prepare(options, lambda *event: seen.append(event))[0]
     assert fast.tier is TierName.FAST
     assert any(message.startswith("going over") for message, _, _ in seen)
-    assert ("quantizing to AWQ int4, groups of 64", LAYERS, LAYERS + 1) in seen
+    last_event = ("quantizing to AWQ int4, groups of 64", LAYERS, LAYERS + 1)
+    assert last_event in seen
     assert not kept.exists()
     assert fast.manifest.calibration_samples == 7
     assert 7 <= (fast.manifest.calibration_tokens or 0) <= 7 * 32
 
     shutil.rmtree(fast.path)
     seen.clear()
-    assert (
-        prepare(options, lambda *event: seen.append(event))[0].manifest.weights_digest
-        == fast.manifest.weights_digest
-    )
+    again = prepare(options, lambda *event: seen.append(event))[0]
+    assert again.manifest.weights_digest == fast.manifest.weights_digest
     assert not any(message.startswith("going over") for message, _, _ in seen)

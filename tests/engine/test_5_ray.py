@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-ray/bin/python"
 STREAMS = 4
-TOKENS = 300  # of each answer: more than are computed before the node is killed
+TOKENS = 300  # An answer has more tokens than are computed before the node is killed.
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Nodes:
 def nodes() -> Iterator[Nodes]:
     """Start a cluster whose head holds no engine, and two nodes for two engines each."""
     subprocess.run([ROOT / "scripts/setup", "ray"], check=True, timeout=1500)
-    # short: Ray's sockets are below it
+    # The path is short because Ray's sockets are below it.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     own = {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -76,8 +76,12 @@ def nodes() -> Iterator[Nodes]:
     env = {**os.environ, "RAY_TMPDIR": folder, **own}
     process = subprocess.Popen(
         [PYTHON, Path(__file__).with_name("ray_cluster.py")],
-        env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        env=env,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         assert process.stdout is not None
         address = call_within(
@@ -108,9 +112,11 @@ def on_ray(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
         "QARR_TIERS__PRECISE__MAX_MODEL_LEN": "2048",
     }
     arguments = ("--on", "ray", "--ray-address", nodes.address)
-    with started(own, tmp_path_factory, Collector(), arguments) as running:
+    with started(own, tmp_path_factory, Collector(), arguments=arguments) as running:
         yield running
-        engines = [each for url in _ready(running) for each in _all_processes_of(url)]
+        engines: list[psutil.Process] = []
+        for url in _ready(running):
+            engines += _all_processes_of(url)
     assert len(engines) > 1
     _until(lambda: not _running(engines))
 
@@ -153,22 +159,14 @@ class Stream:
 def test_a_cluster_that_is_not_there_is_named() -> None:
     """The command ends at once, with what to do; Ray alone would wait for minutes."""
     (port,) = reserved_ports()
-    command = [
-        QARR,
-        "up",
-        "--port",
-        "0",
-        "--on",
-        "ray",
-        "--ray-address",
-        f"127.0.0.1:{port}",
-    ]
-    done = subprocess.run(
+    command = [QARR, "up", "--port", "0", "--on", "ray"]
+    command += ["--ray-address", f"127.0.0.1:{port}"]
+    process = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=100
     )
-    assert done.returncode == 2
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith(
+    assert process.returncode == 2
+    error = process.stderr.splitlines()[-1]
+    assert error.startswith(
         f"error: no Ray cluster can be used at 127.0.0.1:{port} (Connection refused): start one with"
     )
 
@@ -176,16 +174,30 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
 def test_what_cannot_be_placed_is_told(nodes: Nodes, tmp_path: Path) -> None:
     """A node without the checkpoint, and a replica that no node can hold, are states with what to do."""
     wanted = [
-        WantedReplica("absent", "fast", str(tmp_path / "nowhere"), (), {}, {"CPU": 1}),
-        WantedReplica("large", "fast", str(tmp_path), (), {}, {"CPU": 99, "GPU": 1}),
+        WantedReplica(
+            "absent",
+            "fast",
+            checkpoint=str(tmp_path / "nowhere"),
+            args=(),
+            env={},
+            resources={"CPU": 1},
+        ),
+        WantedReplica(
+            "large",
+            "fast",
+            checkpoint=str(tmp_path),
+            args=(),
+            env={},
+            resources={"CPU": 99, "GPU": 1},
+        ),
     ]
     status = tmp_path / "status.json"
     job = PlacementJob(
         nodes.address,
         tuple(wanted),
-        str(tmp_path / "engines.json"),
-        str(status),
-        str(tmp_path / "logs"),
+        engines_file=str(tmp_path / "engines.json"),
+        status_file=str(status),
+        log_dir=str(tmp_path / "logs"),
     )
     job.write(tmp_path / "job.json")
     env = {**os.environ, **nodes.env, KEY_VARIABLE: "key"}
@@ -197,8 +209,8 @@ def test_what_cannot_be_placed_is_told(nodes: Nodes, tmp_path: Path) -> None:
         _until(
             lambda: (
                 [
-                    "nowhere" in each.detail or "99" in each.detail
-                    for each in read_status(status)
+                    "nowhere" in replica.detail or "99" in replica.detail
+                    for replica in read_status(status)
                 ]
                 == [True] * 2
             )
@@ -225,20 +237,21 @@ def test_streams_outlive_a_node_and_its_replica_comes_back(
     before = _ready(on_ray)
     streams = [Stream() for _ in range(STREAMS)]
     reading = [
-        threading.Thread(target=each.read, args=(on_ray.url,)) for each in streams
+        threading.Thread(target=stream.read, args=(on_ray.url,)) for stream in streams
     ]
     for thread in reading:
         thread.start()
-    _until(lambda: all(each.pieces for each in streams))
-    assert all(each["in_flight"] for each in on_ray.tiers()["precise"]["replicas"])
-    assert not any(each.finish_reason for each in streams)
+    _until(lambda: all(stream.pieces for stream in streams))
+    replicas = on_ray.tiers()["precise"]["replicas"]
+    assert all(replica["in_flight"] for replica in replicas)
+    assert not any(stream.finish_reason for stream in streams)
     engines = {url: _all_processes_of(url) for url in before}
     nodes.do("kill one")
     for thread in reading:
         thread.join(300)
-    assert [(each.finish_reason, each.last) for each in streams] == [
-        ("length", "[DONE]")
-    ] * STREAMS
+    for stream in streams:
+        assert stream.finish_reason == "length"
+        assert stream.last == "[DONE]"
     _until(lambda: len(_ready(on_ray)) == 2 and _ready(on_ray) != before, 600)
     (lost,) = before - _ready(on_ray)
     _until(lambda: not _running(engines[lost]))
@@ -249,7 +262,7 @@ def test_streams_outlive_a_node_and_its_replica_comes_back(
 
 
 def test_engines_on_nodes_need_the_key(on_ray: Up) -> None:
-    """An engine refuses who does not know its key, which is neither on its command line nor in the engines' file."""
+    """An engine refuses requests without its key, which is not on its command line."""
     for url in _ready(on_ray):
         assert httpx.get(f"{url}/v1/models", trust_env=False).status_code == 401
         environment = _process_of(url).environ()
@@ -259,22 +272,18 @@ def test_engines_on_nodes_need_the_key(on_ray: Up) -> None:
 
 def _ready(up: Up) -> set[str]:
     return {
-        each["url"]
-        for each in up.tiers()["precise"]["replicas"]
-        if each["state"] == "ready"
+        replica["url"]
+        for replica in up.tiers()["precise"]["replicas"]
+        if replica["state"] == "ready"
     }
 
 
 def _process_of(url: str) -> psutil.Process:
     port = httpx.URL(url).port
-    listening = [
-        each
-        for each in psutil.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN
-    ]
-    return psutil.Process(
-        next(each.pid for each in listening if each.laddr.port == port)
-    )
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            return psutil.Process(connection.pid)
+    raise LookupError(url)
 
 
 def _all_processes_of(url: str) -> list[psutil.Process]:
@@ -284,14 +293,14 @@ def _all_processes_of(url: str) -> list[psutil.Process]:
 
 def _running(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [
-        each
-        for each in processes
-        if each.is_running() and each.status() != psutil.STATUS_ZOMBIE
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     ]
 
 
-def _until(true: Any, limit_s: float = 120) -> None:
+def _until(condition: Any, limit_s: float = 120) -> None:
     deadline = time.monotonic() + limit_s
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -1,8 +1,9 @@
-"""The clients that people use, unmodified, against the router: SDKs, LangChain, vLLM's own load generator."""
+"""Clients that people use, unmodified, against the router: SDKs, LangChain, vLLM's own load generator."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -42,7 +43,8 @@ QUESTION: list[Any] = [{"role": "user", "content": CAPITAL}]
 TOOL: Any = {
     "type": "function",
     "function": {
-        "name": "weather",  # without "strict", as SDKs write it
+        # SDKs write no "strict" here.
+        "name": "weather",
         "parameters": {
             "type": "object",
             "properties": {"city": {"type": "string", "maxLength": 12}},
@@ -53,9 +55,9 @@ TOOL: Any = {
 
 
 SCHEMA: Any = {**TOOL["function"]["parameters"], "additionalProperties": False}
-# the answer's length is no chance
+# The length of the answer does not depend on chance.
 CITIES: Any = {**SCHEMA, "properties": {"city": {"enum": ["Paris", "Rome"]}}}
-# in extra_body: the SDK of Anthropic's API has no argument for it
+# Anthropic's SDK has no argument for it, so it goes into extra_body.
 GREEDY = {"temperature": 0}
 
 
@@ -107,16 +109,13 @@ def test_the_sdk_streams(up: Up, client: openai.OpenAI) -> None:
     ) as stream:
         *pieces, counted, report = list(stream)
     choices: list[Any] = [piece.choices[0] for piece in pieces]
-    tokens = [
-        token
-        for choice in choices
-        for token in getattr(choice, "token_ids", None) or ()
-    ]
+    tokens: list[int] = []
+    for choice in choices:
+        tokens += getattr(choice, "token_ids", None) or ()
     fast = up.scorer("fast")
     fast.check_tokens(fast.prompt_ids(QUESTION), tokens)
-    assert "".join(choice.delta.content or "" for choice in choices) == fast.text_of(
-        tokens
-    )
+    text = "".join(choice.delta.content or "" for choice in choices)
+    assert text == fast.text_of(tokens)
     assert len(tokens) == 16
     assert counted.usage is not None
     assert counted.usage.completion_tokens == 16
@@ -151,7 +150,8 @@ def test_the_sdk_parses_structure_and_tools(
     assert calls
     assert calls[0].type == "function"
     assert calls[0].function.name == "weather"
-    json.loads(calls[0].function.arguments)  # what is in it is the small model's affair
+    # The arguments are JSON; their values are the small model's affair.
+    json.loads(calls[0].function.arguments)
 
 
 def test_the_sdks_errors(client: openai.OpenAI) -> None:
@@ -176,7 +176,7 @@ def test_the_async_sdk_in_parallel(up: Up) -> None:
             base_url=f"{up.url}/v1", api_key="unused"
         ) as client:
 
-            async def one(number: int) -> str:
+            async def answer_to(number: int) -> str:
                 stream = await client.chat.completions.create(
                     model="fast",
                     messages=[
@@ -190,7 +190,7 @@ def test_the_async_sdk_in_parallel(up: Up) -> None:
                     [chunk.choices[0].delta.content or "" async for chunk in stream]
                 )
 
-            return await asyncio.gather(*(one(n) for n in range(8)))
+            return await asyncio.gather(*(answer_to(number) for number in range(8)))
 
     assert all(asyncio.run(run()))
 
@@ -203,33 +203,29 @@ def claude(up: Up) -> Iterator[anthropic.Anthropic]:
 
 def test_anthropics_sdk(up: Up, claude: anthropic.Anthropic) -> None:
     """A message, who served it, its tokens counted beforehand, and a stream with the SDK's own accumulation."""
-    asked: Any = {"model": "fast", "system": "Be brief.", "messages": QUESTION}
+    request: Any = {"model": "fast", "system": "Be brief.", "messages": QUESTION}
     raw = claude.messages.with_raw_response.create(
-        **asked, max_tokens=16, extra_body=GREEDY
+        **request, max_tokens=16, extra_body=GREEDY
     )
     answer = raw.parse()
     assert raw.headers["x-qarr-tier"] == "fast"
-    assert answer.stop_reason == "end_turn" or (
-        answer.stop_reason,
-        answer.usage.output_tokens,
-    ) == ("max_tokens", 16)
+    if answer.stop_reason != "end_turn":
+        assert answer.stop_reason == "max_tokens"
+        assert answer.usage.output_tokens == 16
     assert answer.content[0].type == "text"
-    system = {"role": "system", "content": asked["system"]}
+    system = {"role": "system", "content": request["system"]}
     up.scorer("fast").check_answer([system, *QUESTION], answer.content[0].text)
-    assert (
-        claude.messages.count_tokens(**asked).input_tokens == answer.usage.input_tokens
-    )
-    with claude.messages.stream(**asked, max_tokens=16, extra_body=GREEDY) as stream:
-        whole = stream.get_final_message()
-    assert whole.content[0].type == "text"
-    assert whole.content[0].text == answer.content[0].text
-    assert (whole.usage.output_tokens, whole.stop_reason) == (
-        answer.usage.output_tokens,
-        answer.stop_reason,
-    )
+    counted = claude.messages.count_tokens(**request)
+    assert counted.input_tokens == answer.usage.input_tokens
+    with claude.messages.stream(**request, max_tokens=16, extra_body=GREEDY) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].type == "text"
+    assert final.content[0].text == answer.content[0].text
+    assert final.usage.output_tokens == answer.usage.output_tokens
+    assert final.stop_reason == answer.stop_reason
     report = {**GREEDY, "qarr": {"report": True}}
     *_, last = claude.messages.create(
-        **asked, max_tokens=16, stream=True, extra_body=report
+        **request, max_tokens=16, stream=True, extra_body=report
     )
     assert last.to_dict()["qarr"]["tier"] == "fast"
 
@@ -242,18 +238,18 @@ def test_anthropics_async_sdk_in_parallel(up: Up) -> None:
             base_url=up.url, api_key="unused", max_retries=0
         ) as client:
 
-            async def one(number: int) -> str:
+            async def answer_to(number: int) -> str:
                 messages: Any = [
                     {"role": "user", "content": f"What is {number} plus one?"}
                 ]
                 async with client.messages.stream(
                     model="fast", messages=messages, max_tokens=8, extra_body=GREEDY
                 ) as stream:
-                    said = "".join([text async for text in stream.text_stream])
-                    assert said == await stream.get_final_text()
-                return said
+                    text = "".join([piece async for piece in stream.text_stream])
+                    assert text == await stream.get_final_text()
+                return text
 
-            return await asyncio.gather(*(one(n) for n in range(4)))
+            return await asyncio.gather(*(answer_to(number) for number in range(4)))
 
     assert all(asyncio.run(run()))
 
@@ -275,7 +271,7 @@ def test_an_agent_with_anthropics_sdk(
         {"type": "tool", "name": "weather"},
         {"type": "none"},
     ):
-        asked: Any = {
+        request: Any = {
             "model": "precise",
             "messages": talk,
             "tools": [tool],
@@ -283,10 +279,10 @@ def test_an_agent_with_anthropics_sdk(
             "max_tokens": 100,
         }
         if streamed:
-            with claude.messages.stream(**asked, extra_body=GREEDY) as stream:
+            with claude.messages.stream(**request, extra_body=GREEDY) as stream:
                 answer = stream.get_final_message()
         else:
-            answer = claude.messages.create(**asked, extra_body=GREEDY)
+            answer = claude.messages.create(**request, extra_body=GREEDY)
         calls = [block for block in answer.content if block.type == "tool_use"]
         assert bool(calls) is (choice["type"] != "none")
         assert (answer.stop_reason == "tool_use") is bool(calls)
@@ -312,15 +308,15 @@ def test_an_agent_with_anthropics_sdk(
 
 def test_anthropics_sdks_errors(claude: anthropic.Anthropic) -> None:
     """Refusals come as the SDK's own classes, the engine's as well as ours."""
-    asked: Any = {"max_tokens": 8, "messages": QUESTION}
+    request: Any = {"max_tokens": 8, "messages": QUESTION}
     with pytest.raises(anthropic.NotFoundError, match="no model 'claude-x'"):
-        claude.messages.create(model="claude-x", **asked)
+        claude.messages.create(model="claude-x", **request)
     with pytest.raises(anthropic.BadRequestError, match="max_tokens must be positive"):
-        claude.messages.create(model="auto", **{**asked, "max_tokens": 0})
+        claude.messages.create(model="auto", **{**request, "max_tokens": 0})
     with pytest.raises(anthropic.BadRequestError, match="exceed its context"):
         claude.messages.create(
             model="auto",
-            **{**asked, "messages": [{"role": "user", "content": "word " * 9000}]},
+            **{**request, "messages": [{"role": "user", "content": "word " * 9000}]},
         )
     with pytest.raises(anthropic.BadRequestError) as refused:
         claude.messages.count_tokens(
@@ -333,19 +329,19 @@ def test_the_sdks_responses(
     up: Up, client: openai.OpenAI, no_whitespace: dict[str, float]
 ) -> None:
     """A response, the same streamed, and a tool's call with its result in the next request's input."""
-    asked: Any = {
+    request: Any = {
         "model": "precise",
         "input": QUESTION,
         "max_output_tokens": 16,
         "temperature": 0,
     }
-    raw = client.responses.with_raw_response.create(**asked)
+    raw = client.responses.with_raw_response.create(**request)
     answer = raw.parse()
     assert raw.headers["x-qarr-tier"] == "precise"
-    # by its end, or by its 16 tokens
+    # The answer may end by itself, or at 16 tokens.
     assert answer.status in {"completed", "incomplete"}
     up.scorer("precise").check_answer(QUESTION, answer.output_text)
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**request) as stream:
         kinds = {event.type for event in stream}
         assert stream.get_final_response().output_text == answer.output_text
     assert {
@@ -355,7 +351,7 @@ def test_the_sdks_responses(
     } <= kinds
     tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA}
     talk: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
-    more: Any = {**asked, "max_output_tokens": 100, "tools": [tool]}
+    more: Any = {**request, "max_output_tokens": 100, "tools": [tool]}
     bias = {"logit_bias": no_whitespace}
     called = client.responses.create(
         **{**more, "input": talk}, tool_choice="required", extra_body=bias
@@ -379,21 +375,21 @@ def test_the_sdks_responses(
         **{**more, "input": talk}, tool_choice="none"
     ).output_text
     with pytest.raises(openai.BadRequestError, match="are stored here"):
-        client.responses.create(**asked, previous_response_id=answer.id)
+        client.responses.create(**request, previous_response_id=answer.id)
     with pytest.raises(openai.NotFoundError, match="not stored here"):
         client.responses.retrieve(answer.id)
 
 
 def test_langchain(up: Up, no_whitespace: dict[str, float]) -> None:
     """LangChain's chat model: invoke, stream with usage, structured output, an agent's loop."""
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": "auto",
         "base_url": f"{up.url}/v1",
         "api_key": "unused",
         "temperature": 0,
         "max_completion_tokens": 60,
     }
-    model = ChatOpenAI(**asked, stream_usage=True)
+    model = ChatOpenAI(**request, stream_usage=True)
     answer = model.invoke(CAPITAL)
     up.scorer(served_by(up)).check_answer(CAPITAL, str(answer.content))
     pieces = list(model.stream(CAPITAL))
@@ -401,11 +397,11 @@ def test_langchain(up: Up, no_whitespace: dict[str, float]) -> None:
         CAPITAL, "".join(piece.text for piece in pieces)
     )
     assert any(piece.usage_metadata for piece in pieces)
-    model = ChatOpenAI(**asked, logit_bias=no_whitespace)  # type: ignore[arg-type]
+    model = ChatOpenAI(**request, logit_bias=no_whitespace)  # type: ignore[arg-type]
     place = model.with_structured_output(Place, method="json_schema").invoke(CAPITAL)
     assert isinstance(place, Place)
     talk: list[Any] = [("user", "Weather in Paris?")]
-    # left to itself, the small model calls tools with nonsense
+    # Left to itself, the small model calls tools with nonsense.
     for choice in ("any", "none"):
         answer = model.bind_tools([TOOL], tool_choice=choice).invoke(talk)
         assert bool(answer.tool_calls) is (choice == "any")
@@ -420,19 +416,19 @@ def test_langchain(up: Up, no_whitespace: dict[str, float]) -> None:
 
 
 def test_agents_finish_their_loops(up: Up, no_whitespace: dict[str, float]) -> None:
-    """openai-agents: a tool, then an answer with what it returned. pydantic-ai: a tool that takes the answer.
+    """An agent of openai-agents calls a tool and answers with its result; one of pydantic-ai answers by a tool.
 
-    The first call is forced. Whether the model would go on with a second one, until its tokens are used up, is chance: it is
-    kept from that, within an answer and in the next.
+    The first call is forced. By chance the model might go on with a second call until its tokens are used up, so it is
+    prevented, within an answer and in the next.
     """
     agents.set_tracing_disabled(disabled=True)
-    asked: list[str] = []
+    cities: list[str] = []
     no_second_call = forbid_tool_calls(up.tiers()["precise"]["checkpoint"])
 
     @agents.function_tool
     def weather(city: Literal["Paris", "Rome"]) -> str:
         """Return the weather of a city."""
-        asked.append(city)
+        cities.append(city)
         return "sunny, 21 degrees"
 
     async def loops() -> str:
@@ -447,12 +443,11 @@ def test_agents_finish_their_loops(up: Up, no_whitespace: dict[str, float]) -> N
             agent = agents.Agent(
                 "a", model=model, tools=[weather], model_settings=options
             )
-            assert (
-                await agents.Runner.run(
-                    agent, "What is the weather in Paris?", max_turns=3
-                )
-            ).final_output
-            other = OpenAIChatModel(
+            result = await agents.Runner.run(
+                agent, "What is the weather in Paris?", max_turns=3
+            )
+            assert result.final_output
+            typed_model = OpenAIChatModel(
                 "precise", provider=OpenAIProvider(openai_client=client)
             )
             forced: Any = {
@@ -460,20 +455,19 @@ def test_agents_finish_their_loops(up: Up, no_whitespace: dict[str, float]) -> N
                 "max_tokens": 90,
                 "logit_bias": {**no_whitespace, **no_second_call},
             }
-            typed = pydantic_ai.Agent(other, output_type=Place, model_settings=forced)
+            typed = pydantic_ai.Agent(
+                typed_model, output_type=Place, model_settings=forced
+            )
             return (await typed.run(CAPITAL)).output.city
 
     assert asyncio.run(loops())
-    assert asked
+    assert cities
 
 
 def test_open_webuis_first_message(up: Up) -> None:
-    """As Open WebUI 0.12.4 sent it, but for the descriptions of its tools: the answer streams, as text or as a call."""
-    body = json.loads(
-        (Path(__file__).resolve().parents[1] / "clients/open_webui.json").read_text(
-            "utf-8"
-        )
-    )
+    """The message is as Open WebUI 0.12.4 sent it, but for its tools' descriptions; the answer streams text or a call."""
+    file = Path(__file__).resolve().parents[1] / "clients/open_webui.json"
+    body = json.loads(file.read_text("utf-8"))
     with httpx.stream(
         "POST", f"{up.url}/v1/chat/completions", json=body, timeout=120
     ) as answer:
@@ -486,7 +480,7 @@ def test_open_webuis_first_message(up: Up) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_tools_that_are_only_offered(up: Up, stream: bool) -> None:  # noqa: FBT001
-    """As chat front-ends and agents send them with their first message: engines started here have a parser for them."""
+    """Front-ends and agents offer tools with their first message, and engines started here have a parser for them."""
     for path, body, tool in (
         ("chat/completions", {"messages": QUESTION, "max_tokens": 9}, TOOL),
         (
@@ -501,56 +495,66 @@ def test_tools_that_are_only_offered(up: Up, stream: bool) -> None:  # noqa: FBT
         ),
     ):
         for tier in ("fast", "balanced", "precise"):
-            asked = {"model": tier, "stream": stream, "tools": [tool], **body}
-            answer = httpx.post(f"{up.url}/v1/{path}", json=asked, timeout=120)
+            request = {"model": tier, "stream": stream, "tools": [tool], **body}
+            answer = httpx.post(f"{up.url}/v1/{path}", json=request, timeout=120)
             assert answer.status_code == 200, answer.text
 
 
 def test_the_jdks_client(up: Up) -> None:
     """Java's HttpClient with its defaults: whole and streamed answers, and a body in gzip."""
     client = Path(__file__).resolve().parents[1] / "clients/java/Client.java"
-    done = subprocess.run(
+    process = subprocess.run(
         [_program("java"), str(client), up.url],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    whole, *events, packed = filter(None, done.stdout.splitlines())
-    assert whole.startswith("200 {")
-    assert (events[0].startswith("200 data: {"), events[-1]) == (True, "data: [DONE]")
-    assert json.loads(packed)["choices"] == json.loads(whole[4:])["choices"]
+    assert process.returncode == 0, process.stderr
+    final, *events, packed = filter(None, process.stdout.splitlines())
+    assert final.startswith("200 {")
+    assert events[0].startswith("200 data: {")
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(packed)["choices"] == json.loads(final[4:])["choices"]
 
 
 def test_the_node_sdk(up: Up, tmp_path: Path, no_whitespace: dict[str, float]) -> None:
     """OpenAI's JavaScript SDK: chat, streams, an early end, structure, headers, errors, models."""
-    assert "# pass 7" in _node_tests("openai.test.mjs", up, tmp_path, no_whitespace)
+    assert "# pass 7" in _node_tests(
+        "openai.test.mjs", up, tmp_path, no_whitespace=no_whitespace
+    )
 
 
 def test_vercels_ai_sdk(
     up: Up, tmp_path: Path, no_whitespace: dict[str, float]
 ) -> None:
     """A tool that is required, whole and streamed: the SDK parses its arguments, and finds them valid."""
-    assert "# pass 2" in _node_tests("ai_sdk.test.mjs", up, tmp_path, no_whitespace)
+    assert "# pass 2" in _node_tests(
+        "ai_sdk.test.mjs", up, tmp_path, no_whitespace=no_whitespace
+    )
 
 
 def test_a_tool_call_that_vllm_holds_back(up: Up, engine_keys: dict[str, str]) -> None:
-    """While its parser sends nothing, vLLM tells token ids to who asks. The router asks, and passes none of them on."""
-    engine, key = up.replica("fast")["url"], engine_keys["fast"]
-    asked: Any = {
-        "messages": [{"role": "user", "content": "Weather in Paris?"}], "tools": [TOOL], "tool_choice": "required",
-        "max_tokens": 30, "temperature": 0, "stream": True,
-    }  # fmt: skip
+    """While vLLM's parser holds a call back, vLLM sends token ids if asked. The router asks, and passes none on."""
+    engine = up.replica("fast")["url"]
+    key = engine_keys["fast"]
+    request: Any = {
+        "messages": [{"role": "user", "content": "Weather in Paris?"}],
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "max_tokens": 30,
+        "temperature": 0,
+        "stream": True,
+    }
     silent = re.compile(r'"delta":\{\},"logprobs":null,"finish_reason":null')
     with httpx.Client(
         headers={"authorization": f"Bearer {key}"}, timeout=120, trust_env=False
     ) as client:
         model = client.get(f"{engine}/v1/models").json()["data"][0]["id"]
-        own = {**asked, "model": model, "return_token_ids": True}
+        own = {**request, "model": model, "return_token_ids": True}
         direct = client.post(f"{engine}/v1/chat/completions", json=own).text
         routed = client.post(
-            f"{up.url}/v1/chat/completions", json={**asked, "model": "fast"}
+            f"{up.url}/v1/chat/completions", json={**request, "model": "fast"}
         ).text
     assert silent.search(direct)
     assert "tool_calls" in routed
@@ -563,12 +567,15 @@ def test_thinking_of_a_model_that_does_not_think(
     claude: anthropic.Anthropic,
     stream: bool,  # noqa: FBT001
 ) -> None:
-    """Anthropic's clients ask every model for it: they get an answer without, and a header that says so."""
-    asked: Any = {
-        "model": "fast", "messages": QUESTION, "max_tokens": 1032, "stream": stream,
+    """Anthropic's clients ask every model to think: they get an answer without it, and a header that says so."""
+    request: Any = {
+        "model": "fast",
+        "messages": QUESTION,
+        "max_tokens": 1032,
+        "stream": stream,
         "thinking": {"type": "enabled", "budget_tokens": 1024},
-    }  # fmt: skip
-    raw = claude.messages.with_raw_response.create(**asked, extra_body=GREEDY)
+    }
+    raw = claude.messages.with_raw_response.create(**request, extra_body=GREEDY)
     assert raw.headers["x-qarr-ignored"] == "thinking"
     if stream:
         assert any(event.type == "message_stop" for event in raw.parse())
@@ -588,7 +595,7 @@ def test_vllms_own_load_generator(up: Up) -> None:
         "http://localhost:8080", up.url
     )
     folder = up.tiers()["precise"]["checkpoint"]
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", command],
         env={**os.environ, "MODEL_FOLDER": folder, "HF_HUB_OFFLINE": "1"},
         cwd=ROOT,
@@ -597,11 +604,12 @@ def test_vllms_own_load_generator(up: Up) -> None:
         timeout=400,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert re.search(r"Successful requests:\s+8\b", done.stdout), done.stdout[-2000:]
-    assert re.search(r"Total generated tokens:\s+64\b", done.stdout), done.stdout[
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert re.search(r"Successful requests:\s+8\b", process.stdout), process.stdout[
         -2000:
     ]
+    generated = re.search(r"Total generated tokens:\s+64\b", process.stdout)
+    assert generated, process.stdout[-2000:]
 
 
 def test_the_documents_python(up: Up) -> None:
@@ -610,17 +618,17 @@ def test_the_documents_python(up: Up) -> None:
         block.replace("http://localhost:8080", up.url)
         for block in blocks("python", OPENAI)
     ]
-    each = "import json, sys\nfor code in json.load(sys.stdin): exec(code, {'__name__': '__main__'}); print('\\f')"
-    done = subprocess.run(
-        [sys.executable, "-c", each],
+    run_each = "import json, sys\nfor code in json.load(sys.stdin): exec(code, {'__name__': '__main__'}); print('\\f')"
+    process = subprocess.run(
+        [sys.executable, "-c", run_each],
         input=json.dumps(code),
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    *shown, _ = done.stdout.split("\f")
+    assert process.returncode == 0, process.stderr
+    *shown, _ = process.stdout.split("\f")
     assert len(shown) == len(code) > 6
     examples = list(zip(code, shown, strict=True))
     ((_, listed),) = [example for example in examples if "models.list" in example[0]]
@@ -630,22 +638,22 @@ def test_the_documents_python(up: Up) -> None:
         if "input_schema" in example:
             assert literal_eval(output.strip())["city"] in {"Paris", "Rome"}
         else:
-            check_output(up, example, output, number)
+            check_output(up, example, output, number=number)
 
 
 def test_the_documents_javascript(up: Up) -> None:
     code = blocks("js", OPENAI)[0].replace("http://localhost:8080", up.url)
     script = _node_project() / "document.mjs"
     script.write_text(code)
-    done = subprocess.run(
+    process = subprocess.run(
         [_program("node"), str(script)],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    check_output(up, code, done.stdout)
+    assert process.returncode == 0, process.stderr
+    check_output(up, code, process.stdout)
 
 
 def test_the_documents_commands(up: Up, tmp_path: Path) -> None:
@@ -659,9 +667,8 @@ def test_the_documents_commands(up: Up, tmp_path: Path) -> None:
     ]
     assert len(curls) == 3
     for curl in curls:
-        answer = json.loads(
-            _shell(curl.replace("localhost:8080", up.url.removeprefix("http://")), {})
-        )
+        address = up.url.removeprefix("http://")
+        answer = json.loads(_shell(curl.replace("localhost:8080", address), {}))
         up.scorer(served_by(up)).check_answer(messages_in(curl), text_in(answer))
     keys = _shell(
         blocks("bash", "docs/security.md")[0],
@@ -674,7 +681,7 @@ def _node_tests(
     script: str, up: Up, folder: Path, no_whitespace: dict[str, float]
 ) -> str:
     """Run a file of Node's tests, and return what it reports; they have all passed."""
-    done = subprocess.run(
+    process = subprocess.run(
         [
             _program("node"),
             "--test",
@@ -688,14 +695,12 @@ def _node_tests(
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def _node_project() -> Path:
-    """Return a folder that has the SDK installed, in the cache; made where it is missing."""
-    import hashlib
-
+    """Return a folder in the cache where the SDK is installed, and install it first if it is missing."""
     lock = (NODE / "package-lock.json").read_bytes()
     cache = Path(os.environ.get("QARR_CACHE_DIR") or Path.home() / ".cache/qarr")
     made = cache / "envs" / f"node-clients-{hashlib.sha256(lock).hexdigest()[:16]}"
@@ -716,15 +721,15 @@ def _node_project() -> Path:
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name)
-    assert found, (
+    path = shutil.which(name)
+    assert path, (
         f"{name} is not installed: scripts/setup services, or apt-get install nodejs npm"
     )
-    return found
+    return path
 
 
 def _shell(command: str, env: dict[str, str]) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-ec", command],
         env={**os.environ, **env},
         cwd=ROOT,
@@ -733,5 +738,5 @@ def _shell(command: str, env: dict[str, str]) -> str:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout

@@ -151,7 +151,7 @@ async def test_a_router_measures_itself_and_gives_way(
     """Every tier's speed, then its loss; a request has the engines for itself, and what was judged is kept."""
     quick = {"profile": {"auto": True, "idle_s": 0.5, "latency_s": 4}}
     async with (
-        real_router(up, engine_keys, tmp_path, quick) as (url, fleet),
+        real_router(up, engine_keys, tmp_path, overrides=quick) as (url, fleet),
         httpx.AsyncClient(timeout=300, trust_env=False) as client,
     ):
 

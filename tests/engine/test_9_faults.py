@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.engine.conftest import Up
 
 TEXT = "The capital of France is Paris. It lies on the Seine, in the north of the country, and has two million inhabitants."
-# nats a token: two engines of one checkpoint differ by less, two precisions by more
+# In nats a token, two engines of one checkpoint differ by less, and two precisions by more.
 SAME_ENGINE = 0.05
 
 
@@ -40,9 +40,7 @@ def test_a_killed_engine_and_a_hung_one_come_back(up: Up) -> None:
     assert up.replica("balanced")["detail"].startswith(
         "restart 1 after: exited with status 137"
     )
-    assert not [
-        p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
-    ]
+    assert not _running(below)
     answer = up.generate(tier="balanced")
     assert answer.status_code == 200
     assert answer.headers["x-qarr-tier"] == "precise"
@@ -50,9 +48,9 @@ def test_a_killed_engine_and_a_hung_one_come_back(up: Up) -> None:
     assert up.generate(prompt="hi").headers["x-qarr-tier"] == "fast"
     fast = psutil.Process(up.replica("fast")["pid"])
     core = next(
-        p
-        for p in fast.children(recursive=True)
-        if "EngineCore" in " ".join(p.cmdline())
+        child
+        for child in fast.children(recursive=True)
+        if "EngineCore" in " ".join(child.cmdline())
     )
     core.send_signal(signal.SIGSTOP)
     answers: list[httpx.Response] = []
@@ -73,26 +71,23 @@ def test_a_killed_engine_and_a_hung_one_come_back(up: Up) -> None:
 
 
 def _shown_everywhere(up: Up, answer: httpx.Response) -> None:
-    """The record, the trace, the metrics and the live picture tell of the attempt that failed and of the engine's state."""
+    """Check that record, trace, metrics and live picture show the attempt that failed and the engine's state."""
     records = httpx.get(f"{up.url}/requests", trust_env=False).json()["requests"]
-    record = next(
-        r for r in records if r["request_id"] == answer.headers["x-request-id"]
-    )
-    assert (record["tier"], record["served_by"], record["outcome"]) == (
-        "fast",
-        answer.headers["x-qarr-tier"],
-        "ok",
-    )
+    request_id = answer.headers["x-request-id"]
+    record = next(row for row in records if row["request_id"] == request_id)
+    assert record["tier"] == "fast"
+    assert record["served_by"] == answer.headers["x-qarr-tier"]
+    assert record["outcome"] == "ok"
     assert record["attempts_failed"] == 1
     trace = httpx.get(f"{up.url}/traces/{record['trace_id']}", trust_env=False).json()
     events = [event["name"] for event in trace["spans"][0]["events"]]
     assert "qarr.attempt_failed" in events
     attempts = [span for span in trace["spans"] if span["kind"] == "client"]
-    assert [span["attributes"]["qarr.tier"] for span in attempts] == [
-        "fast",
-        record["served_by"],
-    ]
-    assert [bool(span["error"]) for span in attempts] == [True, False]
+    failed, served = attempts
+    assert failed["attributes"]["qarr.tier"] == "fast"
+    assert failed["error"]
+    assert served["attributes"]["qarr.tier"] == record["served_by"]
+    assert not served["error"]
     page = httpx.get(f"{up.url}/metrics", trust_env=False).text
     assert 'qarr_engine_restarts_total{tier="fast"} 1.0' in page
     assert 'qarr_tier_ready_replicas{tier="fast"} 0.0' in page
@@ -117,11 +112,8 @@ def test_an_engine_is_recycled_under_load(up: Up) -> None:
 
     def ask() -> None:
         while not done.is_set():
-            statuses.append(
-                up.generate(
-                    tier="fast", tier_policy="require", max_tokens=4
-                ).status_code
-            )
+            answer = up.generate(tier="fast", tier_policy="require", max_tokens=4)
+            statuses.append(answer.status_code)
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -138,17 +130,18 @@ def test_an_engine_is_recycled_under_load(up: Up) -> None:
     (serving,) = up.tiers()["fast"]["replicas"]
     assert serving["id"] != "fast-0"
     (record,) = read_canary(up.profiles / "canary.json").records
-    assert (record.tier, record.is_accepted) == (TierName.FAST, True)
+    assert record.tier == TierName.FAST
+    assert record.is_accepted is True
     differences = [
         abs(new - old)
         for new, old in zip(_likelihoods(up, "fast"), before, strict=True)
     ]
-    others = [
-        abs(other - old)
-        for other, old in zip(of_another_precision, before, strict=True)
+    between_precisions = [
+        abs(precise - fast)
+        for precise, fast in zip(of_another_precision, before, strict=True)
     ]
     assert mean(differences) < SAME_ENGINE
-    assert mean(others) > SAME_ENGINE
+    assert mean(between_precisions) > SAME_ENGINE
 
 
 def _likelihoods(up: Up, tier: str) -> list[float]:
@@ -162,10 +155,13 @@ def test_drain_and_resume(up: Up) -> None:
     assert up.operate("drain", "precise").returncode == 0
     answer = up.generate(tier="precise")
     assert "hint precise not taken: is draining" in answer.headers["x-qarr-reason"]
-    assert (
-        up.operate("resume", "precise").stdout == "precise-0: resume done, is ready\n"
-    )
+    resumed = up.operate("resume", "precise")
+    assert resumed.stdout == "precise-0: resume done, is ready\n"
     assert up.generate(tier="precise").headers["x-qarr-tier"] == "precise"
+
+
+def pids_by_tier(up: Up) -> dict[str, int]:
+    return {name: tier["replicas"][0]["pid"] for name, tier in up.tiers().items()}
 
 
 def test_settings_reload_while_engines_go_on(up: Up) -> None:
@@ -182,8 +178,8 @@ def test_settings_reload_while_engines_go_on(up: Up) -> None:
         answer = httpx.post(
             f"{up.url}/generate", json=body, timeout=300, trust_env=False
         ).raise_for_status()
-        found: int = answer.json()["usage"]["completion_tokens"]
-        return found
+        count: int = answer.json()["usage"]["completion_tokens"]
+        return count
 
     def reload() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -194,12 +190,12 @@ def test_settings_reload_while_engines_go_on(up: Up) -> None:
             timeout=60,
         )
 
-    pids = {name: tier["replicas"][0]["pid"] for name, tier in up.tiers().items()}
+    pids = pids_by_tier(up)
     up.settings.write_text("[limits]\ndefault_max_tokens = 5\n")
-    assert (
-        reload().stdout
-        == "limits.default_max_tokens: 256 -> 5\nsettings reloaded: 1 changed\n"
-    )
+    assert reload().stdout.splitlines(keepends=True) == [
+        "limits.default_max_tokens: 256 -> 5\n",
+        "settings reloaded: 1 changed\n",
+    ]
     assert tokens() == 5
     up.settings.write_text(
         "[limits]\ndefault_max_tokens = 6\n[tiers.fast]\nmax_num_seqs = 3\n"
@@ -211,9 +207,7 @@ def test_settings_reload_while_engines_go_on(up: Up) -> None:
     up.settings.write_text("[limits]\ndefault_max_tokens = 7\n")
     up.process.send_signal(signal.SIGHUP)
     _until(lambda: tokens() == 7)
-    assert {
-        name: tier["replicas"][0]["pid"] for name, tier in up.tiers().items()
-    } == pids
+    assert pids_by_tier(up) == pids
 
 
 def test_killed_supervisor_leaves_no_engine(up: Up) -> None:
@@ -221,21 +215,21 @@ def test_killed_supervisor_leaves_no_engine(up: Up) -> None:
     everything = psutil.Process(up.process.pid if up.process else None).children(
         recursive=True
     )
-    # guards and engines, and below them the engines' own processes
+    # There are guards and engines, and below them the engines' own processes.
     assert len(everything) >= 6
-    logs = {Path(p.cwd()) for p in everything if p.is_running()}
+    logs = {Path(process.cwd()) for process in everything if process.is_running()}
     assert logs
     up.process.kill()
     up.process.wait(60)
-    _until(
-        lambda: (
-            not [
-                p
-                for p in everything
-                if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
-            ]
-        )
-    )
+    _until(lambda: not _running(everything))
+
+
+def _running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def _until(condition: object, limit_s: float = 20) -> None:

@@ -1,6 +1,6 @@
 """The checkpoints that the tests' engines serve: the model's own, or those of a twin.
 
-On another processor near-ties fall otherwise, and no test may depend on how they fall. A twin of the model (see
+On another processor near-ties are decided differently, and no test may depend on them. A twin of the model (see
 ``scripts/make_twin.py``) shows that on this processor. ``QARR_TEST_TWIN`` chooses it: a seed, ``day`` for the number of days
 since 1970, so that each day's run has another model, or ``0``, the default, for the model itself.
 """
@@ -27,7 +27,7 @@ from tiers.spec import STANDARD_TIERS
 STORE_VARIABLE = "QARR_MODEL__STORE"
 SEED_VARIABLE = "QARR_TEST_TWIN"
 DAY_S = 86_400
-# folders of a store for base models, which a twin shares with the model
+# A twin shares these folders of a store, which are for base models, with the model.
 SOURCES = ("gguf", "hub")
 
 
@@ -55,7 +55,7 @@ def model_store() -> Path:
     if TWIN_SEED == 0:
         return OWN_STORE
     OWN_STORE.parent.mkdir(parents=True, exist_ok=True)
-    # /tmp may be memory, and not large enough
+    # /tmp may be in memory, and not large enough.
     folder = Path(tempfile.mkdtemp(prefix="twin-", dir=OWN_STORE.parent))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     _fill(folder)
@@ -75,14 +75,9 @@ def _fill(folder: Path) -> None:
         )
     for checkpoint in finished(options):
         twin = folder / checkpoint.path.relative_to(OWN_STORE)
-        command = [
-            sys.executable,
-            PROJECT / "scripts/make_twin.py",
-            checkpoint.path,
-            twin,
-            "--keep-manifest",
-        ]
-        subprocess.run([*command, "--seed", str(TWIN_SEED)], check=True, timeout=300)
+        command = [sys.executable, PROJECT / "scripts/make_twin.py"]
+        command += [checkpoint.path, twin, "--keep-manifest", "--seed", str(TWIN_SEED)]
+        subprocess.run(command, check=True, timeout=300)
     for name in SOURCES:
         if (OWN_STORE / name).is_dir():
             (folder / name).symlink_to(OWN_STORE / name)

@@ -27,7 +27,7 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-if not __package__:  # started as a program, from any folder
+if not __package__:  # The module was started as a program, from any folder.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
@@ -42,12 +42,12 @@ from tiers.simulated.surface import Surface
 
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6
-LOGPROB = -0.1  # of each piece
-PIECE = 1000  # id of an answer's first piece
+LOGPROB = -0.1  # Each piece has this log-probability.
+PIECE = 1000  # An answer's first piece has this token id.
 BROKEN_CHARACTER = "\ufffd"
 ERROR_CHUNK = b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
 FINGERPRINT = "fake-1"
-# in what a supervisor measures speed with
+# A supervisor measures speed with prompts that contain one of these.
 SPEED_PROMPTS = ("Water boils at", "The lighthouse keeper wrote")
 
 
@@ -56,52 +56,54 @@ class Behaviour:
     """How the fake behaves; change it between requests.
 
     Attributes:
-        answer: Pieces of every answer, one a token; bytes may begin or end within a character.
-        special: Pieces, by number, that are special tokens: answers leave them out, /detokenize shows them.
-        group: Pieces that come in one event.
+        answer: The pieces of every answer, one a token; bytes may begin or end within a character.
+        special: Numbers of pieces that are special tokens: answers leave them out, /detokenize shows them.
+        group: How many pieces come in one event.
         thinks: Whether its model shows its reasoning; vLLM refuses a bound on that of others.
-        held_from: Piece from which on nothing is sent before the last one, as a parser holds a tool call back; None: none.
+        held_from: From this piece on nothing is sent before the last one, as a parser holds a tool call back.
         counts: Whether /metrics has a count of generated tokens.
-        late: Characters of a chat's text that come only with the next piece, as a parser in the engine may hold them.
-        reasoning: Of how many pieces a chat's answer says that they are the model's reasoning.
-        delay_s: Before the first piece, and between pieces.
-        first_delay_s: Before the first piece, more than that.
-        status: HTTP status of generations.
+        late: So many characters of a chat's text come only with the next piece, as a parser may hold them back.
+        reasoning: So many pieces of a chat's answer are the model's reasoning.
+        delay_s: The delay before each piece.
+        first_delay_s: A further delay before the first piece.
+        status: The HTTP status of generations.
         scores: Whether it scores tokens, rather than answering with 500.
-        error: Body of a generation that is not 200.
+        error: The error's message of a generation that is not 200.
         break_after: Close the connection after that many pieces, without an end.
         break_at: Close the connection after that many events, of whatever kind, without an end.
-        once: Do so a single time.
+        once: Break only a single time.
         stall_after: Send nothing more after that many pieces.
         error_after: Send an error chunk after that many pieces.
-        error_with: Send an error chunk in the same bytes as that many pieces' last one.
-        nonsense_with: Send what is no chunk in the same bytes as that many pieces' last one, and go on.
-        nonsense: What every generation answers with instead, and 200.
-        start_errors: What the next starts of a process say before they end, one each.
-        tells_ids: Whether generations tell their tokens, and those of a prompt, to those who ask.
-        told: What /detokenize answers with instead; None: the text.
+        error_with: Send an error chunk in the same bytes as the last of that many pieces.
+        nonsense_with: Send garbage in the same bytes as the last of that many pieces, and go on.
+        nonsense: The body that every generation answers with instead, with status 200.
+        start_errors: The errors that the next starts of a process end with, one each.
+        tells_ids: Whether generations tell their token ids, and a prompt's, to requests that ask for them.
+        told: The body that /detokenize answers with instead of the text.
         detokenizes: Whether /detokenize answers at all, rather than with 500.
         pings: Send a comment in the same bytes as each piece, before it.
-        header: A further header of every stream.
+        header: The value of a further header of every stream.
         alive: Whether /health and /metrics answer 200.
         priorities: Whether requests may have a priority; vLLM without priority scheduling refuses those that do.
-        rank: Of each token that the fake is asked to score: 1 agrees, above it does not.
-        vocabulary: Changes every token id: another tokenizer.
-        first_id: Of the answer's token ids, which changes log-probabilities too: other weights.
-        exit_after_s: End the process, with status 7, so long after its start; None: stay.
-        root: Folder or id of the model that it says it was started with; None: the served name.
-        prompt_tokens: That it says every prompt has.
-        cached_tokens: Of those, found in its prefix cache, as it says; None: it does not say.
-        cache_queries: Tokens that it says it looked up in its prefix cache; ``cache_hits``: those that it found.
-        kv_cache_usage: That it reports, 0 to 1.
-        hung: Paths whose requests are taken and never answered.
-        held: Requests that are held so now.
-        instead: What it answers on some paths instead, with status 200, by path.
-        heads: Of the last request to each path.
-        running: Requests that are computed now; ``callers``: those for streams of callers, of the ids that these need.
-        adapters: Its LoRA adapters: folders by name.
-        loads: Whether it loads them while it runs.
-        measurements: Requests of a supervisor that measures speed; they are not among ``requests``.
+        rank: The rank of each token that it is asked to score: with 1 it agrees.
+        vocabulary: An offset of every token id, as of another tokenizer.
+        first_id: The first of the answer's token ids; it changes log-probabilities too, as other weights would.
+        exit_after_s: End the process with status 7 so long after its start.
+        root: The folder or id of the model that it says it was started with; by default the served name.
+        prompt_tokens: The number of tokens that it reports for every prompt.
+        cached_tokens: How many of these it reports to be in its prefix cache; with None it reports nothing.
+        cache_queries: The tokens that it reports to have looked up in its prefix cache.
+        cache_hits: The tokens that it reports to have found there.
+        kv_cache_usage: The usage that it reports, from 0 to 1.
+        hung: The paths whose requests are taken and never answered.
+        held: How many requests hang now.
+        instead: The bodies that some paths answer with instead, with status 200.
+        heads: The headers of the last request to each path.
+        running: How many requests are computed now.
+        callers: How many of these are streams of callers that asked for token ids.
+        adapters: The folders of its LoRA adapters, by name.
+        loads: Whether it loads adapters while it runs.
+        measurements: How many requests measured its speed; they are not among ``requests``.
     """
 
     answer: tuple[str | bytes, ...] = ANSWER
@@ -162,25 +164,25 @@ class Behaviour:
 
 @dataclass(frozen=True, slots=True)
 class _Faulty:
-    """An application with the faults by path of a behaviour."""
+    """An application in front of which a behaviour's faults by path stand."""
 
     behaviour: Behaviour
     app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        b, path = self.behaviour, scope.get("path", "")
-        b.heads[path] = {
+        behaviour = self.behaviour
+        path = scope.get("path", "")
+        behaviour.heads[path] = {
             name.decode(): value.decode() for name, value in scope.get("headers", ())
         }
-        if path in b.hung:
-            b.held += 1
+        if path in behaviour.hung:
+            behaviour.held += 1
             while (await receive())["type"] != "http.disconnect":
                 pass
-            b.held -= 1
-        elif path in b.instead:
-            await Response(b.instead[path], media_type="application/json")(
-                scope, receive, send
-            )
+            behaviour.held -= 1
+        elif path in behaviour.instead:
+            response = Response(behaviour.instead[path], media_type="application/json")
+            await response(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -190,54 +192,55 @@ class Detokenizer:
 
     Args:
         body: The request, which has the stop strings.
-        prompt: What was there before; where it ends within a character vLLM repeats all of it.
+        prompt: The bytes before the answer; if they end within a character, vLLM repeats all of them.
 
     Attributes:
-        held_back: Characters that do not go out before the end, for they may begin a stop string.
-        stopped: The stop string that ended the answer; None: none has.
+        held_back: So many characters do not go out before the end, because they may begin a stop string.
+        stopped: The stop string that ended the answer.
     """
 
     def __init__(self, body: dict[str, Any], prompt: bytes = b"") -> None:
         stop = body.get("stop") or []
         self._stops: list[str] = [stop] if isinstance(stop, str) else stop
         self._include = bool(body.get("include_stop_str_in_output"))
-        self._least = int(body.get("min_tokens") or 0)
-        self.held_back = (
-            0 if self._include else max(map(len, self._stops), default=1) - 1
-        )
-        self._pending = (
-            prompt
-            if prompt.decode("utf-8", "replace").endswith(BROKEN_CHARACTER)
-            else b""
-        )
-        self._text, self._sent, self._tokens = "", 0, 0
+        self._min_tokens = int(body.get("min_tokens") or 0)
+        longest = max(map(len, self._stops), default=1)
+        self.held_back = 0 if self._include else longest - 1
+        ends_within = prompt.decode("utf-8", "replace").endswith(BROKEN_CHARACTER)
+        self._pending = prompt if ends_within else b""
+        self._text = ""
+        self._sent = 0
+        self._tokens = 0
         self.stopped: str | None = None
 
     def take(self, token: bytes) -> None:
+        """Append a token, and look for stop strings in the text that it completes."""
         self._tokens += 1
         self._pending += token
         new = self._pending.decode("utf-8", "replace")
         if not new or new.endswith(BROKEN_CHARACTER):
             return
         searched = len(self._text)
-        self._pending, self._text = b"", self._text + new
-        if self._tokens <= self._least:
+        self._pending = b""
+        self._text = self._text + new
+        if self._tokens <= self._min_tokens:
             return
-        found = [
-            (at + len(stop), number, at)
-            for number, stop in enumerate(self._stops)
-            if (at := self._text.find(stop, max(searched + 1 - len(stop), 0))) >= 0
-        ]
-        if found:
-            end, number, start = min(found)
-            self.stopped, self._text = (
-                self._stops[number],
-                self._text[: end if self._include else start],
-            )
+        matches = []
+        for number, stop in enumerate(self._stops):
+            start = self._text.find(stop, max(searched + 1 - len(stop), 0))
+            if start >= 0:
+                matches.append((start + len(stop), number, start))
+        if matches:
+            # The stop string that ends first counts, and among those the first in the list.
+            end, number, start = min(matches)
+            self.stopped = self._stops[number]
+            self._text = self._text[: end if self._include else start]
 
     def more(self, *, finished: bool) -> str:
+        """Return the text that may go out now and has not yet."""
         end = len(self._text) - (0 if finished else self.held_back)
-        start, self._sent = self._sent, max(end, self._sent)
+        start = self._sent
+        self._sent = max(end, self._sent)
         return self._text[start : self._sent]
 
 
@@ -293,9 +296,9 @@ class FakeEngine(Surface):
         )
 
     async def _models(self, _request: Request) -> Response:
-        b = self.behaviour
-        root = self._model if b.root is None else b.root
-        card = self._card(root, b.max_model_len)
+        behaviour = self.behaviour
+        root = self._model if behaviour.root is None else behaviour.root
+        card = self._card(root, behaviour.max_model_len)
         others = [
             {
                 **card,
@@ -304,7 +307,7 @@ class FakeEngine(Surface):
                 "parent": self._model,
                 "max_model_len": None,
             }
-            for name, path in b.adapters.items()
+            for name, path in behaviour.adapters.items()
         ]
         return JSONResponse({"object": "list", "data": [card, *others]})
 
@@ -313,30 +316,14 @@ class FakeEngine(Surface):
             return JSONResponse({"detail": "Not Found"}, 404)
         body = await request.json()
         if "nowhere" in body["lora_path"]:
-            return JSONResponse(
-                {
-                    "error": {
-                        "message": f"No adapter found for {body['lora_path']}",
-                        "code": 404,
-                    }
-                },
-                404,
-            )
+            return _error(f"No adapter found for {body['lora_path']}", 404)
         self.behaviour.adapters[body["lora_name"]] = body["lora_path"]
         return PlainTextResponse("Success")
 
     async def _unload(self, request: Request) -> Response:
         name = (await request.json())["lora_name"]
         if name not in self.behaviour.adapters:
-            return JSONResponse(
-                {
-                    "error": {
-                        "message": f"The lora adapter '{name}' cannot be found.",
-                        "code": 404,
-                    }
-                },
-                404,
-            )
+            return _error(f"The lora adapter '{name}' cannot be found.", 404)
         del self.behaviour.adapters[name]
         return PlainTextResponse("Success")
 
@@ -344,9 +331,10 @@ class FakeEngine(Surface):
         try:
             body = await request.json()
             if "messages" in body:
-                tokens = [
-                    n for m in body["messages"] for n in self._ids(m["content"])
-                ] + [1] * TEMPLATE_TOKENS
+                tokens = []
+                for message in body["messages"]:
+                    tokens += self._ids(message["content"])
+                tokens += [1] * TEMPLATE_TOKENS
             else:
                 tokens = self._ids(body["prompt"])
         except (
@@ -367,9 +355,9 @@ class FakeEngine(Surface):
         )
 
     async def _detokenize(self, request: Request) -> Response:
-        b = self.behaviour
-        if not b.detokenizes:
-            return JSONResponse({"error": {"message": b.error, "code": 500}}, 500)
+        behaviour = self.behaviour
+        if not behaviour.detokenizes:
+            return _error(behaviour.error, 500)
         try:
             body = await request.json()
             text = b"".join(map(self._shown, body["tokens"])).decode("utf-8", "replace")
@@ -382,25 +370,25 @@ class FakeEngine(Surface):
         ) as error:
             return _refused(str(error))
         return JSONResponse(
-            {"prompt": text.removeprefix(" ")} if b.told is None else b.told
+            {"prompt": text.removeprefix(" ")}
+            if behaviour.told is None
+            else behaviour.told
         )
 
     async def _embed(self, request: Request) -> Response:
         try:
-            given = (await request.json())["input"]
-            inputs = (
-                given
-                if isinstance(given, list)
-                and not all(isinstance(one, int) for one in given)
-                else [given]
-            )
-            if not all(isinstance(one, str | list) and one for one in inputs):
+            inputs = (await request.json())["input"]
+            if not isinstance(inputs, list) or all(
+                isinstance(token, int) for token in inputs
+            ):
+                inputs = [inputs]
+            if not all(isinstance(text, str | list) and text for text in inputs):
                 return _refused("input is neither text nor token ids")
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             return _refused(str(error))
         vectors = [
-            {"object": "embedding", "index": n, "embedding": [0.5]}
-            for n in range(len(inputs))
+            {"object": "embedding", "index": index, "embedding": [0.5]}
+            for index in range(len(inputs))
         ]
         return JSONResponse(
             {
@@ -411,13 +399,12 @@ class FakeEngine(Surface):
         )
 
     def _shown(self, token: int) -> bytes:
-        """Return a token's bytes: the answer's pieces have ids of their own, of other words only the length is known."""
+        """Return a token's bytes. The answer's pieces have ids of their own; of other words only the length is known."""
         if token < PIECE:
             return b" " + b"x" * min(token, 99)
+        number = token - PIECE
         return (
-            b"<|special|>"
-            if token - PIECE in self.behaviour.special
-            else self._bytes(token - PIECE)
+            b"<|special|>" if number in self.behaviour.special else self._bytes(number)
         )
 
     def _bytes(self, number: int) -> bytes:
@@ -435,74 +422,76 @@ class FakeEngine(Surface):
             streamed = _check(body, thinks=self.behaviour.thinks)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return _refused(str(error))
-        b = self.behaviour
+        behaviour = self.behaviour
         if _measures_speed(body):
-            b.measurements += 1
+            behaviour.measurements += 1
         else:
-            b.requests.append(body)
-            b.raw.append(await request.body())
-            b.headers.append(dict(request.headers))
-        if body.get("priority") and not b.priorities:
-            return JSONResponse(
-                {
-                    "error": {
-                        "message": "priority scheduling is not enabled",
-                        "code": 400,
-                    }
-                },
-                400,
-            )
-        status = b.status if b.scores or body.get("prompt_logprobs") is None else 500
+            behaviour.requests.append(body)
+            behaviour.raw.append(await request.body())
+            behaviour.headers.append(dict(request.headers))
+        if body.get("priority") and not behaviour.priorities:
+            return _error("priority scheduling is not enabled", 400)
+        status = (
+            behaviour.status
+            if behaviour.scores or body.get("prompt_logprobs") is None
+            else 500
+        )
         if status != 200:
             error = {
-                "message": b.error,
+                "message": behaviour.error,
                 "type": "BadRequestError",
                 "param": None,
                 "code": status,
             }
             return JSONResponse({"error": error}, status)
-        chat, script = (
-            request.url.path.endswith("/chat/completions"),
-            SCRIPTS.get(request.url.path),
-        )
-        if b.nonsense:
-            return Response(
-                b.nonsense,
-                200,
-                media_type="text/event-stream" if streamed else "application/json",
-            )
-        named = script(self._model, b.prompt_tokens) if script is not None else None
+        if behaviour.nonsense:
+            media_type = "text/event-stream" if streamed else "application/json"
+            return Response(behaviour.nonsense, 200, media_type=media_type)
         if not streamed:
-            whole = (
-                self._whole_named(body, named)
-                if named
-                else self._whole(body, chat=chat)
-            )
-            return await self._unless_disconnected(request, whole)
-        more = {"x-more": b.header} if b.header else {}
-        events = (
-            self._named_events(body, named) if named else self._events(body, chat=chat)
-        )
+            return await self._unless_disconnected(request, self._answer(request, body))
+        return self._streamed_answer(request, body)
+
+    async def _answer(self, request: Request, body: dict[str, Any]) -> Response:
+        """Return an answer that is not streamed, in the form of the request's endpoint."""
+        path = request.url.path
+        if path in SCRIPTS:
+            script = SCRIPTS[path](self._model, self.behaviour.prompt_tokens)
+            return await self._whole_named(body, script)
+        return await self._whole(body, chat=path.endswith("/chat/completions"))
+
+    def _streamed_answer(self, request: Request, body: dict[str, Any]) -> Response:
+        """Return a streamed answer, in the form of the request's endpoint."""
+        behaviour = self.behaviour
+        path = request.url.path
+        if path in SCRIPTS:
+            script = SCRIPTS[path](self._model, behaviour.prompt_tokens)
+            events = self._named_events(body, script)
+        else:
+            events = self._events(body, chat=path.endswith("/chat/completions"))
         return StreamingResponse(
-            self._stream(events), 200, more, "text/event-stream; charset=utf-8"
+            self._stream(events),
+            headers={"x-more": behaviour.header} if behaviour.header else {},
+            media_type="text/event-stream; charset=utf-8",
         )
 
     async def _compute(self, number: int, body: dict[str, Any]) -> None:
-        """Take the time of one piece, or fail there; what fails once is a caller's."""
-        b = self.behaviour
-        await asyncio.sleep(b.delay_s)
-        if number == b.break_after and not (b.once and _measures_speed(body)):
-            if b.once:
-                b.break_after = None
+        """Take the time of one piece, or fail there; a single failure hits a caller, not a measurement."""
+        behaviour = self.behaviour
+        await asyncio.sleep(behaviour.delay_s)
+        if number == behaviour.break_after and not (
+            behaviour.once and _measures_speed(body)
+        ):
+            if behaviour.once:
+                behaviour.break_after = None
             raise ConnectionResetError
-        if number == b.stall_after:
+        if number == behaviour.stall_after:
             await asyncio.sleep(3600)
 
     async def _whole(self, body: dict[str, Any], *, chat: bool) -> Response:
-        b = self.behaviour
-        b.running += 1
+        behaviour = self.behaviour
+        behaviour.running += 1
         try:
-            pieces = b.answer[: self._most(body, chat=chat)]
+            pieces = behaviour.answer[: self._most(body, chat=chat)]
             written = Detokenizer(body)
             for number, _ in enumerate(pieces):
                 await self._compute(number, body)
@@ -511,97 +500,86 @@ class FakeEngine(Surface):
                     pieces = pieces[: number + 1]
                     break
             text = written.more(finished=True)
-            reason = (
-                "length"
-                if written.stopped is None
-                and len(pieces) == self._most(body, chat=chat)
-                else "stop"
-            )
-            part = (
-                {"message": {"role": "assistant", "content": text}}
-                if chat
-                else {"text": text}
-            )
-            several = isinstance(body.get("prompt"), list) and isinstance(
-                body["prompt"][0], str
-            )
-            numbers = range(len(body["prompt"]) if several else 1)
+            is_cut = len(pieces) == self._most(body, chat=chat)
+            reason = "length" if written.stopped is None and is_cut else "stop"
+            part: dict[str, Any] = {"text": text}
+            if chat:
+                part = {"message": {"role": "assistant", "content": text}}
             scores = self._scores(body, len(pieces), chat=chat)
             choices = [
-                {"index": n, **part, "finish_reason": reason, **scores} for n in numbers
+                {"index": index, **part, "finish_reason": reason, **scores}
+                for index in range(_prompts_in(body))
             ]
-            rest: dict[str, Any] = {
+            members: dict[str, Any] = {
+                "choices": choices,
                 "usage": self._usage(len(pieces)),
                 "system_fingerprint": FINGERPRINT,
             }
             if body.get("return_token_ids"):
-                rest["prompt_token_ids"] = [1, 2, 3]
-            answer = JSONResponse(
-                self._fields(
-                    {"choices": choices, **rest},
-                    "chat.completion" if chat else "text_completion",
-                )
-            )
-            b.sent.append(bytes(answer.body))
+                members["prompt_token_ids"] = [1, 2, 3]
+            kind = "chat.completion" if chat else "text_completion"
+            answer = JSONResponse(self._fields(members, kind))
+            behaviour.sent.append(bytes(answer.body))
             return answer
         finally:
-            b.running -= 1
+            behaviour.running -= 1
 
     async def _whole_named(self, body: dict[str, Any], script: Script) -> Response:
-        b = self.behaviour
-        b.running += 1
+        behaviour = self.behaviour
+        behaviour.running += 1
         try:
-            most = int(body.get(script.limit) or b.max_model_len)
-            pieces = b.answer[:most]
+            limit = int(body.get(script.limit) or behaviour.max_model_len)
+            pieces = behaviour.answer[:limit]
             for number, _ in enumerate(pieces):
                 await self._compute(number, body)
             text = "".join(
                 self._bytes(number).decode() for number, _ in enumerate(pieces)
             )
             answer = JSONResponse(
-                script.whole(text, self._usage(len(pieces)), cut=len(pieces) == most)
+                script.whole(text, self._usage(len(pieces)), cut=len(pieces) == limit)
             )
-            b.sent.append(bytes(answer.body))
+            behaviour.sent.append(bytes(answer.body))
             return answer
         finally:
-            b.running -= 1
+            behaviour.running -= 1
 
     async def _named_events(
         self, body: dict[str, Any], script: Script
     ) -> AsyncGenerator[bytes, None]:
-        b = self.behaviour
-        b.running += 1
+        behaviour = self.behaviour
+        behaviour.running += 1
         try:
-            most = int(body.get(script.limit) or b.max_model_len)
-            pieces = b.answer[:most]
+            limit = int(body.get(script.limit) or behaviour.max_model_len)
+            pieces = behaviour.answer[:limit]
             held = ""
             for event in script.begin():
                 yield event
             for number, _ in enumerate(pieces):
                 await self._compute(number, body)
-                if number == b.error_after:
+                if number == behaviour.error_after:
                     yield named_event(NAMED_ERROR)
                     return
-                b.tokens += 1
+                behaviour.tokens += 1
                 held += self._bytes(number).decode()
                 if (
-                    b.held_from is None
-                    or number < b.held_from
+                    behaviour.held_from is None
+                    or number < behaviour.held_from
                     or number + 1 == len(pieces)
                 ):
-                    yield (b": ping\n\n" if b.pings else b"") + script.piece(held)
+                    ping = b": ping\n\n" if behaviour.pings else b""
+                    yield ping + script.piece(held)
                     held = ""
-            if b.break_after == len(pieces):
+            if behaviour.break_after == len(pieces):
                 raise ConnectionResetError
             text = "".join(
                 self._bytes(number).decode() for number, _ in enumerate(pieces)
             )
             for event in script.end(
-                text, self._usage(len(pieces)), cut=len(pieces) == most
+                text, self._usage(len(pieces)), cut=len(pieces) == limit
             ):
                 yield event
         finally:
-            b.running -= 1
+            behaviour.running -= 1
 
     async def _count_tokens(self, request: Request) -> Response:
         try:
@@ -627,99 +605,114 @@ class FakeEngine(Surface):
     async def _stream(
         self, answer: AsyncGenerator[bytes, None]
     ) -> AsyncIterator[bytes]:
-        b = self.behaviour
+        behaviour = self.behaviour
         sent = 0
         async with aclosing(answer) as events:
             async for event in events:
-                if sent == b.break_at:
-                    if b.once:
-                        b.break_at = None
+                if sent == behaviour.break_at:
+                    if behaviour.once:
+                        behaviour.break_at = None
                     raise ConnectionResetError
                 yield event
                 sent += 1
 
-    async def _events(  # noqa: C901, PLR0915  a branch a fault
+    async def _events(  # noqa: C901, PLR0915  Each fault has a branch.
         self, body: dict[str, Any], *, chat: bool
     ) -> AsyncGenerator[bytes, None]:
-        b, prompt = self.behaviour, _ids_of(body)
-        b.running += 1
+        behaviour = self.behaviour
+        prompt = _ids_of(body)
+        behaviour.running += 1
         computing = True
         counted = bool((body.get("stream_options") or {}).get("include_usage"))
-        # on the last chunk, whichever that is
+        # The last chunk has this member, whichever chunk that is.
         last = {"system_fingerprint": FINGERPRINT}
-        wanted = bool(body.get("return_token_ids")) and b.tells_ids
-        b.callers += wanted
+        wants_ids = bool(body.get("return_token_ids")) and behaviour.tells_ids
+        behaviour.callers += wants_ids
         try:
             if chat:
-                first = {"prompt_token_ids": prompt if wanted else None}
+                first = {"prompt_token_ids": prompt if wants_ids else None}
                 yield self._chunk(
                     {"role": "assistant", "content": ""}, None, chat=True, **first
                 )
             done = self._done(body)
-            pieces = b.answer[done : done + self._most(body, chat=chat)]
-            written, ids, number = (
-                Detokenizer(body, b"".join(map(self._bytes, range(done)))),
-                list[int](),
-                done - 1,
-            )
+            pieces = behaviour.answer[done : done + self._most(body, chat=chat)]
+            written = Detokenizer(body, b"".join(map(self._bytes, range(done))))
+            ids = list[int]()
+            number = done - 1
             late = ""
-            if b.first_delay_s:
-                await asyncio.sleep(b.first_delay_s)
+            if behaviour.first_delay_s:
+                await asyncio.sleep(behaviour.first_delay_s)
             for number in range(done, done + len(pieces)):
                 await self._compute(number, body)
-                if number == b.error_after:
+                if number == behaviour.error_after:
                     yield ERROR_CHUNK
                     return
-                b.tokens += 1
+                behaviour.tokens += 1
                 written.take(self._bytes(number))
                 ids.append(PIECE + number)
                 last_piece = number + 1 == done + len(pieces)
                 if written.stopped is not None or (last_piece and written.held_back):
                     break
-                if len(ids) < b.group and not last_piece:
+                if len(ids) < behaviour.group and not last_piece:
                     continue
                 if (
                     chat
-                    and b.held_from is not None
-                    and number >= b.held_from
+                    and behaviour.held_from is not None
+                    and number >= behaviour.held_from
                     and not last_piece
                 ):
-                    if wanted:  # as vLLM: without ids there is no event at all
+                    # Like vLLM, it sends no event at all if no ids are asked for.
+                    if wants_ids:
                         yield self._chunk({}, None, chat=chat, ids=ids)
                     ids = []
                     continue
                 text = late + written.more(finished=False)
-                late = text[max(len(text) - b.late, 0) :] if chat and b.late else ""
+                late = (
+                    text[max(len(text) - behaviour.late, 0) :]
+                    if chat and behaviour.late
+                    else ""
+                )
                 text = text.removesuffix(late)
                 delta = (
                     {"reasoning": text}
-                    if chat and number < b.reasoning
+                    if chat and number < behaviour.reasoning
                     else {"content": text}
                 )
+                is_first = ids[0] == PIECE + done
                 event = self._chunk(
-                    delta, None, chat=chat, logprobs=self._logprobs(body, (number,)), ids=ids if wanted else None,
-                    prompt=prompt if wanted and ids[0] == PIECE + done else None,
-                )  # fmt: skip
+                    delta,
+                    None,
+                    chat=chat,
+                    logprobs=self._logprobs(body, (number,)),
+                    ids=ids if wants_ids else None,
+                    prompt=prompt if wants_ids and is_first else None,
+                )
                 ids = []
-                if number + 1 == b.error_with:
+                if number + 1 == behaviour.error_with:
                     yield event + ERROR_CHUNK
                     return
-                nonsense = b'data: {"cut\n\n' if number + 1 == b.nonsense_with else b""
-                yield (b": ping\n\n" if b.pings else b"") + event + nonsense
-            if b.break_after == done + len(pieces):
+                nonsense = (
+                    b'data: {"cut\n\n' if number + 1 == behaviour.nonsense_with else b""
+                )
+                ping = b": ping\n\n" if behaviour.pings else b""
+                yield ping + event + nonsense
+            if behaviour.break_after == done + len(pieces):
                 raise ConnectionResetError
-            # vLLM's scheduler is done with it before its last chunk is sent.
-            b.running, b.callers, computing = b.running - 1, b.callers - wanted, False
-            reason = (
-                "length"
-                if written.stopped is None
-                and number + 1 - done == self._most(body, chat=chat)
-                else "stop"
-            )
+            # vLLM's scheduler is done with a request before its last chunk is sent.
+            behaviour.running -= 1
+            behaviour.callers -= wants_ids
+            computing = False
+            is_cut = number + 1 - done == self._most(body, chat=chat)
+            reason = "length" if written.stopped is None and is_cut else "stop"
+            more = {} if counted else last
             yield self._chunk(
-                {"content": late + written.more(finished=True)}, reason, chat=chat, ids=ids if wanted and ids else None,
-                stop_reason=written.stopped, **({} if counted else last),
-            )  # fmt: skip
+                {"content": late + written.more(finished=True)},
+                reason,
+                chat=chat,
+                ids=ids if wants_ids and ids else None,
+                stop_reason=written.stopped,
+                **more,
+            )
             if counted:
                 yield self._event(
                     {"choices": [], "usage": self._usage(number + 1 - done), **last},
@@ -727,87 +720,89 @@ class FakeEngine(Surface):
                 )
             yield b"data: [DONE]\n\n"
         finally:
-            b.running -= computing
-            b.callers -= computing and wanted
+            behaviour.running -= computing
+            behaviour.callers -= computing and wants_ids
 
     def _most(self, body: dict[str, Any], *, chat: bool) -> int:
         """Return how many tokens an answer may have: vLLM's own limit is 16 for completions, and the context for chats."""
-        return int(
-            body.get("max_tokens") or (self.behaviour.max_model_len if chat else 16)
-        )
+        own_limit = self.behaviour.max_model_len if chat else 16
+        return int(body.get("max_tokens") or own_limit)
 
     def _usage(self, output: int) -> dict[str, Any]:
-        prompt, cached = self.behaviour.prompt_tokens, self.behaviour.cached_tokens
-        details = (
-            {}
-            if cached is None
-            else {"prompt_tokens_details": {"cached_tokens": cached}}
-        )
-        return {
+        prompt = self.behaviour.prompt_tokens
+        cached = self.behaviour.cached_tokens
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "total_tokens": prompt + output,
             "completion_tokens": output,
-            **details,
         }
+        if cached is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
 
     def _scores(
         self, body: dict[str, Any], tokens: int, *, chat: bool
     ) -> dict[str, Any]:
-        """Return what a choice holds for those who ask for ids, log-probabilities, or those of their prompt."""
-        found: dict[str, Any] = {}
+        """Return a choice's ids, log-probabilities and log-probabilities of the prompt, as far as they are asked for."""
+        scores: dict[str, Any] = {}
         if chat and (logprobs := self._logprobs(body, range(tokens))) is not None:
-            found["logprobs"] = logprobs
+            scores["logprobs"] = logprobs
         if not chat and body.get("logprobs") is not None:
-            found["logprobs"] = {"token_logprobs": [self._logprob] * tokens}
+            scores["logprobs"] = {"token_logprobs": [self._logprob] * tokens}
         if body.get("return_token_ids") and self.behaviour.tells_ids:
-            found["token_ids"] = [
+            scores["token_ids"] = [
                 self.behaviour.first_id + number for number in range(tokens)
             ]
         if body.get("prompt_logprobs") is not None and self.behaviour.tells_ids:
             place = {"logprob": self._logprob, "rank": self.behaviour.rank}
-            found["prompt_logprobs"] = [
+            scores["prompt_logprobs"] = [
                 None,
                 *({str(token): place} for token in body["prompt"][1:]),
             ]
-        return found
+        return scores
 
     @property
     def _logprob(self) -> float:
-        """Return the log-probability of every token: other weights give other ones."""
+        """Return the log-probability of every token: other weights give another one."""
         return LOGPROB * (1 + self.behaviour.first_id)
 
     def _logprobs(
         self, body: dict[str, Any], numbers: Sequence[int]
     ) -> dict[str, Any] | None:
-        """Return what a chat with log-probabilities is given for its places; None where it did not ask."""
+        """Return a chat's log-probabilities of some pieces, or None if it did not ask for them."""
         if not body.get("logprobs"):
             return None
         places = [
-            {"token": f"token_id:{n}", "logprob": LOGPROB, "bytes": None}
-            for n in numbers
+            {"token": f"token_id:{number}", "logprob": LOGPROB, "bytes": None}
+            for number in numbers
         ]
         return {"content": [{**place, "top_logprobs": [place]} for place in places]}
 
     def _done(self, body: dict[str, Any]) -> int:
+        """Return how many pieces of the answer a stream's prompt has already, because it continues the answer."""
         prompt = body.get("prompt")
-        return (
-            sum(
-                isinstance(token, int)
-                and PIECE <= token < PIECE + len(self.behaviour.answer)
-                for token in prompt
-            )
-            if isinstance(prompt, list) and body.get("stream")
-            else 0
-        )
+        if not isinstance(prompt, list) or not body.get("stream"):
+            return 0
+        pieces = range(PIECE, PIECE + len(self.behaviour.answer))
+        return sum(isinstance(token, int) and token in pieces for token in prompt)
+
+
+def _prompts_in(body: dict[str, Any]) -> int:
+    """Return how many prompts a request has: a list of texts is several."""
+    prompt = body.get("prompt")
+    return len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], str) else 1
 
 
 def _ids_of(body: dict[str, Any]) -> list[int]:
-    given = body.get("prompt")
-    return given if isinstance(given, list) and isinstance(given[0], int) else [1, 2, 3]
+    """Return the token ids of a request's prompt; for a text they are made up."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and isinstance(prompt[0], int):
+        return prompt
+    return [1, 2, 3]
 
 
 def _measures_speed(body: dict[str, Any]) -> bool:
-    """Tell a supervisor's measurement from a caller's request: it comes whenever nothing else computes for a while."""
+    """Tell whether a request is a supervisor's measurement, which comes when nothing else was computed for a while."""
     return any(start in str(body.get("prompt")) for start in SPEED_PROMPTS)
 
 
@@ -819,10 +814,12 @@ def _bounds_thinking(body: dict[str, Any]) -> bool:
 
 
 def _check(body: dict[str, Any], *, thinks: bool) -> bool:
-    """Refuse what vLLM would refuse, of the fields that the fake looks at; return whether a stream is asked for.
+    """Refuse what vLLM would refuse in the fields that the fake reads, and tell whether a stream is asked for.
 
     Raises:
-        ValueError: As do TypeError and OverflowError, for values that are no numbers.
+        ValueError: A value is not allowed.
+        TypeError: A value is of another type.
+        OverflowError: A number is infinite.
     """
     streamed = TypeAdapter(bool | None).validate_python(body.get("stream"))
     if not isinstance(body.get("stream_options"), dict | None):
@@ -842,6 +839,10 @@ def _check(body: dict[str, Any], *, thinks: bool) -> bool:
     return bool(streamed)
 
 
+def _error(message: str, status: int) -> Response:
+    return JSONResponse({"error": {"message": message, "code": status}}, status)
+
+
 def _refused(why: str) -> Response:
     error = {"message": why, "type": "BadRequestError", "param": None, "code": 400}
     return JSONResponse({"error": error}, 400)
@@ -849,13 +850,14 @@ def _refused(why: str) -> Response:
 
 @asynccontextmanager
 async def serving(*apps: ASGIApp, **options: Any) -> AsyncIterator[str]:
+    """Serve applications, and yield the base URL of the first."""
     async with serving_all(*apps, **options) as urls:
         yield urls[0]
 
 
 @asynccontextmanager
 async def serving_all(*apps: ASGIApp, **options: Any) -> AsyncIterator[list[str]]:
-    """Serve applications on loopback sockets, with uvicorn's options, started and stopped together; yield their base URLs."""
+    """Serve applications on loopback sockets, with options of uvicorn, and yield their base URLs."""
     scheme = "https" if "ssl_certfile" in options else "http"
     options = {
         "port": 0,
@@ -885,26 +887,26 @@ async def serving_all(*apps: ASGIApp, **options: Any) -> AsyncIterator[list[str]
 
 
 def main() -> None:
-    """Serve a fake in a process of its own: with a port alone, or with vLLM's arguments.
+    """Serve a fake in a process of its own, whose arguments are vLLM's or only a port.
 
-    ``FAKE_BEHAVIOUR`` names a JSON file with fields of the behaviour that it starts with.
+    ``FAKE_BEHAVIOUR`` names a JSON file with fields of its behaviour.
     """
-    port = int(
-        sys.argv[sys.argv.index("--port") + 1] if "--port" in sys.argv else sys.argv[1]
-    )
+    port = sys.argv[1]
+    if "--port" in sys.argv:
+        port = sys.argv[sys.argv.index("--port") + 1]
     behaviour = Behaviour()
-    if named := os.environ.get("FAKE_BEHAVIOUR"):
-        for name, value in json.loads(Path(named).read_bytes()).items():
+    if path := os.environ.get("FAKE_BEHAVIOUR"):
+        fields = json.loads(Path(path).read_bytes())
+        for name, value in fields.items():
             setattr(behaviour, name, value)
         if errors := behaviour.start_errors:
-            given = json.loads(Path(named).read_bytes())
-            Path(named).write_text(json.dumps({**given, "start_errors": errors[1:]}))
+            Path(path).write_text(json.dumps({**fields, "start_errors": errors[1:]}))
             raise SystemExit(errors[0])
     if "--model" in sys.argv and behaviour.root is None:
         behaviour.root = sys.argv[sys.argv.index("--model") + 1]
     if behaviour.exit_after_s is not None:
         threading.Timer(behaviour.exit_after_s, os._exit, (7,)).start()
-    uvicorn.run(FakeEngine(behaviour).app, port=port, log_config=None)
+    uvicorn.run(FakeEngine(behaviour).app, port=int(port), log_config=None)
 
 
 if __name__ == "__main__":

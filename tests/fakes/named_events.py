@@ -1,4 +1,4 @@
-"""What the fake engine answers on /v1/messages and /v1/responses: vLLM's events, in its order and with its members."""
+"""The fake engine's answers on /v1/messages and /v1/responses: vLLM's events, in its order and with its members."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ERROR = {"type": "error", "error": {"type": "internal_error", "message": "engine
 class Script(Protocol):
     """The events of one answer, and the same answer as a whole."""
 
-    limit: str  # the body's member that bounds the output tokens
+    limit: str  # This member of the request's body bounds the output tokens.
 
     def begin(self) -> list[bytes]:
         """Return the events before the first text."""
@@ -27,7 +27,8 @@ class Script(Protocol):
 
 
 def event(data: dict[str, Any]) -> bytes:
-    return f"event: {data['type']}\ndata: {json.dumps(data, separators=(',', ':'), ensure_ascii=False)}\n\n".encode()
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return f"event: {data['type']}\ndata: {text}\n\n".encode()
 
 
 class MessageScript:
@@ -36,7 +37,8 @@ class MessageScript:
     limit = "max_tokens"
 
     def __init__(self, model: str, prompt_tokens: int) -> None:
-        self._model, self._prompt_tokens = model, prompt_tokens
+        self._model = model
+        self._prompt_tokens = prompt_tokens
 
     def begin(self) -> list[bytes]:
         message = {
@@ -89,14 +91,18 @@ class MessageScript:
 
     def whole(self, text: str, usage: dict[str, int], *, cut: bool) -> dict[str, Any]:
         return {
-            "id": "x", "type": "message", "role": "assistant", "content": [{"type": "text", "text": text}],
-            "model": self._model, "stop_reason": "max_tokens" if cut else "end_turn",
+            "id": "x",
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "text", "text": text}],
+            "model": self._model,
+            "stop_reason": "max_tokens" if cut else "end_turn",
             "usage": self._counts(usage),
-        }  # fmt: skip
+        }
 
     @staticmethod
     def _counts(usage: dict[str, int]) -> dict[str, int]:
-        """Return token counts; engines started by QARR tell what of the prompt their cache held."""
+        """Return token counts; engines that QARR starts tell how much of the prompt their cache held."""
         cached = {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
         return {
             "input_tokens": usage["prompt_tokens"],
@@ -109,11 +115,12 @@ class ResponseScript:
     """OpenAI's Responses API."""
 
     limit = "max_output_tokens"
-    _at: ClassVar = {"item_id": "msg_x", "output_index": 0}
+    _position: ClassVar = {"item_id": "msg_x", "output_index": 0}
 
     def __init__(self, model: str, prompt_tokens: int) -> None:
         del prompt_tokens
-        self._model, self._number = model, -1
+        self._model = model
+        self._number = -1
 
     def begin(self) -> list[bytes]:
         item = {
@@ -134,7 +141,10 @@ class ResponseScript:
             ),
             self._event("response.output_item.added", item=item, output_index=0),
             self._event(
-                "response.content_part.added", content_index=0, **self._at, part=part
+                "response.content_part.added",
+                content_index=0,
+                **self._position,
+                part=part,
             ),
         ]
 
@@ -152,15 +162,18 @@ class ResponseScript:
             self._event(
                 "response.output_text.done",
                 content_index=0,
-                **self._at,
+                **self._position,
                 logprobs=[],
                 text=text,
             ),
             self._event(
-                "response.content_part.done", content_index=0, **self._at, part=part
+                "response.content_part.done",
+                content_index=0,
+                **self._position,
+                part=part,
             ),
             self._event("response.output_item.done", item=item, output_index=0),
-            # vLLM's name for it also if it was cut
+            # vLLM gives the event this name also if the answer was cut off.
             self._event("response.completed", response=whole),
         ]
 
@@ -180,10 +193,12 @@ class ResponseScript:
             "phase": None,
         }
         counts = {
-            "input_tokens": usage["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
-        }  # fmt: skip
+        }
         return self._response("incomplete" if cut else "completed", [item], counts)
 
     def _event(self, kind: str, **members: Any) -> bytes:
@@ -195,14 +210,39 @@ class ResponseScript:
     ) -> dict[str, Any]:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            "id": "resp_x", "created_at": 1, "incomplete_details": cut, "instructions": None, "metadata": None,
-            "model": self._model, "object": "response", "output": output, "parallel_tool_calls": True, "temperature": 0.0,
-            "tool_choice": "none", "tools": [], "top_p": 1.0, "background": False, "max_output_tokens": 16,
-            "max_tool_calls": None, "previous_response_id": None, "prompt": None, "reasoning": None,
-            "service_tier": "auto", "status": status, "text": None, "top_logprobs": None, "truncation": "disabled",
-            "usage": usage, "user": None, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-            "kv_transfer_params": None, "ec_transfer_params": None, "input_messages": None, "output_messages": None,
-        }  # fmt: skip
+            "id": "resp_x",
+            "created_at": 1,
+            "incomplete_details": cut,
+            "instructions": None,
+            "metadata": None,
+            "model": self._model,
+            "object": "response",
+            "output": output,
+            "parallel_tool_calls": True,
+            "temperature": 0.0,
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": 1.0,
+            "background": False,
+            "max_output_tokens": 16,
+            "max_tool_calls": None,
+            "previous_response_id": None,
+            "prompt": None,
+            "reasoning": None,
+            "service_tier": "auto",
+            "status": status,
+            "text": None,
+            "top_logprobs": None,
+            "truncation": "disabled",
+            "usage": usage,
+            "user": None,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "input_messages": None,
+            "output_messages": None,
+        }
 
 
 SCRIPTS: dict[str, type[MessageScript | ResponseScript]] = {

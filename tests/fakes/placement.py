@@ -1,4 +1,4 @@
-"""A stand-in for ``tiers/cluster/placement_main.py`` in the Ray environment: tells what a test orders.
+"""A stand-in for ``tiers/cluster/placement_main.py`` in the Ray environment, which obeys a test's orders.
 
 ``FAKE_PLACEMENT`` names a file of JSON: a list of ``[id, state]`` to write as the status, or ``{"exit": STATUS, "error": TEXT}``
 to end with. It is read again whenever it changes. SIGTERM ends the program.
@@ -24,33 +24,32 @@ from tiers.cluster.job import (
 
 
 def main() -> int:
-    job, orders, done = (
-        PlacementJob.read(Path(sys.argv[1])),
-        Path(os.environ["FAKE_PLACEMENT"]),
-        "",
-    )
+    job = PlacementJob.read(Path(sys.argv[1]))
+    orders = Path(os.environ["FAKE_PLACEMENT"])
+    done = ""
     assert os.environ[KEY_VARIABLE]
     tiers = {wanted.id: wanted.tier for wanted in job.replicas}
     while True:
         order = orders.read_text("utf-8")
         if order != done:
             done = order
-            if isinstance(told := json.loads(order), dict):
-                sys.stderr.write(f"error: {told['error']}\n")
-                return int(told["exit"])
-            found = [
+            states = json.loads(order)
+            if isinstance(states, dict):
+                sys.stderr.write(f"error: {states['error']}\n")
+                return int(states["exit"])
+            replicas = [
                 PlacedReplica(
                     name,
                     tiers[name],
-                    PlacementState(state),
-                    "10.0.0.5",
-                    f"http://10.0.0.5:{number}",
-                    "why",
+                    state=PlacementState(state),
+                    node="10.0.0.5",
+                    url=f"http://10.0.0.5:{number}",
+                    detail="why",
                 )
-                for number, (name, state) in enumerate(told, 9101)
+                for number, (name, state) in enumerate(states, 9101)
             ]
-            write_json(Path(job.engines_file), engines_by_tier(job.tiers, found))
-            write_status(Path(job.status_file), found)
+            write_json(Path(job.engines_file), engines_by_tier(job.tiers, replicas))
+            write_status(Path(job.status_file), replicas)
         time.sleep(0.02)
 
 

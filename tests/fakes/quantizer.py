@@ -1,7 +1,11 @@
-"""A stand-in for ``tiers/checkpoints/quantize.py`` in its environment: makes small checkpoints, and waits where a test tells it to.
+"""A stand-in for ``tiers/checkpoints/quantize.py`` in its environment, which makes small checkpoints at a test's orders.
 
-``FAKE_QUANTIZER`` names a folder. For each command it waits for a file of that name there, and does what the file says:
-a number: report so many layers as done, and wait for the file to change; ``done``: finish; ``fail``: fail as on a full disk.
+``FAKE_QUANTIZER`` names a folder. For each command it waits for a file of that name there, and obeys it:
+
+- a number: it reports so many layers as done, and waits for the file to change;
+- ``done``: it finishes;
+- ``fail``: it fails as on a full disk.
+
 It leaves its process id and niceness in ``COMMAND.pid``, and its arguments in ``COMMAND.argv``. Fixed texts are scored at once.
 """
 
@@ -25,26 +29,28 @@ def event(name: str, **fields: object) -> None:
     sys.stdout.flush()
 
 
-def told(path: Path) -> str:
-    """Return what the test says, an empty text where it says nothing yet."""
+def order_in(path: Path) -> str:
+    """Return the test's order in a file; it is empty while there is none."""
     return path.read_text().strip() if path.exists() else ""
 
 
 def reference(orders: Path, command: str) -> dict[str, object] | None:
-    """Return scores in which each token has the log-probability that ``COMMAND.logprob`` names; None where there is none."""
-    named = told(orders / f"{command}.logprob")
-    if not named:
+    """Return scores with the log-probability in ``COMMAND.logprob`` for each token, or None without that file."""
+    logprob = order_in(orders / f"{command}.logprob")
+    if not logprob:
         return None
     return {
         "texts": [
-            {"name": "prose", "token_ids": [1, 2, 3], "logprobs": [float(named)] * 2}
+            {"name": "prose", "token_ids": [1, 2, 3], "logprobs": [float(logprob)] * 2}
         ]
     }
 
 
 def main() -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # as quantize.py does
-    command, source, target = sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
+    command = sys.argv[2]
+    source = Path(sys.argv[3])
+    target = Path(sys.argv[4])
     orders = Path(os.environ["FAKE_QUANTIZER"])
     if command == "score":
         event("done", versions={"fake": "1"}, reference=reference(orders, "bf16"))
@@ -55,7 +61,7 @@ def main() -> int:
     (orders / f"{command}.argv").write_text(" ".join(sys.argv[3:]))
     event("progress", message="loading the base model", done=0, total=0)
     reported = 0
-    while (order := told(orders / command)) != "done":
+    while (order := order_in(orders / command)) != "done":
         if order == "fail":
             sys.stderr.write("OSError: [Errno 28] No space left on device\n")
             return 1

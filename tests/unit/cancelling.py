@@ -1,7 +1,7 @@
-"""Requests that are cut off at one of their awaits, one after another, and what a router still holds afterwards.
+"""Requests that are cut off at one of their awaits, and what a router still holds afterwards.
 
-A request's tasks are stepped: every time one of them waits, that is an await of the request, and at the chosen one the request
-ends in one of three ways. So what is cut off is the same in every run, whichever moment a client would have to leave at for it.
+A request's tasks are stepped: each time one of them waits counts as an await of the request. At the chosen await the request
+ends in one of three ways. So every run cuts the request off at the same moment, however short that moment is.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from tiers.breaker import BreakerOptions
 from tiers.fleet import Lease
 from tiers.spec import STANDARD_TIERS, TierName
 
-# leaves: the client disconnects while the request waits. served: it does when what the request waits for is there, before it
-# has it. stops: the server cancels the request.
+# "leaves": the client disconnects while the request waits.
+# "served": the client disconnects once what the request waits for is there, but before the request has it.
+# "stops": the server cancels the request.
 Way = Literal["leaves", "served", "stops"]
 WAYS: tuple[Way, ...] = get_args(Way)
 PATIENCE_S = 30.0
-OCCUPIED_S = 0.03  # until a place frees for those that queue
+OCCUPIED_S = 0.03  # After so long a place frees for requests that queue.
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 class Taken(SentResponder):
-    """An answer that is taken a moment later, part by part; after the last one, the client has not left before it."""
+    """A client that takes each part of an answer a moment later, and can no longer leave after the last part."""
 
     async def send(self, message: Any) -> None:
         await asyncio.sleep(0)
@@ -61,11 +62,11 @@ class Cut:
     """Ends a request at one of its awaits.
 
     Attributes:
-        at: Number of the await, from 1.
-        awaits: So far.
+        at: The number of the await at which the request ends, from 1.
+        awaits: How many awaits there were so far.
         request: The request's own task.
-        out: The client, as the server tells of it.
-        gone: Tells who waits for a message of the client that it has.
+        out: The client, as the server sees it.
+        gone: Is set once the client has left.
     """
 
     at: int
@@ -88,9 +89,8 @@ class Cut:
             assert self.request is not None
             self.request.cancel()
         elif self.way == "served" and isinstance(awaited, asyncio.Future):
-            awaited.add_done_callback(
-                lambda _: self._leave()
-            )  # comes before the task's own: it does not run in between
+            # This callback is called before the task's own, so the task does not run in between.
+            awaited.add_done_callback(lambda _: self._leave())
         else:
             self._leave()
 
@@ -106,7 +106,8 @@ class _Stepped(Coroutine[Any, Any, Any]):
     """A coroutine whose awaits are noted."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], cut: Cut) -> None:
-        self._work, self._cut = work, cut
+        self._work = work
+        self._cut = cut
         self.__qualname__ = work.__qualname__
 
     def send(self, value: Any) -> Any:
@@ -131,7 +132,8 @@ def _stepping(
 ) -> asyncio.Task[Any]:
     """Make a task; one that belongs to a request that is to be cut off is stepped."""
     cut = _CUT.get()
-    name = getattr(work, "__qualname__", "")  # a generator that is closed has none
+    # A generator that is closed has no name.
+    name = getattr(work, "__qualname__", "")
     if cut is None or not name:
         return asyncio.Task(work, loop=loop, **options)
     task = asyncio.Task(_Stepped(work, cut), loop=loop, **options)
@@ -144,7 +146,8 @@ class OpenSpans(SpanProcessor):
     """Counts the spans that have begun and not ended."""
 
     def __init__(self) -> None:
-        self.begun = self.ended = 0
+        self.begun = 0
+        self.ended = 0
 
     def on_start(self, span: Any, parent_context: Any = None) -> None:
         self.begun += 1
@@ -159,11 +162,11 @@ class OpenSpans(SpanProcessor):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A request, and how things stand when it comes.
+    """A request, and the state of the fleet when it arrives.
 
     Attributes:
-        engines: Fields of the engines' behaviours that are not as usual, by tier.
-        occupied: Whether every place is taken when it comes.
+        engines: The unusual fields of the engines' behaviours, by tier.
+        occupied: Whether every place is taken when the request arrives.
     """
 
     name: str
@@ -199,15 +202,18 @@ TROUBLES: dict[str, dict[TierName, dict[str, Any]]] = {
 
 def scenarios() -> list[Scenario]:
     """Return every kind of request as usual, and with each trouble that it can have."""
-    found = [Scenario(name, path, body) for name, (path, body) in REQUESTS.items()]
+    usual = [Scenario(name, path, body) for name, (path, body) in REQUESTS.items()]
+    troubled = []
     for name in ("generate, streamed", "generate, resumable", "chat, whole"):
         path, body = REQUESTS[name]
-        found.append(Scenario(f"{name}, queued", path, body, occupied=True))
+        troubled.append(Scenario(f"{name}, queued", path, body, occupied=True))
     for name in STREAMS:
         path, body = REQUESTS[name]
         for trouble, engines in TROUBLES.items():
-            found.append(Scenario(f"{name}, {trouble}", path, body, engines))
-    return found
+            troubled.append(
+                Scenario(f"{name}, {trouble}", path, body=body, engines=engines)
+            )
+    return usual + troubled
 
 
 @dataclass(slots=True)
@@ -216,8 +222,8 @@ class CutRouter:
 
     Attributes:
         stack: The router and its engines.
-        engines: Every engine's behaviour, also of those for embeddings.
-        key: Has quotas.
+        engines: The behaviours of all engines, also of the one for embeddings.
+        key: A key with quotas.
     """
 
     stack: Stack
@@ -233,7 +239,7 @@ class CutRouter:
         """Cut one request off, and wait until nothing is left of it.
 
         Returns:
-            Whether it had so many awaits, and what was wrong.
+            Whether the request had that many awaits, and everything that was wrong.
         """
         cut = Cut(at, way)
         self._prepare(scenario)
@@ -250,14 +256,13 @@ class CutRouter:
         elif not request.cancelled() and request.exception() is not None:
             wrong.append(f"it raised {request.exception()!r}")
         self.well()
-        return cut.fired, [
-            *wrong,
-            *(f"{count} {what}" for what, count in (await self.left()).items()),
-        ]
+        left = await self.left()
+        wrong += [f"{count} {what}" for what, count in left.items()]
+        return cut.fired, wrong
 
     async def request(self, scenario: Scenario, cut: Cut) -> None:
-        """Send a request to the application, from a client that takes every part of the answer a moment later."""
-        asked = [
+        """Send a request to the application, from a client that takes each part of the answer a moment later."""
+        unread = [
             {
                 "type": "http.request",
                 "body": json.dumps(scenario.body).encode(),
@@ -271,38 +276,59 @@ class CutRouter:
         }
 
         async def receive() -> Message:
-            if asked:
-                return asked.pop()
+            if unread:
+                return unread.pop()
             await within(cut.gone.wait(), "the cut request to end")
             return {"type": "http.disconnect"}
 
         scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-            "path": scenario.path, "raw_path": scenario.path.encode(), "query_string": b"", "root_path": "",
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), OUT: cut.out,
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": scenario.path,
+            "raw_path": scenario.path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (name.encode(), value.encode()) for name, value in headers.items()
+            ],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+            OUT: cut.out,
+        }
         await self.stack.app(scope, receive, cut.out.send)
 
     async def left(self, patience_s: float = PATIENCE_S) -> dict[str, int]:
-        """Return what is still held, once nothing is or a while has passed."""
+        """Wait for a while until nothing is held, and return what still is."""
         deadline = time.monotonic() + patience_s
         while (held := self.held()) and time.monotonic() < deadline:
             await asyncio.sleep(0.002)
         return held
 
     def held(self) -> dict[str, int]:
-        pipeline, replicas = self._generate.service.pipeline, self.stack.fleet.replicas
-        quotas, upstream = pipeline.quotas, pipeline.failover.upstream
-        transports = (upstream._transport, upstream._passing_transport)
+        """Return how much of each thing that requests hold is held now, without what is not."""
+        pipeline = self._generate.service.pipeline
+        replicas = self.stack.fleet.replicas
+        quotas = pipeline.quotas
+        upstream = pipeline.failover.upstream
+        connections = [
+            *upstream._transport._connections,
+            *upstream._passing_transport._connections,
+        ]
         tasks = _tasks() - self._usual
-        found = {
-            "leases": sum(r.state.in_flight for r in replicas),
+        amounts = {
+            "leases": sum(replica.state.in_flight for replica in replicas),
             "tokens on replicas": sum(
-                r.state.prompt_tokens + r.output_tokens + r.state.kv.held
-                for r in replicas
+                replica.state.prompt_tokens
+                + replica.output_tokens
+                + replica.state.kv.held
+                for replica in replicas
             ),
-            "probes": sum(r.breaker._held_until is not None for r in replicas),
+            "probes": sum(
+                replica.breaker._held_until is not None for replica in replicas
+            ),
             "places of keys": pipeline.admission._held.total(),
             "waiting": pipeline.admission.waiting,
             "open requests": len(pipeline.registry.open),
@@ -311,9 +337,7 @@ class CutRouter:
                 len(counts.slots) for counts in quotas._local._counts_by_key.values()
             ),
             "connections": sum(
-                c.state is ConnectionState.ACTIVE
-                for each in transports
-                for c in each._connections
+                connection.state is ConnectionState.ACTIVE for connection in connections
             ),
             "small requests": sum(
                 PASSED_AT_ONCE - places._value for places in upstream._passing.values()
@@ -321,12 +345,11 @@ class CutRouter:
             "kept streams": len(self._generate.service.streams._streams),
             "spans": self.spans.open,
             "requests at engines": sum(
-                b.running + b.held for b in self.engines.values()
+                engine.running + engine.held for engine in self.engines.values()
             ),
         }
-        return {what: count for what, count in found.items() if count} | {
-            f"task {name}": n for name, n in tasks.items()
-        }
+        amounts |= {f"task {name}": count for name, count in tasks.items()}
+        return {what: count for what, count in amounts.items() if count}
 
     async def begin(self) -> None:
         """Send one request of each kind, and note which tasks there are from then on."""
@@ -343,7 +366,7 @@ class CutRouter:
                 setattr(self.engines[tier], name, value)
 
     def well(self) -> None:
-        """Let all engines be well again, as the router sees them too."""
+        """Let all engines be well again, and let the router know it."""
         usual = Behaviour()
         for engine in self.engines.values():
             for name in ("status", "break_after", "delay_s", "first_delay_s"):
@@ -353,13 +376,15 @@ class CutRouter:
                 replica.breaker.reset()
 
     def _occupy(self) -> list[Lease]:
+        """Take every place of the fleet."""
         fleet = self.stack.fleet
-        taken = (
-            fleet.lease(tier, prompt_tokens=0, max_tokens=0)
-            for tier in STANDARD_TIERS
-            for _ in range(100)
-        )
-        return [lease for lease in taken if lease is not None]
+        leases = []
+        for tier in STANDARD_TIERS:
+            while (
+                lease := fleet.lease(tier, prompt_tokens=0, max_tokens=0)
+            ) is not None:
+                leases.append(lease)
+        return leases
 
 
 def _tasks() -> Counter[str]:
@@ -378,7 +403,9 @@ def _release(leases: list[Lease]) -> None:
 async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRouter]:
     """Run a router with quotas and a queue, all tiers profiled and warm."""
     async with AsyncExitStack() as cleanup:
-        spans, tracing, embeddings = OpenSpans(), TracerProvider(), Behaviour()
+        spans = OpenSpans()
+        tracing = TracerProvider()
+        embeddings = Behaviour()
         tracing.add_span_processor(spans)
         url = await cleanup.enter_async_context(serving(FakeEngine(embeddings).app))
         keys = folder / "keys.json"
@@ -402,13 +429,15 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
         )
         generate = _endpoint(stack.app)
         await until(
-            lambda: not any(r.state.speed is None for r in stack.fleet.replicas)
+            lambda: all(
+                replica.state.speed is not None for replica in stack.fleet.replicas
+            )
         )
         engines: dict[TierName | str, Behaviour] = {
             **stack.engines,
             "embeddings": embeddings,
         }
-        router = CutRouter(stack, engines, spans, key, generate)
+        router = CutRouter(stack, engines, spans=spans, key=key, _generate=generate)
         loop = asyncio.get_running_loop()
         await router.begin()
         loop.set_task_factory(_stepping)
@@ -419,16 +448,19 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
 
 
 def _endpoint(app: ASGIApp) -> Answering:
-    seen: list[Any] = [app]
-    for layer in seen:
+    """Return the endpoint of /generate: the application with routes is inside layers of middleware."""
+    layers: list[Any] = [app]
+    for layer in layers:
         if hasattr(layer, "routes"):
-            found = next(r.endpoint for r in layer.routes if r.path == "/generate")
-            assert isinstance(found, Answering)
-            return found
+            (endpoint,) = [
+                route.endpoint for route in layer.routes if route.path == "/generate"
+            ]
+            assert isinstance(endpoint, Answering)
+            return endpoint
+        # A layer is a function with the next layer in its closure, or an object that has it.
         inner = [
             cell.cell_contents for cell in getattr(layer, "__closure__", None) or ()
         ]
-        seen += [
-            each for each in (*inner, getattr(layer, "_app", None)) if callable(each)
-        ]
+        inner.append(getattr(layer, "_app", None))
+        layers += filter(callable, inner)
     raise LookupError("no application with routes")

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and what it signs."""
+"""Certificates for tests: an authority, and certificates that it signs."""
 
 from __future__ import annotations
 
@@ -32,28 +32,35 @@ class Files:
 
 
 class Authority:
-    """Signs certificates; its own is in ``ca``."""
+    """An authority that signs certificates, and whose own is in ``ca``."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._key = folder, ec.generate_private_key(ec.SECP256R1())
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name("QARR test authority")
-        made = _builder(self._name, self._name, self._key, timedelta(days=365))
-        made = made.add_extension(
-            x509.BasicConstraints(ca=True, path_length=0), critical=True
-        )
         usage = x509.KeyUsage(
-            digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False, key_encipherment=False,
-            data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
-        )  # fmt: skip
-        made = made.add_extension(usage, critical=True)
+            digital_signature=True,
+            key_cert_sign=True,
+            crl_sign=True,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            encipher_only=False,
+            decipher_only=False,
+        )
         self._identifier = x509.SubjectKeyIdentifier.from_public_key(
             self._key.public_key()
         )
-        made = made.add_extension(self._identifier, critical=False)
-        self.ca = folder / "ca.pem"
-        self.ca.write_bytes(
-            made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
+        builder = (
+            _builder(self._name, self._name, self._key, lasts=timedelta(days=365))
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .add_extension(self._identifier, critical=False)
         )
+        certificate = builder.sign(self._key, hashes.SHA256())
+        self.ca = folder / "ca.pem"
+        self.ca.write_bytes(certificate.public_bytes(Encoding.PEM))
 
     def issue(
         self,
@@ -61,25 +68,25 @@ class Authority:
         lasts: timedelta = timedelta(days=30),
         address: str = "127.0.0.1",
     ) -> Files:
-        """Write a certificate for a machine, and its key; in one step each, as renewing programs do."""
+        """Write a certificate for a machine, and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName(
             [x509.DNSName("localhost"), x509.IPAddress(ip_address(address))]
         )
-        made = _builder(_name(name), self._name, key, lasts).add_extension(
-            names, critical=False
-        )
         signed_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
             self._identifier
         )
-        made = made.add_extension(signed_by, critical=False)
+        builder = (
+            _builder(_name(name), self._name, key, lasts=lasts)
+            .add_extension(names, critical=False)
+            .add_extension(signed_by, critical=False)
+        )
+        certificate = builder.sign(self._key, hashes.SHA256())
         files = Files(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         files.key.write_bytes(secret)
         files.key.chmod(0o600)
-        files.certificate.write_bytes(
-            made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
-        )
+        files.certificate.write_bytes(certificate.public_bytes(Encoding.PEM))
         return files
 
 

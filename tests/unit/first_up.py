@@ -26,7 +26,7 @@ from tests.ports import reserved_range
 from tests.unit.own_router import QARR
 from tests.waiting import until
 
-MEMORY = 32 << 30  # bytes that are available to it
+MEMORY_BYTES = 32 << 30
 CONFIG = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -38,11 +38,11 @@ CONFIG = {
 
 @dataclass(slots=True)
 class FirstUp:
-    """``qarr up`` with a fake engine and a stand-in quantizer, which does what it is told.
+    """``qarr up`` with a fake engine and a stand-in quantizer, which obeys a test's orders.
 
     Attributes:
-        errors: File of what it writes to standard error.
-        orders: Folder of what the quantizer is told.
+        errors: The file of its standard error.
+        orders: The folder of the orders to the quantizer.
     """
 
     url: str
@@ -54,16 +54,20 @@ class FirstUp:
     process: subprocess.Popen[bytes]
 
     def tell(self, command: str, order: str) -> None:
+        """Give an order to the quantizer that runs a command."""
         (self.orders / f"{command}.new").write_text(order)
         (self.orders / f"{command}.new").replace(self.orders / command)
 
     def quantizer(self, command: str) -> tuple[int, int]:
         """Return the process id and the niceness of the quantizer that runs a command; 0, 0 before it does."""
         path = self.orders / f"{command}.pid"
-        numbers = path.read_text().split() if path.exists() else []
-        return (int(numbers[0]), int(numbers[1])) if numbers else (0, 0)
+        words = path.read_text().split() if path.exists() else []
+        if not words:
+            return 0, 0
+        return int(words[0]), int(words[1])
 
     def said(self) -> str:
+        """Return its standard error."""
         return self.errors.read_text("utf-8")
 
     async def get(self, path: str) -> tuple[int, dict[str, Any]]:
@@ -77,10 +81,9 @@ class FirstUp:
         async def look() -> dict[str, Any] | None:
             _, body = await self.get("/readyz")
             assert self.process.poll() is None, self.said()
-            in_these_states = body and all(
-                body["tiers"][tier] == state for tier, state in states.items()
-            )
-            return body if in_these_states else None
+            if not body or not states.items() <= body["tiers"].items():
+                return None
+            return body
 
         body: dict[str, Any] = await until(look, f"/readyz to say {states}")
         return body
@@ -91,7 +94,7 @@ class FirstUp:
         )
 
     async def qarr(self, *args: str) -> str:
-        done = await asyncio.to_thread(
+        process = await asyncio.to_thread(
             subprocess.run,
             [QARR, *args],
             capture_output=True,
@@ -100,7 +103,7 @@ class FirstUp:
             env=self.env,
             timeout=60,
         )
-        return done.stdout
+        return process.stdout
 
     async def end(self, number: int = signal.SIGINT) -> int:
         self.process.send_signal(number)
@@ -117,18 +120,19 @@ def _interpreter(path: Path, script: str) -> str:
 
 @asynccontextmanager
 async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
-    """Run ``qarr up`` with an empty store, and with further settings as variables; the model is the folder ``model``."""
-    model, orders = tmp_path / "model", tmp_path / "orders"
+    """Run ``qarr up`` with an empty store and a model in the folder ``model``; ``settings`` are further variables."""
+    model = tmp_path / "model"
+    orders = tmp_path / "orders"
     model.mkdir()
     orders.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
     tokenizer = Tokenizer(WordLevel({"hi": 0, "there": 1, "?": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     (model / "tokenizer.json").write_text(tokenizer.to_str())
-    # Which engines fit is not to hang on what else the machine does.
-    known = f"import psutil\nmemory = psutil.virtual_memory()._replace(available={MEMORY})\n"
+    # Which engines fit must not depend on what else runs on the machine.
+    patched_memory = f"import psutil\nmemory = psutil.virtual_memory()._replace(available={MEMORY_BYTES})\n"
     (tmp_path / "sitecustomize.py").write_text(
-        known + "psutil.virtual_memory = lambda: memory\n"
+        patched_memory + "psutil.virtual_memory = lambda: memory\n"
     )
     base = reserved_range(4)
     env = {
@@ -150,7 +154,8 @@ async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
         "QARR_POLICY__MAX_SLOWDOWN": "1e9",
         **settings,
     }
-    url, errors = f"http://127.0.0.1:{base + 3}", tmp_path / "stderr"
+    url = f"http://127.0.0.1:{base + 3}"
+    errors = tmp_path / "stderr"
     with errors.open("wb") as file:
         process = subprocess.Popen(
             [QARR, "up", "--port", str(base + 3)],
@@ -160,7 +165,15 @@ async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
         )
     try:
         async with httpx.AsyncClient(timeout=20, trust_env=False) as client:
-            yield FirstUp(url, errors, orders, tmp_path / "store", env, client, process)
+            yield FirstUp(
+                url,
+                errors=errors,
+                orders=orders,
+                store=tmp_path / "store",
+                env=env,
+                client=client,
+                process=process,
+            )
     finally:
         if process.poll() is None:
             process.kill()

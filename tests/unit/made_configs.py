@@ -1,4 +1,4 @@
-"""Model folders with what says their precision: a configuration as Hugging Face and llm-compressor write it."""
+"""Model folders whose configuration states their precision, as Hugging Face and llm-compressor write it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ AWQ_RECIPE = (
 
 
 def compressed(kind: str, bits: int, packing: str = "pack-quantized") -> dict[str, Any]:
+    """Return the configuration of a checkpoint that llm-compressor wrote."""
     group = {
         "format": packing,
         "targets": ["Linear"],

@@ -1,4 +1,4 @@
-"""A router in front of fake engines that it takes for its own, so that it measures itself."""
+"""A router that takes fake engines for its own, and therefore measures them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,23 @@ from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierSpec
 
+
+def task(kind: str, number: int) -> dict[str, Any]:
+    """Return a task of a class, as a line of the suite has it."""
+    return {
+        "id": f"{kind}-{number}",
+        "class": kind,
+        "complexity": "moderate",
+        "prompt": f"{kind} {number}",
+        "max_tokens": 8,
+        "check": {"type": "contains", "all": ["Paris"]},
+    }
+
+
 TASKS = [
-    {"id": f"{kind}-{n}", "class": kind, "complexity": "moderate", "prompt": f"{kind} {n}", "max_tokens": 8,
-     "check": {"type": "contains", "all": ["Paris"]}}
-    for kind in ("chat", "code") for n in range(8)
-]  # fmt: skip
+    *(task("chat", number) for number in range(8)),
+    *(task("code", number) for number in range(8)),
+]
 QUICK = {"auto": True, "idle_s": 0.1, "latency_s": 4.0}
 
 
@@ -47,12 +59,13 @@ class Measuring:
     folder: Path
 
     async def profiling(self) -> dict[str, Any]:
-        found: dict[str, Any] = (await self.client.get(f"{self.url}/tiers")).json()[
-            "profiling"
-        ]
-        return found
+        """Return what /tiers says of the measurement."""
+        answer = await self.client.get(f"{self.url}/tiers")
+        profiling: dict[str, Any] = answer.json()["profiling"]
+        return profiling
 
     async def comes_to(self, **wanted: Any) -> dict[str, Any]:
+        """Wait until /tiers says these things of the measurement, and return all that it says."""
         seen: dict[str, Any] = {}
 
         async def has_come() -> bool:
@@ -68,12 +81,11 @@ class Measuring:
 
     @property
     def journal(self) -> list[Any]:
+        """Return the tasks and tiers of the answers that are in the journal."""
         path = self.folder / JOURNAL
         lines = path.read_text().splitlines() if path.exists() else []
-        return [
-            (row["task"], row["tier"])
-            for row in (json.loads(line)["answer"] for line in lines)
-        ]
+        answers = [json.loads(line)["answer"] for line in lines]
+        return [(answer["task"], answer["tier"]) for answer in answers]
 
     @property
     def computing(self) -> int:
@@ -96,7 +108,7 @@ async def measuring_router(
             patch.object(auto_profile, "TASKS", folder / "tasks.jsonl")
         )
         urls = await cleanup.enter_async_context(
-            serving_all(*(FakeEngine(b).app for b in engines))
+            serving_all(*(FakeEngine(engine).app for engine in engines))
         )
         settings = turned(
             {
@@ -104,23 +116,28 @@ async def measuring_router(
                 "profile": {**QUICK, **(profile or {})},
             }
         )
-        fleet = Fleet(
-            tuple(
-                TierSpec(name, 8192, 8, 16, digest=f"digest of {name}")
-                for name in STANDARD_TIERS
-            ),
-            machine="m",
+        specs = tuple(
+            TierSpec(
+                name,
+                8192,
+                max_num_seqs=8,
+                max_in_flight=16,
+                digest=f"digest of {name}",
+            )
+            for name in STANDARD_TIERS
         )
+        fleet = Fleet(specs, machine="m")
         for spec, url in zip(fleet.specs, urls, strict=True):
             state = ReplicaStatus.READY if ready else ReplicaStatus.STARTING
-            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(state)
+            replica = Replica(f"{spec.name}-0", spec, url=url, api_key="", model="fake")
+            fleet.add(replica).mark(state)
         telemetry = make_telemetry("0", settings.telemetry)
         app = App(
             settings,
             fleet,
-            EstimatingCounter(),
-            telemetry,
-            "fake",
+            counter=EstimatingCounter(),
+            telemetry=telemetry,
+            model="fake",
             keys=KeyStore(settings.auth.keys_file),
         ).asgi
         url = await cleanup.enter_async_context(
@@ -129,9 +146,9 @@ async def measuring_router(
         client = await cleanup.enter_async_context(
             httpx.AsyncClient(timeout=20, trust_env=False)
         )
-        yield Measuring(url, client, fleet, engines, folder)
+        yield Measuring(url, client, fleet=fleet, engines=engines, folder=folder)
 
 
 def engines(delay_s: float = 0.003) -> list[Behaviour]:
-    # a tier that is no faster is not measured
-    return [Behaviour(delay_s=delay_s * times) for times in (1, 1.5, 2)]
+    """Return engines of which each is slower than the one before: a tier that is not faster is not measured."""
+    return [Behaviour(delay_s=delay_s * factor) for factor in (1, 1.5, 2)]

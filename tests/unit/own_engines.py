@@ -1,4 +1,4 @@
-"""Engines that a real supervisor starts, each a process of its own with the fake in it."""
+"""Fake engines that a real supervisor starts, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -42,18 +42,24 @@ class Own:
         return self.fleet.replicas[0]
 
     def replica(self, name: str) -> Replica | None:
-        return next((r for r in self.fleet.replicas if r.id == name), None)
+        """Return the replica of a name, or None."""
+        for replica in self.fleet.replicas:
+            if replica.id == name:
+                return replica
+        return None
 
     def next_starts(self, **fields: Any) -> None:
         """Set the behaviour that engines are started with from now on."""
         self.behaviour.write_text(json.dumps(fields))
 
     async def behave(self, replica: Replica, **fields: Any) -> None:
+        """Change the behaviour of an engine that runs."""
         async with httpx.AsyncClient(trust_env=False) as client:
             await client.post(f"{replica.url}/fake", json=fields)
 
     def details(self, state: ReplicaStatus) -> list[str]:
-        return [detail for _, was, detail in self.seen if was is state and detail]
+        """Return the details that replicas had in a state, in order."""
+        return [detail for _, status, detail in self.seen if status is state and detail]
 
 
 @asynccontextmanager
@@ -66,7 +72,7 @@ async def own_engines(
     gib: float = 1,
     **options: Any,
 ) -> AsyncIterator[Own]:
-    """Start one engine for each tier, wait until all are ready, or have failed; ``gib``: KV cache of each, which is there."""
+    """Start one engine a tier, each with ``gib`` of KV cache, and wait until all are ready, or all have failed."""
     memory = psutil.virtual_memory()
     monkeypatch.setattr(
         psutil, "virtual_memory", lambda: memory._replace(available=32 << 30)
@@ -82,42 +88,51 @@ async def own_engines(
     monkeypatch.setenv("FAKE_BEHAVIOUR", str(file))
     names = tiers or (TierName.FAST,)
     specs = tuple(
-        TierSpec(n, 2048, 16, 32, checkpoint=tmp_path / n, digest=f"digest of {n}")
-        for n in names
+        TierSpec(
+            name,
+            2048,
+            max_num_seqs=16,
+            max_in_flight=32,
+            checkpoint=tmp_path / name,
+            digest=f"digest of {name}",
+        )
+        for name in names
     )
     for spec in specs:
         assert spec.checkpoint is not None
         spec.checkpoint.mkdir(exist_ok=True)
-    # also for those that take the place of others
+    # Engines that replace others need ports too.
     first = reserved_range(len(specs) + 4)
     ports = range(first, first + len(specs))
     launches = [
         EngineLaunch(
             spec,
-            EnginePlacement(kv_cache_gib=gib),
-            python,
-            "fake",
-            "127.0.0.1",
-            port,
-            "key",
+            placement=EnginePlacement(kv_cache_gib=gib),
+            python=python,
+            served_model="fake",
+            host="127.0.0.1",
+            port=port,
+            api_key="key",
         )
         for spec, port in zip(specs, ports, strict=True)
     ]
     fleet = Fleet(specs)
-    own = Own(
-        fleet,
-        Supervisor(
-            fleet, SupervisorOptions(tmp_path / "logs", stop_grace_s=2, **options)
-        ),
-        file,
+    supervisor = Supervisor(
+        fleet, SupervisorOptions(tmp_path / "logs", stop_grace_s=2, **options)
     )
-    own.supervisor.changes.on_change = lambda r: own.seen.append(
-        (r.id, r.state.status, r.state.detail)
-    )
+    own = Own(fleet, supervisor, file)
+
+    def note(replica: Replica) -> None:
+        state = replica.state
+        own.seen.append((replica.id, state.status, state.detail))
+
+    own.supervisor.changes.on_change = note
     own.supervisor.start(launches)
     try:
-        settled = {ReplicaStatus.READY} if ready else {ReplicaStatus.FAILED}
-        await until(lambda: all(r.state.status in settled for r in fleet.replicas))
+        settled = ReplicaStatus.READY if ready else ReplicaStatus.FAILED
+        await until(
+            lambda: {replica.state.status for replica in fleet.replicas} <= {settled}
+        )
         yield own
     finally:
         await own.supervisor.stop()

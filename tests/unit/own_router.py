@@ -37,11 +37,10 @@ class OwnRouter:
     """A router in a process of its own.
 
     Attributes:
-        url: Where it serves.
-        log_dir: Where it logs.
-        errors: File of what it writes to standard error.
-        engines: URLs of the fakes, fast first.
-        behaviours: Of the fakes.
+        log_dir: The folder of its logs.
+        errors: The file of its standard error.
+        engines: The URLs of the fake engines, fast first.
+        behaviours: The behaviours of the fake engines.
     """
 
     url: str
@@ -71,18 +70,17 @@ class OwnRouter:
         )
 
     def kill(self) -> None:
-        """Kill it, so that it can tell nobody."""
+        """Kill the router, so that it can inform nobody."""
         self.process.kill()
         self.process.wait(60)
 
     async def start(self) -> None:
-        """Start it, again where it was killed, and wait until it is ready."""
-        names = ("--fast", "--balanced", "--precise")
-        urls = [part for pair in zip(names, self.engines, strict=True) for part in pair]
+        """Start the router, or start it again, and wait until it is ready."""
+        command = [QARR, "serve"]
+        for name, url in zip(STANDARD_TIERS, self.engines, strict=True):
+            command += [f"--{name}", url]
         with self.errors.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [QARR, "serve", *urls], stderr=errors, env=self.env
-            )
+            self.process = subprocess.Popen(command, stderr=errors, env=self.env)
         await self.until_ready()
         await until(lambda: "up: listening" in self.errors.read_text("utf-8"))
 
@@ -116,25 +114,21 @@ async def own_router(
     """Run a router in front of one fake engine a tier.
 
     Args:
-        tmp_path: For its files.
-        behaviours: Of the fakes, fast first.
-        ca: By which its certificate is trusted; None: it serves plain HTTP.
-        shown_by_engines: Certificate of the fakes; None: they serve plain HTTP.
+        tmp_path: The folder of its files.
+        behaviours: The behaviours of the fake engines, fast first.
+        ca: The authority that its certificate is trusted by; with None it serves plain HTTP.
+        shown_by_engines: The certificate of the fake engines; with None they serve plain HTTP.
         settings: Further variables, as in ``QARR_TELEMETRY__LOG_FORMAT="json"``.
     """
     async with AsyncExitStack() as cleanup:
-        verify = (
-            ssl.create_default_context(cafile=ca)
-            if isinstance(ca, Path)
-            else ca or True
-        )
+        trust = ssl.create_default_context(cafile=ca) if isinstance(ca, Path) else ca
         fakes = list(behaviours) or [Behaviour() for _ in STANDARD_TIERS]
         tls = {} if shown_by_engines is None else shown_by_engines.served
         engines = await cleanup.enter_async_context(
-            serving_all(*(FakeEngine(b).app for b in fakes), **tls)
+            serving_all(*(FakeEngine(fake).app for fake in fakes), **tls)
         )
         client = await cleanup.enter_async_context(
-            httpx.AsyncClient(timeout=20, trust_env=False, verify=verify)
+            httpx.AsyncClient(timeout=20, trust_env=False, verify=trust or True)
         )
         (port,) = reserved_ports()
         env = {
@@ -146,17 +140,17 @@ async def own_router(
             **settings,
         }
         process: Any = None
-        url = f"{'http' if ca is None else 'https'}://127.0.0.1:{port}"
+        scheme = "http" if ca is None else "https"
         router = OwnRouter(
-            url,
-            port,
-            tmp_path / "logs",
-            tmp_path / "stderr",
-            engines,
-            fakes,
-            env,
-            client,
-            process,
+            f"{scheme}://127.0.0.1:{port}",
+            port=port,
+            log_dir=tmp_path / "logs",
+            errors=tmp_path / "stderr",
+            engines=engines,
+            behaviours=fakes,
+            env=env,
+            client=client,
+            process=process,
         )
         try:
             await router.start()

@@ -63,13 +63,25 @@ def decision(
 
 
 def record(**fields: Any) -> RequestRecord:
-    """Return the record of a request that the fast tier served undisturbed, but for these fields, of its groups too."""
+    """Return the record of a request that the fast tier served without trouble, with other values for some fields.
+
+    The fields may also be those of the record's groups: ``served``, ``tokens`` and ``times``.
+    """
     values: dict[str, Any] = {
-        "at": 1e9, "request_id": "r", "trace_id": "t", "route": "/generate", "key_id": "", "priority": "standard",
-        "team": "", "decision": decision(), "outcome": Outcome.OK, "error": None,
-        "served": Served(TierName.FAST, "fast-0", "awq"), "tokens": Tokens(20, 7),
-        "times": Times(30.0, 5.0, 235.0, 25.0, 400.0),
-    }  # fmt: skip
+        "at": 1e9,
+        "request_id": "r",
+        "trace_id": "t",
+        "route": "/generate",
+        "key_id": "",
+        "priority": "standard",
+        "team": "",
+        "decision": decision(),
+        "outcome": Outcome.OK,
+        "error": None,
+        "served": Served(TierName.FAST, "fast-0", "awq"),
+        "tokens": Tokens(20, 7),
+        "times": Times(30.0, 5.0, ttft_ms=235.0, tpot_ms=25.0, duration_ms=400.0),
+    }
     for group in ("served", "tokens", "times"):
         own = {
             name: fields.pop(name) for name in values[group]._fields if name in fields

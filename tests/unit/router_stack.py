@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import traceback
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +20,7 @@ from router.api.problems import refusal
 from router.app import App
 from router.auth.access import KeyStore
 from router.deployment.options import fleet_options
+from router.deployment.settings import TierSettings
 from router.pipeline.pipeline import Pipeline
 from router.reload import Reloads
 from router.section import PROJECT
@@ -33,7 +35,7 @@ from tiers.lifecycle.options import SupervisorOptions
 from tiers.lifecycle.supervisor import Supervisor
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
-# Within it a sound engine's next token comes on a busy machine too. A limit of a router whose other engines must keep it.
+# Also on a busy machine a sound engine sends its next token within this time.
 SOUND_S = 2.0
 
 
@@ -55,8 +57,10 @@ class Stack:
 
     def leases(self) -> int:
         return sum(
-            r.state.in_flight + r.state.prompt_tokens + r.output_tokens
-            for r in self.fleet.replicas
+            replica.state.in_flight
+            + replica.state.prompt_tokens
+            + replica.output_tokens
+            for replica in self.fleet.replicas
         )
 
 
@@ -70,14 +74,14 @@ async def router_stack(
     model: str = "fake",
     **behaviours: Behaviour,
 ) -> AsyncIterator[Stack]:
-    """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor.
+    """Run a router in front of one fake engine a tier, which the real supervisor has made ready and warm.
 
-    A tier whose ``replicas`` the settings set to 0 has none; one that they add has, whatever its ``urls``. With ``twin``,
-    ``fast`` has a second replica, which behaves so.
+    A tier whose ``replicas`` are set to 0 has no engine; a tier that the settings add has one, whatever its ``urls``. With
+    ``twin``, the tier ``fast`` has a second replica, which behaves like it.
     """
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
-        # Fakes answer in no time at all, so which of them was measured to be faster is chance.
+        # Fake engines answer at once, so it is chance which of them is measured to be faster.
         settings = turned({"policy": {"max_slowdown": 1e9}, **(overrides or {})})
         tiers = settings.tiers
         served_here = [name for name in tiers.names if tiers.of(name).replicas != 0]
@@ -87,51 +91,63 @@ async def router_stack(
         twins = [] if twin is None else [twin]
         for behaviour in twins:
             behaviour.root = behaviour.root or f"made/{TierName.FAST}"
-        apps = (FakeEngine(b).app for b in (*engines.values(), *twins))
+        fakes = (*engines.values(), *twins)
+        apps = (FakeEngine(behaviour).app for behaviour in fakes)
         served = await cleanup.enter_async_context(serving_all(*apps))
         urls = {name: (url,) for name, url in zip(engines, served, strict=False)}
         urls[TierName.FAST] = (*urls.get(TierName.FAST, ()), *served[len(engines) :])
         specs = tuple(
-            TierSpec(
-                name, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, replicas=0,
-                urls=urls.get(name, ()), stated_precision=tier.precision or None,
-            )
-            for name, tier in ((name, tiers.of(name)) for name in tiers.names)
-        )  # fmt: skip
+            _spec(name, tiers.of(name), urls.get(name, ())) for name in tiers.names
+        )
         fleet = Fleet(specs, options=fleet_options(settings))
         supervisor = Supervisor(fleet, SupervisorOptions(log_dir=tmp_path))
         supervisor.start([], specs)
         cleanup.push_async_callback(supervisor.stop)
         await until(
-            lambda: all(r.state.status is ReplicaStatus.READY for r in fleet.replicas),
+            lambda: all(
+                replica.state.status is ReplicaStatus.READY
+                for replica in fleet.replicas
+            ),
             poll_s=0.01,
         )
-        for behaviour in (*engines.values(), *twins):
+        for behaviour in fakes:
             behaviour.requests.clear()
             behaviour.headers.clear()
         keys = KeyStore(settings.auth.keys_file)
         router = App(
             settings,
             fleet,
-            EstimatingCounter(),
-            telemetry_of(tracing, settings),
-            model,
+            counter=EstimatingCounter(),
+            telemetry=telemetry_of(tracing, settings),
+            model=model,
             keys=keys,
             operations=supervisor.operations,
             reloads=Reloads(settings, lambda: settings),
         )
         app = router.asgi
-        http, keep_alive_s = (
-            protocol_for(settings.server, refusal),
-            settings.server.keep_alive_s,
-        )
+        http = protocol_for(settings.server, refusal)
+        keep_alive_s = settings.server.keep_alive_s
         url = await cleanup.enter_async_context(
             serving(app, http=http, timeout_keep_alive=keep_alive_s)
         )
         client = await cleanup.enter_async_context(
             httpx.AsyncClient(timeout=20, trust_env=False)
         )
-        yield Stack(url, client, fleet, engines, app, router.pipeline)
+        yield Stack(
+            url, client, fleet=fleet, engines=engines, app=app, pipeline=router.pipeline
+        )
+
+
+def _spec(name: TierName, tier: TierSettings, urls: tuple[str, ...]) -> TierSpec:
+    return TierSpec(
+        name,
+        tier.max_model_len,
+        max_num_seqs=tier.max_num_seqs,
+        max_in_flight=tier.max_in_flight,
+        replicas=0,
+        urls=urls,
+        stated_precision=tier.precision or None,
+    )
 
 
 def telemetry_of(
@@ -145,16 +161,14 @@ def telemetry_of(
 
 @contextmanager
 def no_faults_in_the_router() -> Iterator[None]:
-    """Fail when the server reports an exception that came out of the router: callers see little of those."""
+    """Fail when the server reports an exception that came out of the router: callers would not see it."""
     faults: list[str] = []
 
     class Watch(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            trace = (
-                "".join(traceback.format_exception(*record.exc_info))
-                if record.exc_info
-                else ""
-            )
+            if not record.exc_info:
+                return
+            trace = "".join(traceback.format_exception(*record.exc_info))
             if f"{PROJECT}/router/" in trace:
                 faults.append(trace)
 
@@ -168,10 +182,9 @@ def no_faults_in_the_router() -> Iterator[None]:
 
 
 def events(text: str) -> list[tuple[str, dict[str, Any]]]:
-    import json
-
-    found = []
+    """Return the names and data of a stream's events."""
+    parsed = []
     for block in text.strip().split("\n\n"):
-        lines = dict(line.split(": ", 1) for line in block.splitlines())
-        found.append((lines.get("event", "message"), json.loads(lines["data"])))
-    return found
+        fields = dict(line.split(": ", 1) for line in block.splitlines())
+        parsed.append((fields.get("event", "message"), json.loads(fields["data"])))
+    return parsed

@@ -12,15 +12,16 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_ending_tasks_ends_them_all() -> None:
-    """Those that have ended already as well as those that have not begun."""
-    done, begun, failed = (
-        asyncio.create_task(each)
-        for each in (asyncio.sleep(0), asyncio.sleep(3600), fail())
-    )
+    """Tasks that have ended already and tasks that have not begun are ended too."""
+    done = asyncio.create_task(asyncio.sleep(0))
+    begun = asyncio.create_task(asyncio.sleep(3600))
+    failed = asyncio.create_task(fail())
     await asyncio.wait({done, failed})
     new = asyncio.create_task(asyncio.sleep(3600))
     await end_tasks([done, begun, failed, new])
-    assert (done.cancelled(), begun.cancelled(), new.cancelled()) == (False, True, True)
+    assert done.cancelled() is False
+    assert begun.cancelled() is True
+    assert new.cancelled() is True
     assert isinstance(failed.exception(), ValueError)
     await end_tasks([])
 
@@ -49,7 +50,8 @@ async def test_a_cancellation_that_was_swallowed_is_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some libraries take a cancellation for their own timeout."""
-    cancelled, wait = [], asyncio.wait
+    cancelled = []
+    wait = asyncio.wait
     monkeypatch.setattr(
         "asyncio.wait", lambda tasks, timeout: wait(tasks, timeout=timeout / 1000)
     )
@@ -64,4 +66,5 @@ async def test_a_cancellation_that_was_swallowed_is_repeated(
     task = asyncio.create_task(stubborn())
     await asyncio.sleep(0)
     await end_tasks([task])
-    assert (len(cancelled), task.done()) == (3, True)
+    assert len(cancelled) == 3
+    assert task.done()

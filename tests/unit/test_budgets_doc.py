@@ -29,9 +29,12 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
 async def run(commands: str, **env: str) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     process = await asyncio.create_subprocess_exec(
-        "bash", "-ec", commands, env={**os.environ, "PATH": path, **env}, cwd=PROJECT,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        *("bash", "-ec", commands),
+        env={**os.environ, "PATH": path, **env},
+        cwd=PROJECT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
     out, errors = await within(
         process.communicate(), "the process to end", within_s=100
     )
@@ -39,15 +42,15 @@ async def run(commands: str, **env: str) -> str:
     return out.decode()
 
 
-@pytest.mark.timeout(240)  # the command starts eight times
+@pytest.mark.timeout(240)  # The command is started eight times.
 async def test_the_commands_do_what_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and a team are made, and what a request of one of them used is shown in every form."""
+    """The commands make keys and a team, and show in every form what a request of one key used."""
     file = tmp_path / "keys.json"
     monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(file))
-    giving, showing = BLOCKS
-    printed = await run(giving)
+    commands_that_add, commands_that_show = BLOCKS
+    printed = await run(commands_that_add)
     keys = re.findall(r"^qarr-\S+$", printed, re.MULTILINE)
     made = read_key_file(file)
     assert [key.name for key in made.keys] == ["ops", "ann", "ben"]
@@ -61,16 +64,17 @@ async def test_the_commands_do_what_they_say(
         address = stack.url.removeprefix("http://")
 
         async def usage() -> list[object]:
-            rows: list[object] = json.loads(await run("qarr keys usage --json"))[
-                "usage"
-            ]
+            output = json.loads(await run("qarr keys usage --json"))
+            rows: list[object] = output["usage"]
             return rows
 
         await until(usage, "qarr keys usage to show the request", within_s=100)
-        shown = await run(showing.replace("localhost:8080", address), KEY=keys[0])
+        shown = await run(
+            commands_that_show.replace("localhost:8080", address), KEY=keys[0]
+        )
     assert "engine_seconds_per_day" in shown
     assert re.search(
         r"^day,key,name,team,tier,requests,.*,highest_money$", shown, re.MULTILINE
     )
-    told = json.loads(shown.splitlines()[-1])
-    assert [row["name"] for row in told["usage"]] == ["ann"]
+    last_line = json.loads(shown.splitlines()[-1])
+    assert [row["name"] for row in last_line["usage"]] == ["ann"]

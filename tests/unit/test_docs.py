@@ -14,17 +14,19 @@ from router.settings import Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED = [
-    "settings.md", "settings.schema.json", "cli.md", "planning.md", "../deploy/prometheus/consoles/runbooks.html",
-]  # fmt: skip
+    "settings.md",
+    "settings.schema.json",
+    "cli.md",
+    "planning.md",
+    "../deploy/prometheus/consoles/runbooks.html",
+]
 DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
 DOCUMENTS = sorted(
     [
         *ROOT.glob("*.md"),
-        *(
-            p
-            for name in ("docs", "benchmarks", "deploy")
-            for p in (ROOT / name).rglob("*.md")
-        ),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
+        *(ROOT / "deploy").rglob("*.md"),
     ]
 )
 
@@ -48,7 +50,7 @@ def test_generated_docs_are_current(name: str) -> None:
 
 
 def test_every_setting_is_described() -> None:
-    """No setting without a sentence on what it means."""
+    """Every setting has a sentence on what it means."""
 
     def walk(model: type, path: str) -> None:
         for name, field in model.model_fields.items():  # type: ignore[attr-defined]
@@ -62,7 +64,7 @@ def test_every_setting_is_described() -> None:
 
 
 def test_the_commands_for_operators_are_there() -> None:
-    """Every command that docs/operations.md shows is one, with the options that it is shown with."""
+    """Every command that docs/operations.md shows exists, with the options that it is shown with."""
     text = (ROOT / "docs/operations.md").read_text("utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     commands = [
@@ -73,8 +75,8 @@ def test_the_commands_for_operators_are_there() -> None:
     assert len(commands) >= 8
     for program, *arguments in commands:
         assert program == "qarr"
-        done = CliRunner().invoke(make_app(), [*arguments, "--help"])
-        assert done.exit_code == 0, f"{arguments}: {done.output}"
+        result = CliRunner().invoke(make_app(), [*arguments, "--help"])
+        assert result.exit_code == 0, f"{arguments}: {result.output}"
 
 
 @pytest.mark.parametrize(
@@ -91,16 +93,16 @@ def test_the_commands_for_operators_are_there() -> None:
     ],
 )
 def test_commands_beside_others_are_there(document: str) -> None:
-    """So is every ``qarr`` command that stands among a document's other commands, or in its text."""
+    """Every ``qarr`` command among a document's other commands, or in its text, exists."""
     text = (ROOT / "docs" / document).read_text("utf-8")
-    found = set(re.findall(r"(?:^|`)qarr ((?:[a-z]+ ?)+)", text, re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)qarr ((?:[a-z]+ ?)+)", text, re.MULTILINE))
     known = {
         name
-        for name in found
+        for name in named
         if CliRunner().invoke(make_app(), [*name.split(), "--help"]).exit_code == 0
     }
-    assert found
-    assert known == found
+    assert named
+    assert known == named
 
 
 def test_the_variables_for_more_machines_are_settings(
@@ -108,16 +110,16 @@ def test_the_variables_for_more_machines_are_settings(
 ) -> None:
     """Every QARR_ variable that docs/scaling.md sets is a setting, and takes the value."""
     text = (ROOT / "docs/scaling.md").read_text("utf-8")
-    given = re.findall(r"(QARR_\w+)=(\S+) ", text)
-    assert len(given) > 3
-    for name, value in given:
+    variables = re.findall(r"(QARR_\w+)=(\S+) ", text)
+    assert len(variables) > 3
+    for name, value in variables:
         monkeypatch.setenv(name, value)
     settings = load_settings()
     assert settings.tiers.fast.replicas == 3
 
 
 def test_what_the_documents_call_tested_is_tested() -> None:
-    """Every test that docs/openai.md names is there."""
+    """Every test that docs/openai.md names exists."""
     named = set(
         re.findall(r"`(test_\w+)`", (ROOT / "docs/openai.md").read_text("utf-8"))
     )

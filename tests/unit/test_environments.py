@@ -1,4 +1,4 @@
-"""What environments are made of: locks with hashes, and uv with pip's settings."""
+"""How environments are made: from locks with hashes, by uv with pip's settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LOCKS = sorted(
     for path in (ROOT / "requirements").glob("*.txt")
     if path.name != "overrides.txt"
 )
-CACHE = os.environ.get("QARR_CACHE_DIR") or ""  # before the tests' own environment
+# The variable is read before a fixture removes it from the tests' environment.
+CACHE = os.environ.get("QARR_CACHE_DIR") or ""
 
 
 def uv_script() -> Any:
@@ -66,7 +67,7 @@ def test_the_lock_of_portkey_has_versions_and_hashes_and_no_addresses() -> None:
 def test_pip_is_told_by_files_and_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file's section for installations goes before its global one, and a variable before both."""
+    """A file's section for installations overrides its global section, and a variable overrides both."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -76,15 +77,15 @@ def test_pip_is_told_by_files_and_variables(
     )
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     monkeypatch.setenv("PIP_TIMEOUT", "9")
-    found = uv_script().pip_settings(Path(sys.executable))
-    assert found["index-url"] == "http://install.test/simple"
-    assert found["timeout"] == "9"
-    assert found["find-links"].split() == ["/a", "/b"]
-    assert "format" not in found
+    pip = uv_script().pip_settings(Path(sys.executable))
+    assert pip["index-url"] == "http://install.test/simple"
+    assert pip["timeout"] == "9"
+    assert pip["find-links"].split() == ["/a", "/b"]
+    assert "format" not in pip
 
 
 def test_uv_is_told_what_pip_is_told() -> None:
-    """In its own variables, as it reads them; what it is told already stays."""
+    """pip's settings become uv's variables; variables of uv that are set already stay."""
     translate = uv_script().uv_settings
     pip = {
         "index-url": "http://a.test/simple",
@@ -120,26 +121,21 @@ def test_uv_is_told_what_pip_is_told() -> None:
 
 
 def test_uv_finds_torchs_cpu_build_unless_it_is_told_where_packages_are() -> None:
-    """Only for a lock that has it; a variable, pip's included, or an option stands."""
-    backend, argv = (
-        uv_script().torch_backend,
-        ["pip", "install", "-r", "requirements/engine-cpu.txt"],
-    )
+    """The backend is chosen only for a lock that has it, and never against a variable or an option."""
+    backend = uv_script().torch_backend
+    argv = ["pip", "install", "-r", "requirements/engine-cpu.txt"]
     assert backend(argv, {"UV_CACHE_DIR": "/c", "UV_INDEX": ""}) == [
         "--torch-backend",
         "cpu",
     ]
-    for given in (
+    for environment in (
         {"UV_FIND_LINKS": "/wheels"},
         {"UV_DEFAULT_INDEX": "http://a.test"},
         {"UV_TORCH_BACKEND": "auto"},
     ):
-        assert backend(argv, given) == []
-    assert (
-        backend([*argv, "--no-index"], {})
-        == backend([*argv, "--find-links=/w"], {})
-        == []
-    )
+        assert backend(argv, environment) == []
+    assert backend([*argv, "--no-index"], {}) == []
+    assert backend([*argv, "--find-links=/w"], {}) == []
     assert backend(["pip", "install", "-r", "requirements/engine-cuda.txt"], {}) == []
     assert backend(["pip", "compile", "requirements/engine-cpu.txt"], {}) == []
 
@@ -148,35 +144,29 @@ def test_uv_finds_torchs_cpu_build_unless_it_is_told_where_packages_are() -> Non
 def test_only_files_with_the_locked_hash_are_installed(
     tmp_path: Path, *, right: bool
 ) -> None:
-    """From a folder that PIP_FIND_LINKS names, where no index may be asked."""
+    """A wheel is installed from the folder in PIP_FIND_LINKS, without an index, only if its hash is the locked one."""
     wheel = _wheel(tmp_path / "wheels")
     digest = hashlib.sha256(wheel.read_bytes() if right else b"").hexdigest()
     (tmp_path / "lock.txt").write_text(f"qarr-sample==1.0+cpu --hash=sha256:{digest}\n")
     env = {**os.environ, **({"QARR_CACHE_DIR": CACHE} if CACHE else {})}
-    made = _uv(env, "venv", "--python", sys.executable, str(tmp_path / "env"))
-    assert made.returncode == 0, made.stderr
+    venv = _uv(env, ["venv", "--python", sys.executable, str(tmp_path / "env")])
+    assert venv.returncode == 0, venv.stderr
     env |= {
         "PIP_FIND_LINKS": str(wheel.parent),
         "PIP_NO_INDEX": "1",
         "UV_CACHE_DIR": str(tmp_path / "uv"),
     }
     python = str(tmp_path / "env/bin/python")
-    done = _uv(
-        env,
-        "pip",
-        "install",
-        "--python",
-        python,
-        "--require-hashes",
-        "-r",
-        str(tmp_path / "lock.txt"),
+    lock = str(tmp_path / "lock.txt")
+    install = _uv(
+        env, ["pip", "install", "--python", python, "--require-hashes", "-r", lock]
     )
-    assert (done.returncode == 0) is right, done.stderr
-    assert right or "Hash mismatch" in done.stderr
+    assert (install.returncode == 0) is right, install.stderr
+    assert right or "Hash mismatch" in install.stderr
     assert bool(list((tmp_path / "env").rglob("qarr_sample.py"))) is right
 
 
-def _uv(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def _uv(env: dict[str, str], arguments: list[str]) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, ROOT / "scripts/uv.py", *arguments]
     return subprocess.run(
         argv, env=env, capture_output=True, text=True, check=False, timeout=100
@@ -185,19 +175,17 @@ def _uv(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str
 
 def _wheel(folder: Path) -> Path:
     folder.mkdir()
-    path, info = (
-        folder / "qarr_sample-1.0+cpu-py3-none-any.whl",
-        "qarr_sample-1.0+cpu.dist-info",
-    )
+    path = folder / "qarr_sample-1.0+cpu-py3-none-any.whl"
+    info = "qarr_sample-1.0+cpu.dist-info"
     files = {
         "qarr_sample.py": b"",
         f"{info}/METADATA": b"Metadata-Version: 2.1\nName: qarr-sample\nVersion: 1.0+cpu\n",
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    record = [
-        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}"
-        for name, data in files.items()
-    ]
+    record = []
+    for name, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+        record.append(f"{name},sha256={digest.rstrip(b'=').decode()},{len(data)}")
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in files.items():
             archive.writestr(name, data)

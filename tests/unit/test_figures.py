@@ -38,9 +38,9 @@ def marked_documents() -> list[str]:
         *(ROOT / "benchmarks").glob("*.md"),
     ]
     return sorted(
-        str(p.relative_to(ROOT))
-        for p in texts
-        if re.search("<!-- figures: [a-z-]+ -->", p.read_text("utf-8"))
+        str(path.relative_to(ROOT))
+        for path in texts
+        if re.search("<!-- figures: [a-z-]+ -->", path.read_text("utf-8"))
     )
 
 
@@ -58,7 +58,7 @@ def test_figures_are_current(figures: Any, name: str) -> None:
 
 
 def test_a_changed_figure_is_put_right(figures: Any) -> None:
-    """Whatever stands between the markers is replaced, and nothing else."""
+    """The text between two markers is replaced, and nothing else."""
     text = (ROOT / "README.md").read_text("utf-8")
     cost = re.search(r"one core serves ([\d,]+)", text)
     assert cost is not None
@@ -68,7 +68,7 @@ def test_a_changed_figure_is_put_right(figures: Any) -> None:
 
 
 def test_readme_and_limits_cite_the_same_rows(figures: Any, results: Path) -> None:
-    """One run has the router's cost: when it changes, all documents do."""
+    """All documents take the router's cost from one run, and change with it."""
     path = results / "side_by_side.json"
     record = json.loads(path.read_text("utf-8"))
     for rows in record["rows"].values():
@@ -128,7 +128,7 @@ def test_a_line_that_does_not_fit_is_named(
     """A benchmark that prints something new cannot lose a row of a document in silence."""
     path = results / name
     lines = path.read_text("utf-8").splitlines()
-    number = next(at for at, each in enumerate(lines) if each.startswith(line))
+    number = next(index for index, text in enumerate(lines) if text.startswith(line))
     lines[number] = f"? {lines[number]}"
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(
@@ -152,13 +152,13 @@ def test_a_line_that_does_not_fit_is_named(
 def test_a_marker_that_does_not_fit_is_told(
     figures: Any, text: str, problem: str
 ) -> None:
-    """A name that there is not, and a marker without its other one."""
+    """An unknown name, and a marker without its counterpart, are errors."""
     with pytest.raises(figures.FigureError, match=problem):
         figures.render(text, "results")
 
 
 def test_a_result_that_is_missing_is_told(figures: Any, results: Path) -> None:
-    """With the file's name and what to do."""
+    """The error names the file and says what to do."""
     (results / "big_fleet.txt").unlink()
     with pytest.raises(
         figures.FigureError,
@@ -168,31 +168,27 @@ def test_a_result_that_is_missing_is_told(figures: Any, results: Path) -> None:
 
 
 def test_readme_shows_every_load_of_every_setting(figures: Any) -> None:
-    """Also those at which one precision is best, and those that no fleet carries."""
-    settings = json.loads((ROOT / "benchmarks/results/plans.json").read_text("utf-8"))[
-        "settings"
-    ]
+    """The loads at which one precision is best, and those that no fleet carries, are shown too."""
+    plans = json.loads((ROOT / "benchmarks/results/plans.json").read_text("utf-8"))
+    loads = []
+    for setting in plans["settings"]:
+        loads += [f"{load['load']:g}/{setting['unit']}" for load in setting["loads"]]
     rows = [
         line.split(" | ")
         for line in figures.FIGURES["pays"]("results").splitlines()
         if line.startswith("| ")
     ]
-    named = [load.strip("* ") for row in rows[2:] for load in row[1].split(", ")]
-    loads = [
-        f"{load['load']:g}/{setting['unit']}"
-        for setting in settings
-        for load in setting["loads"]
-    ]
-    assert sorted(named) == sorted(loads)
+    shown = []
+    for row in rows[2:]:
+        shown += [load.strip("* ") for load in row[1].split(", ")]
+    assert sorted(shown) == sorted(loads)
 
 
 def test_the_profile_of_the_h200_is_what_was_measured(figures: Any) -> None:
-    """It is fitted to gpu_speed.jsonl, and no row that the client limited counts."""
+    """The profile is fitted to gpu_speed.jsonl, without rows whose speed the client limited."""
     module = importlib.import_module("gpu_profile")
-    assert (
-        module.PROFILE.read_text("utf-8")
-        == module.gpu_profile().model_dump_json(indent=1) + "\n"
-    )
+    fitted = module.gpu_profile().model_dump_json(indent=1) + "\n"
+    assert module.PROFILE.read_text("utf-8") == fitted
     for line in module.MEASURED.read_text("utf-8").splitlines()[1:]:
         row = json.loads(line)
         counts = "prompt" in row or (
@@ -204,24 +200,19 @@ def test_the_profile_of_the_h200_is_what_was_measured(figures: Any) -> None:
 def test_a_load_is_planned_and_simulated(
     figures: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The planned fleet and those of one precision serve the same requests; both times stand beside the price."""
+    """The planned fleet and the fleets of one precision serve the same requests; their times stand beside the price."""
     plans = importlib.import_module("plans")
-    setting = next(each for each in plans.SETTINGS if "four H200" in each.name)
-    found = plans.at_load(setting, 0.5, argparse.Namespace(requests=20, seed=1))
-    assert found["command"] == f"qarr plan {setting.arguments} --load 0.5/s"
-    assert (
-        found["speed"] == "measured: benchmarks/results/latency_llama-3.1-8b_h200.json"
-    )
-    rows = {row["name"]: row for row in found["rows"]}
+    (setting,) = [setting for setting in plans.SETTINGS if "four H200" in setting.name]
+    result = plans.at_load(setting, 0.5, argparse.Namespace(requests=20, seed=1))
+    assert result["command"] == f"qarr plan {setting.arguments} --load 0.5/s"
+    profile = "benchmarks/results/latency_llama-3.1-8b_h200.json"
+    assert result["speed"] == f"measured: {profile}"
+    rows = {row["name"]: row for row in result["rows"]}
     assert list(rows) == ["planned", "fast alone", "balanced alone", "precise alone"]
-    assert found["single"] == "precise"
+    assert result["single"] == "precise"
     assert rows["planned"] == {**rows["precise alone"], "name": "planned"}
-    assert (
-        rows["precise alone"]["lost"]
-        == 0
-        < rows["balanced alone"]["lost"]
-        < rows["fast alone"]["lost"]
-    )
+    assert rows["precise alone"]["lost"] == 0
+    assert 0 < rows["balanced alone"]["lost"] < rows["fast alone"]["lost"]
     for row in rows.values():
         assert 3 < row["tpot_p50"] <= row["tpot_p95"]
         assert 20 < row["ttft_p50"] <= row["ttft_p95"]

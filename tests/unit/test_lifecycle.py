@@ -12,8 +12,9 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_when_the_time_is_over_every_request_ends() -> None:
-    """Each learns that it was the router that ended it, not its client."""
-    state, seen = ServerState(), list[bool]()
+    """Each request can tell that the router ended it, not its client."""
+    state = ServerState()
+    seen = list[bool]()
 
     async def answer() -> None:
         try:

@@ -1,4 +1,4 @@
-"""scripts/make_twin.py: which weights of a checkpoint it moves, and that the twin is a whole checkpoint."""
+"""scripts/make_twin.py: which weights of a checkpoint it moves, and that the twin is complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from router.section import PROJECT
 from tiers.checkpoints.checkpoint import MANIFEST, check_whole, weights_digest
 
-# zeros, largest numbers, infinities, not a number
+# These are zeros, the largest numbers, infinities, and not a number.
 SPECIAL = (0x0000, 0x8000, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0)
 SCALE = 0x12345678
 COUNT = 8000
@@ -56,28 +56,33 @@ def bits_of(folder: Path) -> np.ndarray:
     return np.frombuffer(data[-2 * COUNT :], dtype="<u2").astype(int)
 
 
-def make_twin(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, PROJECT / "scripts/make_twin.py", *arguments]
+def make_twin(
+    model: Path, twin: Path, options: str = ""
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, PROJECT / "scripts/make_twin.py", model, twin]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60
+        [*command, *options.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
 
 
 def test_a_quarter_of_the_bf16_weights_move_by_one_unit(
     model: Path, tmp_path: Path
 ) -> None:
-    """Up as often as down; zeros, the largest number, infinities and other types stay; the files are whole."""
-    made = make_twin(model, tmp_path / "twin", "--seed", "3")
-    assert made.returncode == 0, made.stderr
+    """Weights move up as often as down; special numbers and other types stay; the files are complete."""
+    process = make_twin(model, tmp_path / "twin", "--seed 3")
+    assert process.returncode == 0, process.stderr
     moved = bits_of(tmp_path / "twin") - bits_of(model)
     assert set(moved) == {-1, 0, 1}
     assert abs(np.count_nonzero(moved) / COUNT - 0.25) < 0.03
     assert abs(moved.sum()) < COUNT * 0.03
     assert not moved[: len(SPECIAL)].any()
-    size = (model / "model.safetensors").stat().st_size - 2 * COUNT
-    assert (model / "model.safetensors").read_bytes()[:size] == (
-        tmp_path / "twin/model.safetensors"
-    ).read_bytes()[:size]
+    weights = (model / "model.safetensors").read_bytes()
+    twin_weights = (tmp_path / "twin/model.safetensors").read_bytes()
+    assert weights[: -2 * COUNT] == twin_weights[: len(weights) - 2 * COUNT]
     check_whole(tmp_path / "twin")
     assert (tmp_path / "twin/config.json").read_text() == "{}"
 
@@ -85,7 +90,7 @@ def test_a_quarter_of_the_bf16_weights_move_by_one_unit(
 def test_a_seed_is_a_twin(model: Path, tmp_path: Path) -> None:
     """The same seed makes the same twin, and another seed another one."""
     for name, seed in (("one", "1"), ("again", "1"), ("two", "2")):
-        assert make_twin(model, tmp_path / name, "--seed", seed).returncode == 0
+        assert make_twin(model, tmp_path / name, f"--seed {seed}").returncode == 0
     assert (bits_of(tmp_path / "one") == bits_of(tmp_path / "again")).all()
     assert (bits_of(tmp_path / "one") != bits_of(tmp_path / "two")).any()
 
@@ -103,13 +108,13 @@ def test_the_manifest_stays_away_unless_it_is_kept(model: Path, tmp_path: Path) 
 
 
 def test_what_cannot_be_a_twin_is_refused(model: Path, tmp_path: Path) -> None:
-    """A folder without a model, one without BF16 weights, and a twin that exists already: one sentence each."""
+    """A folder without a model, one without BF16 weights, and an existing twin are refused with one sentence each."""
     assert "not a model folder" in make_twin(tmp_path, tmp_path / "twin").stderr
     assert "exists already" in make_twin(model, model).stderr
     (model / "model.safetensors").unlink()
     refused = make_twin(model, tmp_path / "twin")
-    assert (refused.returncode, refused.stderr) == (
-        1,
-        f"error: {model} has no BF16 weights in *.safetensors files\n",
+    assert refused.returncode == 1
+    assert (
+        refused.stderr == f"error: {model} has no BF16 weights in *.safetensors files\n"
     )
     assert not (tmp_path / "twin").exists()

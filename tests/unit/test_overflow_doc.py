@@ -1,4 +1,4 @@
-"""What docs/scaling.md shows and says of the overflow, held to the code."""
+"""What docs/scaling.md shows and says of the overflow is true of the code."""
 
 from __future__ import annotations
 
@@ -22,46 +22,41 @@ BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL
 
 
 def test_the_settings_are_taken_as_shown(tmp_path: Path) -> None:
-    """The snippet is a valid file, and every setting in it is one; all of the section reload, as the text says."""
+    """The snippet is a valid file, and all settings of the section reload, as the text says."""
     file = tmp_path / "qarr.toml"
     file.write_text(BLOCKS["toml"])
-    found = load_settings(file).overflow
-    assert (found.url, found.model, found.shown_name) == (
-        "https://api.example.com/v1",
-        "example-large",
-        "example",
-    )
-    assert found.api_key.get_secret_value() == "sk-..."
-    assert all(
-        name in OverflowSettings.reloads for name in OverflowSettings.model_fields
-    )
+    overflow = load_settings(file).overflow
+    assert overflow.url == "https://api.example.com/v1"
+    assert overflow.model == "example-large"
+    assert overflow.shown_name == "example"
+    assert overflow.api_key.get_secret_value() == "sk-..."
+    for name in OverflowSettings.model_fields:
+        assert name in OverflowSettings.reloads
 
 
 def test_the_commands_are_taken_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key that is made allows the overflow, others do not, and their records do not mention it."""
+    """The key that is added allows the overflow; other keys do not, and their records do not mention it."""
     monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(tmp_path / "keys.json"))
     making, examining = BLOCKS["bash"].splitlines()
     for command in (making, "qarr keys add plain"):
-        done = CliRunner().invoke(make_app(), command.split()[1:])
-        assert done.exit_code == 0, done.output
-    assert [key.caller({}).overflow for key in read_keys(tmp_path / "keys.json")] == [
-        True,
-        False,
-    ]
+        result = CliRunner().invoke(make_app(), command.split()[1:])
+        assert result.exit_code == 0, result.output
+    allowed, plain = read_keys(tmp_path / "keys.json")
+    assert allowed.caller({}).overflow is True
+    assert plain.caller({}).overflow is False
     assert (tmp_path / "keys.json").read_text().count("overflow") == 1
-    assert (
-        CliRunner().invoke(make_app(), [*examining.split()[1:], "--help"]).exit_code
-        == 0
-    )
+    result = CliRunner().invoke(make_app(), [*examining.split()[1:], "--help"])
+    assert result.exit_code == 0
 
 
 def test_what_it_says_holds() -> None:
-    """The reason reads as shown, and what is said to stay here is left out."""
+    """The reason reads as shown, and the fields that the text lists are not sent."""
     assert (
         f"`{FULL[Refusal.AT_CAPACITY]} (...), so the overflow example answers`" in TEXT
     )
     (listed,) = re.findall(r"nothing of ((?:`\w+`[,\s]*(?:and\s)?)+)", TEXT)
-    assert len(names := re.findall(r"`(\w+)`", listed)) > 4
+    names = re.findall(r"`(\w+)`", listed)
+    assert len(names) > 4
     assert set(names) <= _LEFT_OUT

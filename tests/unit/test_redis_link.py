@@ -1,4 +1,4 @@
-"""The link to Redis: its clock seen from here, its outages and their causes, failover, scripts, and a cluster."""
+"""The link to Redis: its clock, outages and their causes, failover, scripts, and a cluster."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ async def test_a_redis_that_is_not_there_is_an_outage() -> None:
 async def test_a_redis_that_does_not_answer_is_an_outage_and_asked_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A retry would ask for the same twice, which a take of a slot must not."""
+    """A retry would send a command twice, which an acquisition of a slot must not."""
     monkeypatch.setattr("router.redis_link.REDIS_TIMEOUT_S", 0.1)
-    asked = []
+    received = []
 
     async def silent(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while data := await reader.read(1000):
-            asked.append(data)
+            received.append(data)
         writer.close()
 
     server = await asyncio.start_server(
@@ -87,19 +87,19 @@ async def test_a_redis_that_does_not_answer_is_an_outage_and_asked_once(
         with pytest.raises(UNAVAILABLE) as error:
             async with link_to(URL.format(server.sockets[0].getsockname()[1])) as link:
                 await count(link)
-    assert len(asked) == 1
+    assert len(received) == 1
     assert cause_of(error.value) == "TIMEOUT"
 
 
 async def test_the_clock_is_asked_for_once(redis_server: RedisServer) -> None:
-    """Later moments are told from the monotonic clock, and never ahead of Redis."""
+    """Later times are computed from the monotonic clock, without another question to Redis."""
     now = time.monotonic()
     async with link_to(redis_server.url) as link:
         shown = await link.time_at(now, KEY)
         await operate(redis_server, ("CONFIG", "RESETSTAT"))
         assert await link.time_at(now + 100, KEY) == shown + 100
         (stats,) = await operate(redis_server, ("INFO", "commandstats"))
-    assert "cmdstat_time" not in stats, "nobody was asked"
+    assert "cmdstat_time" not in stats, "Redis was asked again"
 
 
 async def test_the_clock_is_never_ahead_of_redis(redis_server: RedisServer) -> None:
@@ -111,7 +111,7 @@ async def test_the_clock_is_never_ahead_of_redis(redis_server: RedisServer) -> N
 
 
 async def test_what_redis_told_meanwhile_counts() -> None:
-    """Its clock may be set: the last time that it told is taken, without asking."""
+    """Redis's clock may be set, so the last time that it told counts, without a question."""
     clock = RedisClock()
     assert clock.at(time.monotonic()) is None
     clock.learn(5000.0)
@@ -120,7 +120,7 @@ async def test_what_redis_told_meanwhile_counts() -> None:
 
 
 REPLICA_OF_NOBODY = ("REPLICAOF", "127.0.0.1", "1")
-# What makes a Redis refuse to write, by the cause that is told.
+# The commands that make a Redis refuse to write, by the cause that is reported.
 REFUSALS: dict[str, tuple[tuple[str, ...], ...]] = {
     "READONLY": (REPLICA_OF_NOBODY,),
     "MASTERDOWN": (
@@ -136,14 +136,13 @@ REFUSALS: dict[str, tuple[tuple[str, ...], ...]] = {
 async def test_a_command_that_an_old_master_refuses_is_repeated_on_the_new_one(
     own_redis: RedisServer, other_redis: RedisServer
 ) -> None:
-    """The request that finds the failover out is served as all others."""
+    """The request that notices the failover is served like all others."""
     async with relay_to(own_redis) as relay, link_to(relay.url) as link:
         assert len(await asyncio.gather(*(count(link) for _ in range(20)))) == 20
         await operate(own_redis, REPLICA_OF_NOBODY)
         relay.target = other_redis
-        assert sorted(await asyncio.gather(*(count(link) for _ in range(20)))) == list(
-            range(1, 21)
-        )
+        counts = await asyncio.gather(*(count(link) for _ in range(20)))
+        assert sorted(counts) == list(range(1, 21))
 
 
 @pytest.fixture
@@ -156,7 +155,7 @@ def other_redis() -> Iterator[RedisServer]:
 async def test_after_a_refusal_another_redis_behind_the_address_is_found(
     cause: str, own_redis: RedisServer, other_redis: RedisServer
 ) -> None:
-    """All connections to the one that refuses are given up, and not one by one, with a failure each."""
+    """All connections to the Redis that refuses are given up at once, not one by one with a failure each."""
     async with relay_to(own_redis) as relay, link_to(relay.url) as link:
         assert len(set(await asyncio.gather(*(count(link) for _ in range(20))))) == 20
         assert len(relay.opened) > 1
@@ -165,17 +164,17 @@ async def test_after_a_refusal_another_redis_behind_the_address_is_found(
             await count(link)
         assert cause_of(error.value) == cause
         relay.target = other_redis
-        assert sorted(await asyncio.gather(*(count(link) for _ in range(20)))) == list(
-            range(1, 21)
-        )
+        counts = await asyncio.gather(*(count(link) for _ in range(20)))
+        assert sorted(counts) == list(range(1, 21))
 
 
 async def test_a_redis_that_loads_its_data_is_left(
     tmp_path: Path, other_redis: RedisServer
 ) -> None:
-    """As in a failover to one that has just been started: the address leads elsewhere a moment later."""
+    """After a failover to a Redis that still loads, the address may soon lead to another one."""
     fill = "for n = 1, 200 do redis.call('SET', n, string.rep('x', 4000)) end"
-    with redis_with("--dir", str(tmp_path), "--rdbcompression", "no") as full:
+    in_folder = ("--dir", str(tmp_path))
+    with redis_with(*in_folder, "--rdbcompression", "no") as full:
         await operate(full, ("EVAL", fill, "0"), ("SAVE",))
     slow = (
         "--key-load-delay",
@@ -183,7 +182,7 @@ async def test_a_redis_that_loads_its_data_is_left(
         "--loading-process-events-interval-bytes",
         "1024",
     )
-    with redis_with("--dir", str(tmp_path), *slow) as loading:
+    with redis_with(*in_folder, *slow) as loading:
         async with relay_to(loading) as relay, link_to(relay.url) as link:
             with pytest.raises(UNAVAILABLE) as error:
                 await count(link)
@@ -193,7 +192,7 @@ async def test_a_redis_that_loads_its_data_is_left(
 
 
 async def test_a_cluster_that_is_down_has_its_cause(tmp_path: Path) -> None:
-    """A node without slots, as while a cluster is made."""
+    """A node has no slots while its cluster is made."""
     (bus,) = reserved_ports()
     options = (
         "--cluster-enabled",
@@ -224,13 +223,13 @@ async def test_a_cluster_that_is_down_has_its_cause(tmp_path: Path) -> None:
     ],
 )
 def test_causes_are_found_in_texts(text: str, cause: str) -> None:
-    """Redis 6 quotes the code of an error in a script, and the client knows not all codes."""
+    """Redis 6 quotes the code of a script's error in its text, and the client does not know all codes."""
     assert cause_of(ResponseError(text)) == cause
     assert cause in CAUSES
 
 
 def test_a_state_says_what_it_means_and_counts() -> None:
-    """People and metrics get the cause, and no address."""
+    """Notes and metrics have the cause, and no address."""
     state = RedisState(RedisUse.BUDGETS)
     assert state.notes == []
     for _ in range(2):
@@ -243,7 +242,7 @@ def test_a_state_says_what_it_means_and_counts() -> None:
     assert state.serves
 
 
-# What a user may do, and whether scripts can be run with it.
+# Changes of a user's permissions, and whether scripts can be run with them.
 PERMISSIONS = {
     "everything": ((), True),
     "no EVALSHA": (("-evalsha",), True),
@@ -258,9 +257,9 @@ PERMISSIONS = {
 async def test_scripts_run_in_whatever_way_redis_allows(
     permissions: str, own_redis: RedisServer
 ) -> None:
-    """With EVAL, with EVALSHA and SCRIPT LOAD, or with both; without either it is refused at the start."""
+    """Scripts need EVAL, or EVALSHA and SCRIPT LOAD; a Redis that allows neither is refused at the start."""
     rules, runs = PERMISSIONS[permissions]
-    await operate(own_redis, ("ACL", "SETUSER", "default", *rules)) if rules else None
+    await operate(own_redis, ("ACL", "SETUSER", "default", *rules))
     async with link_to(own_redis.url) as link:
         if runs:
             assert [await count(link), await count(link)] == [1, 2]
@@ -277,7 +276,7 @@ async def test_scripts_run_in_whatever_way_redis_allows(
 
 
 async def test_a_redis_without_the_commands_is_refused() -> None:
-    """As one where they were renamed, or a server that has only a part of Redis."""
+    """The commands may have been renamed, or the server may have only a part of Redis."""
     without = ("--rename-command", "EVAL", "", "--rename-command", "EVALSHA", "")
     with (
         redis_with(*without) as server,
@@ -306,7 +305,7 @@ async def test_a_redis_that_evicts_is_told_of(own_redis: RedisServer) -> None:
 async def test_a_redis_that_only_fails_now_keeps_no_router_from_starting(
     own_redis: RedisServer,
 ) -> None:
-    """It may serve soon: until then each router counts alone, and says so."""
+    """Redis may serve soon; until then each router counts alone, and says so."""
     await operate(own_redis, REPLICA_OF_NOBODY)
     await check_redis(own_redis.url)
     (port,) = reserved_ports()
@@ -314,7 +313,7 @@ async def test_a_redis_that_only_fails_now_keeps_no_router_from_starting(
 
 
 async def test_a_cluster_is_recognised(tmp_path: Path) -> None:
-    """Keys of all nodes are reached through the address of one, with the clock of each."""
+    """The keys of all nodes are reached through the address of one node, with the clock of each."""
     keys = [f"qarr:{{k{number}}}:count" for number in range(40)]
     with redis_cluster(tmp_path) as nodes:
         await check_redis(nodes[0].url)

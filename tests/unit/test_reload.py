@@ -1,4 +1,4 @@
-"""A running router reads its settings again: all of it is taken over, or nothing, in every process."""
+"""A running router reads its settings again, and takes over all changes or none."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_changes_are_listed_by_field_without_secrets() -> None:
             "state": {"redis_url": "redis://:hidden@localhost"},
         },
     )
-    found = {change.key: change for change in changes(before, after)}
-    assert {key: change.reloads for key, change in found.items()} == {
+    by_key = {change.key: change for change in changes(before, after)}
+    assert {key: change.reloads for key, change in by_key.items()} == {
         "limits.max_tokens": True,
         "tiers.fast.env": False,
         "tiers.int8": False,
@@ -51,8 +51,8 @@ def test_changes_are_listed_by_field_without_secrets() -> None:
         "state.redis_url": False,
         "overflow.api_key": True,
     }
-    assert str(found["limits.max_tokens"]) == "limits.max_tokens: 4096 -> 7"
-    assert "hidden" not in "".join(map(str, found.values()))
+    assert str(by_key["limits.max_tokens"]) == "limits.max_tokens: 4096 -> 7"
+    assert "hidden" not in "".join(map(str, by_key.values()))
 
 
 def test_what_reloads_exists() -> None:
@@ -77,7 +77,7 @@ async def configured(
 
 
 async def stream(router: OwnRouter, begun: list[int]) -> str:
-    """Read a whole stream on a connection of its own, and note when its headers are there."""
+    """Read a stream to its end on a connection of its own, and note the status once its headers are there."""
     async with (
         connection() as client,
         client.stream(
@@ -107,18 +107,18 @@ async def test_a_reload_disturbs_no_stream(tmp_path: Path) -> None:
         streams = [asyncio.create_task(stream(router, begun)) for _ in range(6)]
         await until(lambda: len(begun) == len(streams))
         file.write_text(LIMITED)
-        done = await router.qarr("reload")
-        assert (done.returncode, done.stdout) == (
-            0,
-            "limits.max_tokens: 4096 -> 7\nsettings reloaded: 1 changed\n",
-        )
+        reload = await router.qarr("reload")
+        assert reload.returncode == 0
+        assert reload.stdout.splitlines(keepends=True) == [
+            "limits.max_tokens: 4096 -> 7\n",
+            "settings reloaded: 1 changed\n",
+        ]
         assert await refused(router)
-        assert not any(each.done() for each in streams)
+        assert not any(stream.done() for stream in streams)
         for behaviour in router.behaviours:
             behaviour.delay_s = 0.0
-        assert {events(text)[-1][0] for text in await asyncio.gather(*streams)} == {
-            "done"
-        }
+        for text in await asyncio.gather(*streams):
+            assert events(text)[-1][0] == "done"
         again = await router.qarr("reload")
         assert again.stdout == "settings reloaded: 0 changed\n"
         assert (
@@ -127,25 +127,34 @@ async def test_a_reload_disturbs_no_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        ("[limits]\nmax_tokens = 0\n", "limits.max_tokens: Input should be greater than or equal to 1 (got 0)"),
-        ("[limits]\nmax_tokens = 7\nmost = 1\n", "limits.most: there is no such setting"),
+        (
+            "[limits]\nmax_tokens = 0\n",
+            "limits.max_tokens: Input should be greater than or equal to 1 (got 0)",
+        ),
+        (
+            "[limits]\nmax_tokens = 7\nmost = 1\n",
+            "limits.most: there is no such setting",
+        ),
         ("[limits\n", "is not TOML"),
-        (f"{LIMITED}[engine]\nbase_port = 9000\n", "engine.base_port: 9101 -> 9000: a running router cannot change this"),
+        (
+            f"{LIMITED}[engine]\nbase_port = 9000\n",
+            "engine.base_port: 9101 -> 9000: a running router cannot change this",
+        ),
         (f'{LIMITED}[auth]\nkeys_file = "FOLDER"\n', "the key file"),
     ],
     ids=["bound", "unknown", "toml", "restart", "keys"],
-)  # fmt: skip
+)
 async def test_a_fault_leaves_everything_as_it_was(
-    tmp_path: Path, text: str, told: str
+    tmp_path: Path, text: str, message: str
 ) -> None:
     """Settings that are not valid, or need a restart, are refused as a whole, by command and in the log."""
     async with configured(tmp_path) as (router, file):
         file.write_text(text.replace("FOLDER", str(tmp_path)))
-        done = await router.qarr("reload", "--url", router.url)
-        assert done.returncode == 2
-        assert told in done.stderr
+        reload = await router.qarr("reload", "--url", router.url)
+        assert reload.returncode == 2
+        assert message in reload.stderr
         assert not await refused(router)
         assert "those before stay in force" in router.errors.read_text()
 
@@ -162,9 +171,8 @@ async def test_hangup_reloads(tmp_path: Path) -> None:
         router.process.send_signal(signal.SIGHUP)
         await until(lambda: "settings reloaded: 7 changed" in router.errors.read_text())
         async with connection() as client:
-            assert (
-                await client.get(f"{router.url}/tiers")
-            ).status_code == httpx.codes.UNAUTHORIZED
+            answer = await client.get(f"{router.url}/tiers")
+            assert answer.status_code == httpx.codes.UNAUTHORIZED
         async with connection(authorization=f"Bearer {key}") as client:
             answer = await client.post(
                 f"{router.url}/generate", json={"prompt": "hi", "max_tokens": 5}
@@ -181,23 +189,24 @@ async def test_engines_of_the_settings_are_added_and_removed(tmp_path: Path) -> 
     async with configured(tmp_path) as (started, file):
         port = started.port
         await started.stop()
-        fast, other = started.engines[0], started.engines[1]
+        first_url = started.engines[0]
+        second_url = started.engines[1]
         env = {**started.env, "QARR_SERVER__PORT": str(port)}
-        file.write_text(f'[tiers.fast]\nurls = ["{fast}"]\n')
+        file.write_text(f'[tiers.fast]\nurls = ["{first_url}"]\n')
         with started.errors.open("ab") as errors:
             started.process = subprocess.Popen([QARR, "serve"], env=env, stderr=errors)
 
         async def serves_by(url: str) -> bool:
             return await _urls(started) == {url}
 
-        await until(lambda: serves_by(fast))
-        file.write_text(f'[tiers.fast]\nurls = ["{other}"]\n')
+        await until(lambda: serves_by(first_url))
+        file.write_text(f'[tiers.fast]\nurls = ["{second_url}"]\n')
         assert (await started.qarr("reload")).returncode == 0
-        await until(lambda: serves_by(other))
+        await until(lambda: serves_by(second_url))
         file.write_text("")
-        done = await started.qarr("reload")
-        assert "no engine would be left" in done.stderr
-        assert await serves_by(other)
+        reload = await started.qarr("reload")
+        assert "no engine would be left" in reload.stderr
+        assert await serves_by(second_url)
 
 
 async def _urls(router: OwnRouter) -> set[str]:
@@ -205,7 +214,10 @@ async def _urls(router: OwnRouter) -> set[str]:
         tiers = (await router.client.get(f"{router.url}/tiers")).json()["tiers"]
     except (httpx.HTTPError, json.JSONDecodeError):
         return set()
-    return {replica["url"] for tier in tiers for replica in tier["replicas"]}
+    urls: set[str] = set()
+    for tier in tiers:
+        urls |= {replica["url"] for replica in tier["replicas"]}
+    return urls
 
 
 async def test_only_operators_reload(tmp_path: Path) -> None:
@@ -216,26 +228,26 @@ async def test_only_operators_reload(tmp_path: Path) -> None:
         for headers in ({}, {"authorization": f"Bearer {key}"}):
             async with connection(**headers) as client:
                 answer = await client.post(f"{router.url}/admin/reload")
-                assert answer.status_code == (
-                    httpx.codes.FORBIDDEN if headers else httpx.codes.UNAUTHORIZED
-                )
+                refusal = httpx.codes.FORBIDDEN if headers else httpx.codes.UNAUTHORIZED
+                assert answer.status_code == refusal
 
 
 async def test_a_terminal_that_goes_away_ends_the_router(tmp_path: Path) -> None:
-    """SIGHUP because the terminal is gone is no wish to reload: the router ends, as it always has."""
+    """A SIGHUP because the terminal is gone does not ask for a reload: the router ends."""
     async with configured(tmp_path) as (router, _):
         await router.stop()
         leader, follower = pty.openpty()
-        urls = [
-            part
-            for pair in zip(("--fast", "--balanced"), router.engines, strict=False)
-            for part in pair
-        ]
+        serve = [QARR, "serve", "--port", str(router.port)]
+        for option, url in zip(("--fast", "--balanced"), router.engines, strict=False):
+            serve += [option, url]
         with router.errors.open("ab") as errors:
             router.process = subprocess.Popen(
-                ["setsid", "--ctty", "--wait", QARR, "serve", "--port", str(router.port), *urls],
-                stdin=follower, stdout=errors, stderr=errors, env=router.env,
-            )  # fmt: skip
+                ["setsid", "--ctty", "--wait", *serve],
+                stdin=follower,
+                stdout=errors,
+                stderr=errors,
+                env=router.env,
+            )
         os.close(follower)
         await router.until_ready()
         os.close(leader)

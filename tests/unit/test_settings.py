@@ -17,32 +17,32 @@ from router.server.settings import ServerSettings
 from router.settings import GONE, PREFIX, Settings, leaves, load_settings
 from router.telemetry.settings import TelemetrySettings
 from tests.imports import modules, room_of
-from tiers.spec import STANDARD_TIERS, TierName
+from tiers.spec import TierName
 
-# Rooms that read another's section; only goes down.
+# These rooms read another room's section. No pair may be added.
 FOREIGN = {
     ("accounting", "policy"),
     ("auth", "tls"),
     ("profiling", "policy"),
-    *(("api", s) for s in ("engine", "server", "telemetry", "tiers")),
+    ("api", "engine"),
+    ("api", "server"),
+    ("api", "telemetry"),
+    ("api", "tiers"),
 }
 
 
 def test_defaults_need_no_file() -> None:
     """Without a file the contract's bounds hold, and the router listens on loopback."""
     settings = load_settings()
-    assert (settings.server.host, settings.server.port) == ("127.0.0.1", 8080)
+    assert settings.server.host == "127.0.0.1"
+    assert settings.server.port == 8080
     limits = settings.limits
-    assert (limits.max_prompt_chars, limits.max_prompt_words, limits.max_tokens) == (
-        16000,
-        5000,
-        4096,
-    )
-    assert [getattr(settings.tiers, n).max_model_len for n in STANDARD_TIERS] == [
-        2048,
-        4096,
-        8192,
-    ]
+    assert limits.max_prompt_chars == 16000
+    assert limits.max_prompt_words == 5000
+    assert limits.max_tokens == 4096
+    assert settings.tiers.fast.max_model_len == 2048
+    assert settings.tiers.balanced.max_model_len == 4096
+    assert settings.tiers.precise.max_model_len == 8192
 
 
 def test_file_then_environment_then_command_line(
@@ -62,15 +62,11 @@ def test_file_then_environment_then_command_line(
             "tiers": {"fast": {"replicas": 2}},
         },
     )
-    assert (
-        settings.server.port,
-        settings.server.host,
-        settings.tiers.fast.replicas,
-    ) == (2222, "127.0.0.2", 2)
-    assert (settings.tiers.fast.max_in_flight, settings.tiers.fast.max_num_seqs) == (
-        7,
-        3,
-    )
+    assert settings.server.port == 2222
+    assert settings.server.host == "127.0.0.2"
+    assert settings.tiers.fast.replicas == 2
+    assert settings.tiers.fast.max_in_flight == 7
+    assert settings.tiers.fast.max_num_seqs == 3
     assert settings.tiers.fast.max_model_len == 2048
 
 
@@ -202,7 +198,7 @@ def test_mistakes_in_the_file_name_the_key(
     ],
 )
 def test_a_mistake_shows_no_secret(tmp_path: Path, text: str) -> None:
-    """What was given is in the error, but not a password or a key."""
+    """The error quotes the wrong value, but not a password or a key."""
     file = tmp_path / "qarr.toml"
     file.write_text(text)
     with pytest.raises(SettingsError) as caught:
@@ -211,7 +207,7 @@ def test_a_mistake_shows_no_secret(tmp_path: Path, text: str) -> None:
 
 
 def test_addresses_that_can_be_used(tmp_path: Path) -> None:
-    """With a path before the API's, by name, by IPv6; Redis with TLS, and over a Unix socket."""
+    """Addresses may have a path before the API's, a name or IPv6; Redis may be reached over a Unix socket."""
     file = tmp_path / "qarr.toml"
     file.write_text(
         "[tiers.fast]\nurls = ['http://gateway/fast', 'https://[::1]:8000/']\n"
@@ -230,17 +226,24 @@ def test_missing_file_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "variable",
     [
-        "QARR_SERVER__PROT=1", "QARR_SEVER__PORT=1", "QARR_PORT=1", "QARR_SERVER_PORT=8081", "QARR_SERVER_HOST=0.0.0.0",
-        "QARR_SERVICE=qarr", "QARR_STATE_REDIS_URL=redis://h:6379", "QARR_TELEMETRY_PORT=http:", "QARR_PORT_8080_TCP=8080",
+        "QARR_SERVER__PROT=1",
+        "QARR_SEVER__PORT=1",
+        "QARR_PORT=1",
+        "QARR_SERVER_PORT=8081",
+        "QARR_SERVER_HOST=0.0.0.0",
+        "QARR_SERVICE=qarr",
+        "QARR_STATE_REDIS_URL=redis://h:6379",
+        "QARR_TELEMETRY_PORT=http:",
+        "QARR_PORT_8080_TCP=8080",
     ],
-)  # fmt: skip
+)
 def test_mistyped_variable_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, given: str
+    monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     """A variable with our prefix that sets nothing is refused, not ignored."""
-    name, _, value = given.partition("=")
+    name, _, value = variable.partition("=")
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=name):
         load_settings()
@@ -268,22 +271,18 @@ def test_what_kubernetes_sets_for_a_service_is_no_setting(
 ) -> None:
     """Every pod gets variables of each Service of its namespace, whose name may begin like ours."""
     address = f"tcp://[{ip}]:8080" if ":" in ip else f"tcp://{ip}:8080"
-    set_by_it = {
+    set_by_kubernetes = {
         "SERVICE_HOST": ip,
         "SERVICE_PORT": "8080",
         "SERVICE_PORT_HTTP_2": "8080",
         "PORT": address,
-    }
-    set_by_it |= {
         "PORT_8080_TCP": address,
         "PORT_8080_TCP_PROTO": "tcp",
         "PORT_8080_TCP_PORT": "8080",
-    }
-    for name, value in {
-        **set_by_it,
         "PORT_8080_TCP_ADDR": ip,
         "PORT_53_UDP": f"udp://{ip}:53",
-    }.items():
+    }
+    for name, value in set_by_kubernetes.items():
         monkeypatch.setenv(f"{service}_{name}", value)
     assert load_settings().server == ServerSettings()
 
@@ -291,7 +290,7 @@ def test_what_kubernetes_sets_for_a_service_is_no_setting(
 def test_an_empty_variable_is_not_set(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever it names, a section too: the file's value counts, else the default, and never the current folder."""
+    """An empty variable, also of a section, leaves the file's value or the default, and never means the current folder."""
     file = tmp_path / "qarr.toml"
     file.write_text(
         "[server]\nport = 1111\nnotice = 'hello'\n[engine]\nlog_dir = '/srv/log'\n"
@@ -315,7 +314,7 @@ def test_an_empty_variable_is_not_set(
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("variable", "message"),
     [
         (
             "QARR_SERVER=hello",
@@ -332,19 +331,19 @@ def test_an_empty_variable_is_not_set(
     ],
 )
 def test_a_variable_that_is_not_json_is_named(
-    monkeypatch: pytest.MonkeyPatch, given: str, says: str
+    monkeypatch: pytest.MonkeyPatch, variable: str, message: str
 ) -> None:
-    """Lists and tables are JSON in the environment; other text is told with its setting, not with a traceback."""
-    name, _, value = given.partition("=")
+    """Lists and tables are JSON in the environment; for other text the error names the setting."""
+    name, _, value = variable.partition("=")
     monkeypatch.setenv(name, value)
-    with pytest.raises(SettingsError, match=re.escape(says)):
+    with pytest.raises(SettingsError, match=re.escape(message)):
         load_settings()
 
 
 def test_the_file_may_come_from_a_variable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A file that is named on the command line is read in its place, and an empty variable names none."""
+    """A file on the command line is read in place of the variable's, and an empty variable names none."""
     (tmp_path / "a.toml").write_text("[server]\nport = 1\n")
     (tmp_path / "b.toml").write_text("[server]\nport = 2\n")
     monkeypatch.setenv("QARR_CONFIG", str(tmp_path / "a.toml"))
@@ -370,7 +369,7 @@ def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
 def test_variables_hold_lists_and_tables_as_json(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside them a variable may set one key of a table."""
+    """A variable may hold a whole list or table as JSON."""
     monkeypatch.setenv("QARR_TIERS__FAST__URLS", '["http://h:1", "http://h:2"]')
     monkeypatch.setenv("QARR_OPENAI__ALIASES", '{"gpt-4o": "auto"}')
     settings = load_settings()
@@ -380,7 +379,7 @@ def test_variables_hold_lists_and_tables_as_json(
 
 @pytest.mark.parametrize("value", [{"fast": 5}, 5, [], {"fast": {"max_model_len": 0}}])
 def test_tiers_of_another_form_are_errors(value: object) -> None:
-    """Whatever stands there, it is told as a mistake, not as a crash."""
+    """A value of another form is reported as a mistake, not as a crash."""
     with pytest.raises(SettingsError, match="tiers"):
         load_settings(None, {"tiers": value})
 
@@ -437,7 +436,7 @@ def test_the_address_of_a_trace() -> None:
 
 
 def test_the_table_names_folders_and_no_paths() -> None:
-    """One row a setting; what is empty is none; nothing of this machine is in it."""
+    """Each setting has one row, empty values read "none", and nothing of this machine is shown."""
     defaults = {name: default for name, default, *_ in rows()}
     assert (
         defaults["tiers.*.max_model_len"]
@@ -446,28 +445,21 @@ def test_the_table_names_folders_and_no_paths() -> None:
     assert defaults["engine.log_dir"] == "`<cache>/logs`"
     assert defaults["server.runtime_dir"] == "`<runtime>`"
     assert defaults["engine.python"] == "`<project>/.venv-engine/bin/python`"
-    assert {
-        defaults[key] for key in ("tiers.*.urls", "state.redis_url", "policy.prices")
-    } == {"none"}
+    for key in ("tiers.*.urls", "state.redis_url", "policy.prices"):
+        assert defaults[key] == "none", key
     assert not [
         row for row in rows() if str(PROJECT) in str(row) or "SecretStr" in str(row)
     ]
 
 
 def test_the_schema_allows_what_the_settings_allow() -> None:
-    found = Settings.model_json_schema()
-    server = found["$defs"]["ServerSettings"]
+    sections = Settings.model_json_schema()["$defs"]
+    server = sections["ServerSettings"]
     assert server["additionalProperties"] is False
-    assert (
-        server["properties"]["port"]["minimum"],
-        server["properties"]["port"]["maximum"],
-    ) == (0, 65535)
-    assert (
-        found["$defs"]["PolicySettings"]["properties"]["max_slowdown"][
-            "exclusiveMinimum"
-        ]
-        == 1
-    )
+    assert server["properties"]["port"]["minimum"] == 0
+    assert server["properties"]["port"]["maximum"] == 65535
+    max_slowdown = sections["PolicySettings"]["properties"]["max_slowdown"]
+    assert max_slowdown["exclusiveMinimum"] == 1
 
 
 @pytest.mark.parametrize("value", ["2", "-0.1", '"balanced"', '{ like = "precise" }'])
@@ -499,7 +491,7 @@ def test_a_loss_budget_is_a_number_or_a_comparison(
 
 @pytest.mark.parametrize("key", ["sk secret", "sk-sécret"])
 def test_the_overflows_key_is_never_shown(tmp_path: Path, key: str) -> None:
-    """Neither in an error, nor in the settings as text; a key that a header cannot have is refused."""
+    """Neither an error nor the settings as text show the key; a key that no header can hold is refused."""
     file = tmp_path / "qarr.toml"
     file.write_text(f"[overflow]\napi_key = '{key}'")
     with pytest.raises(
@@ -512,7 +504,7 @@ def test_the_overflows_key_is_never_shown(tmp_path: Path, key: str) -> None:
 
 
 def test_an_overflow_is_named_by_its_host() -> None:
-    """Unless it has a name; without an address there is none. Addresses of this machine may do without TLS."""
+    """Without a name of its own, the overflow is named by its host; without an address there is no overflow."""
     for url, name, shown in (
         ("https://api.example.com/v1/", "", "api.example.com"),
         ("http://127.0.0.1:8000/v1", "spare", "spare"),
@@ -522,7 +514,8 @@ def test_an_overflow_is_named_by_its_host() -> None:
         options = load_settings(
             None, {"overflow": {"url": url, "model": "m", "name": name}}
         ).overflow
-        assert (options.shown_name, options.url.endswith("/")) == (shown, False)
+        assert options.shown_name == shown
+        assert not options.url.endswith("/")
 
 
 def test_a_section_is_read_by_its_own_room() -> None:
@@ -537,25 +530,23 @@ def test_a_section_is_read_by_its_own_room() -> None:
         name: field.annotation.__module__
         for name, field in Settings.model_fields.items()
     }  # type: ignore[union-attr]
-    foreign, read = set(), set()
+    foreign = set()
+    read = set()
     for name, tree in trees.items():
         room = name.split(".")[1]
-        own = {node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        read |= {node.attr for node in own if room_of(name) != "settings"}
+        attributes = [
+            node for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+        ]
+        if room_of(name) != "settings":
+            read |= {attribute.attr for attribute in attributes}
         if room not in {"app", "deployment", "cli", "settings"}:
-            named = {
-                node.attr
-                for node in own
-                if ast.unparse(node.value).rpartition(".")[2]
-                in {"settings", "_settings"}
-            }
-            foreign |= {
-                (room, section)
-                for section in named & sections.keys()
-                if room not in sections[section]
-            }
-    assert {key[-1] for key, _, _ in leaves(Settings)} - read == {
-        "interactive",
-        "standard",
-    }  # by the name of a priority
+            for attribute in attributes:
+                owner = ast.unparse(attribute.value).rpartition(".")[2]
+                section = attribute.attr
+                is_section = owner in {"settings", "_settings"} and section in sections
+                if is_section and room not in sections[section]:
+                    foreign.add((room, section))
+    # These two are read by the name of a priority.
+    by_name = {"interactive", "standard"}
+    assert {key[-1] for key, _, _ in leaves(Settings)} - read == by_name
     assert foreign <= FOREIGN

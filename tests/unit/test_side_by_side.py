@@ -52,7 +52,7 @@ async def run(*command: str, env: dict[str, str] | None = None) -> tuple[int, st
 
 
 GOOD = (
-    b"".join(b'data: {"text":" wave%c"}\n\n' % (97 + n) for n in range(3))
+    b"".join(b'data: {"text":" wave%c"}\n\n' % letter for letter in b"abc")
     + b"data: [DONE]\n\n"
 )
 WRONG = {
@@ -64,9 +64,14 @@ WRONG = {
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
+def body_length(head: bytes) -> int:
+    """Return the length of a request's body, as its head has it."""
+    return int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+
+
 async def _sample(benchmark: Any, answers: list[list[bytes]]) -> Any:
-    """Ask a server that answers so, each request in turn with the next list of writes, and with the last one then."""
-    left = list(answers)
+    """Load a server that answers each request with the next list of writes, and later ones with the last list."""
+    remaining = list(answers)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -74,10 +79,9 @@ async def _sample(benchmark: Any, answers: list[list[bytes]]) -> Any:
                 head = await reader.readuntil(b"\r\n\r\n")
             except (asyncio.IncompleteReadError, ConnectionError):
                 break
-            await reader.readexactly(
-                int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            )
-            for part in left.pop(0) if len(left) > 1 else left[0]:
+            await reader.readexactly(body_length(head))
+            writes = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+            for part in writes:
                 writer.write(part)
                 await asyncio.sleep(0)
             if not part:
@@ -85,7 +89,9 @@ async def _sample(benchmark: Any, answers: list[list[bytes]]) -> Any:
         writer.close()
 
     module = benchmark("token_load")
-    question = module.Question("/v1/chat/completions", CHAT, 3, b"data: [DONE]")
+    question = module.Question(
+        "/v1/chat/completions", CHAT, tokens=3, ending=b"data: [DONE]"
+    )
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         return await module.load(
@@ -95,10 +101,12 @@ async def _sample(benchmark: Any, answers: list[list[bytes]]) -> Any:
 
 @pytest.mark.parametrize("wrong", WRONG)
 async def test_a_wrong_answer_is_an_error(benchmark: Any, wrong: str) -> None:
-    """One among good ones is counted, its beginning is kept, and the good ones still count."""
+    """One wrong answer among good ones is counted, its beginning is kept, and the good ones still count."""
     good = HEAD + b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD)
     bad = WRONG[wrong] if wrong == "not 200" else HEAD + WRONG[wrong]
-    sample = await _sample(benchmark, [[bad, b""] if wrong == "cut" else [bad], [good]])
+    # An empty write lets the server close the connection.
+    writes = [bad, b""] if wrong == "cut" else [bad]
+    sample = await _sample(benchmark, [writes, [good]])
     assert sample.errors == 1
     assert "HTTP/1.1" in sample.error
     assert sample.answers > 1
@@ -114,17 +122,18 @@ async def test_first_answers_of_new_connections_are_timed(benchmark: Any) -> Non
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                await reader.readexactly(
-                    int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                )
+                await reader.readexactly(body_length(head))
                 writer.write(answers["good"])
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        question = module.Question("/v1/chat/completions", CHAT, 3, b"data: [DONE]")
+        question = module.Question(
+            "/v1/chat/completions", CHAT, tokens=3, ending=b"data: [DONE]"
+        )
         sample = await module.burst(port, question, connections=8, busy=2, seconds=0.0)
-        assert (sample.answers, sample.errors) == (8, 0)
+        assert sample.answers == 8
+        assert sample.errors == 0
         assert 0 < sample.p50 <= sample.p99 <= sample.most
         answers["good"] = answers["bad"]
         sample = await module.burst(port, question, connections=8, busy=1, seconds=0.0)
@@ -135,27 +144,39 @@ async def test_first_answers_of_new_connections_are_timed(benchmark: Any) -> Non
 def test_added_time_is_the_median_of_the_differences_in_each_pass(
     benchmark: Any,
 ) -> None:
-    """As in public gateway benchmarks: through the proxy less directly, percentile by percentile, pass by pass."""
-    sample, summary = benchmark("token_load").Sample, benchmark("side_by_side").summary
+    """The added time is the time through the proxy less the direct time, by percentile, as the median of all passes."""
+    sample = benchmark("token_load").Sample
+    summary = benchmark("side_by_side").summary
 
     def samples(*times: tuple[float, float]) -> list[Any]:
-        return [sample(100, 0, 50.0, 10.0, p50, p99, 30.0) for p50, p99 in times]
+        return [
+            sample(
+                answers=100,
+                errors=0,
+                per_second=50.0,
+                cpu_us=10.0,
+                first_p50=p50,
+                first_p99=p99,
+                rss_mb=30.0,
+            )
+            for p50, p99 in times
+        ]
 
     direct = samples((1.0, 2.0), (5.0, 9.0), (1.0, 3.0))
     row = summary(samples((3.0, 6.0), (6.0, 10.0), (4.0, 9.0)), None, direct)
-    assert (row.added_p50, row.added_p99) == (2.0, 4.0)  # of 2, 1, 3 and of 4, 1, 6
-    assert (row.p50, row.p99) == (4.0, 9.0)
+    # The differences are 2, 1, 3 at p50, and 4, 1, 6 at p99.
+    assert row.added_p50 == 2.0
+    assert row.added_p99 == 4.0
+    assert row.p50 == 4.0
+    assert row.p99 == 9.0
     assert summary(direct, None, direct).added_p50 is None
 
 
 def test_a_gateway_is_told_its_engines_in_headers(benchmark: Any) -> None:
-    """Portkey takes them from the request, and a question with headers is one request of HTTP."""
+    """Portkey takes its engines from the request's headers, which leave the request valid."""
     engines = ("http://127.0.0.1:1", "http://127.0.0.1:2")
-    question = (
-        benchmark("proxies")
-        .PROXIES["Portkey"]
-        .question(streamed=False, engines=engines)
-    )
+    portkey = benchmark("proxies").PROXIES["Portkey"]
+    question = portkey.question(streamed=False, engines=engines)
     head, _, body = question.raw.decode().partition("\r\n\r\n")
     headers = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
     targets = json.loads(headers["x-portkey-config"])["targets"]
@@ -169,20 +190,12 @@ def test_a_gateway_is_told_its_engines_in_headers(benchmark: Any) -> None:
 @two_cores
 @pytest.mark.timeout(240)
 async def test_a_short_run_without_peers(tmp_path: Path) -> None:
-    """QARR answers every load without an error; a peer that is not there is told with how to get it."""
+    """QARR answers every load without an error; for a missing peer the benchmark says how to install it."""
     for program in ("taskset", "git"):
         (tmp_path / program).symlink_to(shutil.which(program) or program)
     rows = ["direct", "nginx", "QARR /v1/chat/completions", "QARR /generate"]
-    argv = [
-        sys.executable,
-        SCRIPT,
-        "--seconds",
-        "0.2",
-        "--passes",
-        "1",
-        "--only",
-        ",".join(rows),
-    ]
+    argv = [sys.executable, SCRIPT, "--seconds", "0.2", "--passes", "1"]
+    argv += ["--only", ",".join(rows)]
     env = {**os.environ, "PATH": str(tmp_path)}
     status, shown, progress = await run(
         *argv, "--json", str(tmp_path / "figures.json"), env=env
@@ -200,16 +213,16 @@ async def test_a_short_run_without_peers(tmp_path: Path) -> None:
     assert list(record["bursts"]) == ["64", "500"]
     for bursts in record["bursts"].values():
         assert list(bursts) == [name for name in rows if name != "nginx"]
-        # a slow machine refuses some of 500 requests: their wait would be too long
+        # A slow machine refuses some of the 500 requests, which would wait too long.
         for row in bursts.values():
             assert row["answers"] > 0, shown
             assert row["p50"] <= row["p99"] <= row["most"]
-    found = record["rows"]
-    assert list(found) == list(record["loads"])
-    assert [
-        found[name]["QARR /generate"]["added_p99"] > 0 for name in list(found)[:3]
-    ] == [True] * 3
-    for figures in found.values():
-        assert [
-            (name, row["errors"], row["answers"] > 0) for name, row in figures.items()
-        ] == [(name, 0, True) for name in rows if name != "nginx"], shown
+    by_load = record["rows"]
+    assert list(by_load) == list(record["loads"])
+    for load in list(by_load)[:3]:
+        assert by_load[load]["QARR /generate"]["added_p99"] > 0, load
+    for figures in by_load.values():
+        assert list(figures) == [name for name in rows if name != "nginx"], shown
+        for row in figures.values():
+            assert row["errors"] == 0, shown
+            assert row["answers"] > 0, shown

@@ -1,4 +1,4 @@
-"""What is told of a test whose time was over."""
+"""A test whose time is over is reported with the stacks of its tasks."""
 
 from __future__ import annotations
 
@@ -42,44 +42,25 @@ def test_that_passes():
 def test_a_test_whose_time_is_over_says_where_it_stood(
     tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
-    """In the output of the run, with the line that each task waits at, also where pytest-xdist runs the test."""
+    """The run's output has the line that each task waits at, also when pytest-xdist runs the test."""
     (tmp_path / "conftest.py").write_text("from tests.stacks import *\n")
     (tmp_path / "test_hanging.py").write_text(HANGING)
-    options = [
-        "-c",
-        "/dev/null",
-        "--rootdir",
-        tmp_path,
-        "-p",
-        "no:cacheprovider",
-        "--timeout",
-        "3",
-    ]
-    options += [
-        part
-        for name in ("langsmith_plugin", "schemathesis", "locust")
-        for part in ("-p", f"no:{name}")
-    ]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            *options,
-            "--timeout-method",
-            "thread",
-            *workers,
-            tmp_path,
-        ],
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null"]
+    command += ["--rootdir", str(tmp_path), "--timeout", "3"]
+    command += ["--timeout-method", "thread"]
+    for plugin in ("cacheprovider", "langsmith_plugin", "schemathesis", "locust"):
+        command += ["-p", f"no:{plugin}"]
+    process = subprocess.run(
+        [*command, *workers, str(tmp_path)],
         cwd=PROJECT,
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
-    said = done.stdout + done.stderr
-    assert done.returncode != 0, said
-    assert "test_hanging.py::test_that_hangs[asyncio] did not end within 3 s" in said
-    assert "--- task the waiting one" in said
-    assert "await asyncio.Event().wait()  # the innermost line of the task" in said
-    assert "in test_that_hangs" in said
+    output = process.stdout + process.stderr
+    assert process.returncode != 0, output
+    assert "test_hanging.py::test_that_hangs[asyncio] did not end within 3 s" in output
+    assert "--- task the waiting one" in output
+    assert "await asyncio.Event().wait()  # the innermost line of the task" in output
+    assert "in test_that_hangs" in output

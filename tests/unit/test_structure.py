@@ -1,10 +1,11 @@
-"""The rules of the code base that a machine can check: imports, rooms, circles, and what ARCHITECTURE.md names."""
+"""The rules of the code base that a test can check: imports, rooms, circles, and what ARCHITECTURE.md names."""
 
 from __future__ import annotations
 
 import ast
 import re
 import subprocess
+from pathlib import Path
 
 from tests.imports import ROOT, circles_and_floors, imports, modules, rank, room_of
 
@@ -12,7 +13,7 @@ FORBIDDEN = {
     "classifier": {"tiers", "router", "starlette", "httpx", "opentelemetry"},
     "tiers": {"router", "starlette", "opentelemetry", "uvicorn"},
     "router": set(),
-    # it serves HTTP, in processes of its own
+    # Simulated engines serve HTTP in processes of their own.
     "tiers.simulated": {"router", "opentelemetry"},
 }
 ADDRESSES = re.compile(
@@ -20,45 +21,47 @@ ADDRESSES = re.compile(
 )
 
 
+def top_level_imports(path: Path) -> set[str]:
+    """Return the packages that a module imports, wherever in it an import stands."""
+    packages = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            packages |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            packages.add((node.module or "").split(".")[0])
+    return packages
+
+
 def test_imports_go_one_way_and_in_no_circle() -> None:
-    """Packages, ranks of rooms, circles; annotations and imports inside functions count."""
-    known, offenders = modules(), []
+    """No import breaks the order of packages and rooms; those of annotations and inside functions count too."""
+    known = modules()
+    offenders = []
     for name, path in known.items():
-        used = {
-            node
-            for node in ast.walk(ast.parse(path.read_text("utf-8")))
-            if isinstance(node, ast.Import | ast.ImportFrom)
-        }
-        tops = {
-            (a.name if isinstance(n, ast.Import) else n.module or "").split(".")[0]
-            for n in used
-            for a in n.names
-        }
-        package = (
-            "tiers.simulated"
-            if name.startswith("tiers.simulated")
-            else name.split(".")[0]
-        )
-        offenders += [f"{name} imports {top}" for top in tops & FORBIDDEN[package]]
+        package = name.split(".")[0]
+        if name.startswith("tiers.simulated"):
+            package = "tiers.simulated"
+        offenders += [
+            f"{name} imports {top}"
+            for top in top_level_imports(path) & FORBIDDEN[package]
+        ]
         if not name.startswith("router."):
             continue
         if rank(name) is None:
             offenders.append(f"{name} is in no room")
-        for other in imports(name, known):
-            own, theirs = rank(name), rank(other)
-            if (
-                own is not None
-                and theirs is not None
-                and theirs >= own
-                and room_of(other) != room_of(name)
-            ):
-                offenders.append(f"{name} imports {other}")
+        for imported in imports(name, known):
+            own = rank(name)
+            its_rank = rank(imported)
+            if own is None or its_rank is None or its_rank < own:
+                continue
+            if room_of(imported) != room_of(name):
+                offenders.append(f"{name} imports {imported}")
     circles, _ = circles_and_floors({name: imports(name, known) for name in known})
-    assert (offenders, circles) == ([], [])
+    assert offenders == []
+    assert circles == []
 
 
 def test_architecture_names_what_is_there() -> None:
-    """Its files, folders, classes and methods exist."""
+    """The files, folders, classes and methods that ARCHITECTURE.md names exist."""
     named = re.findall(
         r"`((?:classifier|tiers|router)/[\w/]+(?:\.py|/))`",
         (ROOT / "ARCHITECTURE.md").read_text(),
@@ -67,11 +70,10 @@ def test_architecture_names_what_is_there() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
     methods = re.findall(r"`([A-Z]\w+)\.(\w+)`", (ROOT / "ARCHITECTURE.md").read_text())
     code = [path.read_text("utf-8") for path in (ROOT / "router").rglob("*.py")]
-    assert [
-        m
-        for m in methods
-        if not any(f"class {m[0]}" in text and f"def {m[1]}(" in text for text in code)
-    ] == []
+    for owner, method in methods:
+        assert any(
+            f"class {owner}" in text and f"def {method}(" in text for text in code
+        ), f"{owner}.{method}"
 
 
 def test_no_address_of_a_package_index_is_committed() -> None:
@@ -89,5 +91,6 @@ def test_no_address_of_a_package_index_is_committed() -> None:
         for name in tracked
         if name.endswith((".txt", ".in", ".toml", ".md", ".py", "Makefile"))
     ]
-    present = [f for f in files if f.exists() and f.name != "test_structure.py"]
-    assert [f.name for f in present if ADDRESSES.search(f.read_text("utf-8"))] == []
+    for file in files:
+        if file.exists() and file.name != "test_structure.py":
+            assert not ADDRESSES.search(file.read_text("utf-8")), file

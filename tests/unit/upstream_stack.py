@@ -33,9 +33,20 @@ from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
-LIMIT = 4  # slots of each replica
+LIMIT = 4  # Each replica has so many slots.
 QUERY = RoutingQuery(
-    PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()),
+    PromptFeatures(
+        2,
+        words=1,
+        tokens=1,
+        tokens_exact=True,
+        contains_code=False,
+        asks_for_code=False,
+        language=None,
+        prompt_class=PromptClass.CHAT,
+        confidence=0.9,
+        signals=(),
+    ),
     20,
     100,
 )
@@ -65,7 +76,9 @@ class UpstreamStack:
     engines: dict[TierName, Behaviour]
 
     def replica(self, tier: TierName) -> Replica:
-        return next(r for r in self.fleet.replicas if r.spec.name is tier)
+        return next(
+            replica for replica in self.fleet.replicas if replica.spec.name is tier
+        )
 
     def decision(self, tier: TierName = TierName.FAST, **query: Any) -> Decision:
         decision = decide(
@@ -85,8 +98,11 @@ class UpstreamStack:
 
     def held(self) -> int:
         return sum(
-            r.state.in_flight + r.state.slots + r.state.prompt_tokens + r.output_tokens
-            for r in self.fleet.replicas
+            replica.state.in_flight
+            + replica.state.slots
+            + replica.state.prompt_tokens
+            + replica.output_tokens
+            for replica in self.fleet.replicas
         )
 
     def asked(self) -> list[int]:
@@ -103,44 +119,57 @@ async def upstream_stack(
     async with AsyncExitStack() as cleanup:
         engines = {name: behaviours.get(name, Behaviour()) for name in STANDARD_TIERS}
         urls = [
-            await cleanup.enter_async_context(_serving(FakeEngine(b).app))
-            for b in engines.values()
+            await cleanup.enter_async_context(_serving(FakeEngine(behaviour).app))
+            for behaviour in engines.values()
         ]
         settings = turned({"upstream": overrides or {}})
         specs = tuple(
-            TierSpec(n, 4096, 16, LIMIT, urls=(url,), precision=PRECISIONS[n])
-            for n, url in zip(STANDARD_TIERS, urls, strict=True)
+            TierSpec(
+                name,
+                4096,
+                max_num_seqs=16,
+                max_in_flight=LIMIT,
+                urls=(url,),
+                precision=PRECISIONS[name],
+            )
+            for name, url in zip(STANDARD_TIERS, urls, strict=True)
         )
         fleet = Fleet(specs)
         for spec in specs:
-            fleet.add(
-                Replica(
-                    f"{spec.name}-0",
-                    spec,
-                    spec.urls[0],
-                    "",
-                    "fake",
-                    status=ReplicaStatus.READY,
-                )
+            replica = Replica(
+                f"{spec.name}-0",
+                spec,
+                url=spec.urls[0],
+                api_key="",
+                model="fake",
+                status=ReplicaStatus.READY,
             )
-        policy, telemetry = (
-            PolicyStore(settings.policy, fleet, "made-8B"),
-            telemetry or Telemetry(None),
-        )
+            fleet.add(replica)
+        policy = PolicyStore(settings.policy, fleet, "made-8B")
+        telemetry = telemetry or Telemetry(None)
         upstream = Upstream(
-            fleet, EngineTransport(), settings.upstream, telemetry, policy
+            fleet,
+            EngineTransport(),
+            options=settings.upstream,
+            telemetry=telemetry,
+            policy=policy,
         )
         cleanup.push_async_callback(upstream.aclose)
-        yield UpstreamStack(upstream, fleet, policy, settings, telemetry, engines)
+        yield UpstreamStack(
+            upstream,
+            fleet,
+            policy=policy,
+            settings=settings,
+            telemetry=telemetry,
+            engines=engines,
+        )
 
 
 @asynccontextmanager
 async def _serving(app: ASGIApp) -> AsyncIterator[str]:
     """Serve an application by uvicorn's protocol alone: its server takes tenths of a second to start and to stop."""
-    config, state = (
-        uvicorn.Config(app, log_config=None, ws="none", lifespan="off"),
-        ServerState(),
-    )
+    config = uvicorn.Config(app, log_config=None, ws="none", lifespan="off")
+    state = ServerState()
     config.load()
     server = await asyncio.get_running_loop().create_server(
         lambda: config.http_protocol_class(
@@ -160,17 +189,17 @@ async def _serving(app: ASGIApp) -> AsyncIterator[str]:
 
 
 async def text_of(answer: EngineStream, *, found: list[str] | None = None) -> str:
-    """Return an answer's text; what came before a fault stays in ``found``."""
+    """Return an answer's text; after a fault, the parts that came before it are in ``found``."""
     found = [] if found is None else found
 
     def take(chunks: Sequence[Chunk]) -> bool:
         found.extend(chunk.text for chunk in chunks)
-        return False  # so that each part is asked for
+        return False  # The relay then hands over each part by itself.
 
     await answer.relay(take, partial(asyncio.sleep, 0))
     return "".join(found)
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    """Wait until something has happened, as soon as the event loop shows it."""
+    """Wait until something has happened, and look at almost every turn of the event loop."""
     await waiting.until(happened, poll_s=0.001)

@@ -14,8 +14,8 @@ from tests.unit.policy.fleets import BALANCED, FAST, PRECISE, TABLE, fleet, quer
 from tiers.spec import TierSpec
 from tiers.speed import SpeedModel
 
-QUICK = SpeedModel(10.0, 0.1, 4.0, 1.0, profiled=True)
-SLOW = SpeedModel(10.0, 0.2, 12.0, 2.0, profiled=True)
+QUICK = SpeedModel(10.0, 0.1, step_base_ms=4.0, step_ms_per_sequence=1.0, profiled=True)
+SLOW = SpeedModel(10.0, 0.2, step_base_ms=12.0, step_ms_per_sequence=2.0, profiled=True)
 SPEEDS = {FAST: QUICK, BALANCED: SLOW, PRECISE: SLOW}
 PLAIN = Pricing({}, PRECISE)
 DECISION = decide(query(), fleet(speeds=SPEEDS), TABLE)
@@ -26,34 +26,36 @@ def test_a_cost_is_what_the_decision_weighs() -> None:
     for tier in (FAST, PRECISE):
         expected = DECISION.estimate(tier).cost
         assert expected is not None
-        usage = TierUsage(tier, 20, 0, 100)  # the fleet expects answers at full length
+        # The fleet expects answers at full length.
+        usage = TierUsage(tier, 20, cached=0, output=100)
         assert abs(PLAIN.cost(DECISION, (usage,)).engine_us / 1e6 - expected) <= 0.0001
 
 
 def test_cached_tokens_are_free_and_tiers_add_up() -> None:
-    """One sequence on the fleet: 0.1 ms a prompt token and 5 ms an output token on the quick tier, 0.2 and 14 else."""
-    one, other = TierUsage(FAST, 20, 15, 3), TierUsage(PRECISE, 23, 0, 7)
-    assert PLAIN.cost(DECISION, (one,)) == Cost(5 * 100 + 3 * 5000, 0)
-    assert PLAIN.cost(DECISION, (one, other)) == Cost(15_500 + 23 * 200 + 7 * 14_000, 0)
+    """A prompt token costs 0.1 ms on the quick tier and 0.2 ms on the others, an output token 5 ms and 14 ms."""
+    quick = TierUsage(FAST, 20, cached=15, output=3)
+    slow = TierUsage(PRECISE, 23, cached=0, output=7)
+    assert PLAIN.cost(DECISION, (quick,)) == Cost(5 * 100 + 3 * 5000, 0)
+    assert PLAIN.cost(DECISION, (quick, slow)) == Cost(
+        15_500 + 23 * 200 + 7 * 14_000, 0
+    )
 
 
 def test_without_a_speed_the_fallback_counts() -> None:
     """0.1 ms for a prompt token, 10 ms for an output token."""
     decision = decide(query(), fleet(), TABLE)
     assert decision.rate(FAST) is None
-    assert (
-        PLAIN.cost(decision, (TierUsage(FAST, 20, 0, 3),)).engine_us
-        == 20 * FALLBACK.prompt_us + 3 * FALLBACK.output_us
-    )
+    cost = PLAIN.cost(decision, (TierUsage(FAST, 20, cached=0, output=3),))
+    assert cost.engine_us == 20 * FALLBACK.prompt_us + 3 * FALLBACK.output_us
 
 
 def test_replicas_are_weighed_by_price_or_gpus() -> None:
-    """A second of a replica with a quarter of the GPUs is a quarter; prices go before GPUs; money follows the weight."""
+    """A replica's second weighs by its share of the GPUs, or by its price where one is set; money follows the weight."""
     specs = (
-        TierSpec(FAST, 2048, 16, 32),
-        TierSpec(PRECISE, 2048, 16, 32, tensor_parallel=4),
+        TierSpec(FAST, 2048, max_num_seqs=16, max_in_flight=32),
+        TierSpec(PRECISE, 2048, max_num_seqs=16, max_in_flight=32, tensor_parallel=4),
     )
-    usage = TierUsage(FAST, 0, 0, 4)
+    usage = TierUsage(FAST, 0, cached=0, output=4)
     assert pricing_of(specs, {}, None).cost(DECISION, (usage,)) == Cost(5000, 0)
     assert pricing_of(specs, {FAST: 0.5}, 7.2).cost(DECISION, (usage,)) == Cost(
         10_000, 20
@@ -71,10 +73,9 @@ def test_replicas_are_weighed_by_price_or_gpus() -> None:
 def test_no_cost_exceeds_the_most(
     prompt: int, cached: int, output: int, tier: str
 ) -> None:
-    """Whatever of its tokens a request uses, on whichever of its tiers."""
-    most = max(PLAIN.most(DECISION, tier) for tier in (FAST, PRECISE))
-    cost = PLAIN.cost(
-        DECISION,
-        (TierUsage(PRECISE if tier == PRECISE else FAST, prompt, cached, output),),
-    )
-    assert cost.at_most(most) == cost
+    """No request costs more than its highest possible cost, whatever part of its tokens it uses, on whichever tier."""
+    highest = max(PLAIN.most(DECISION, tier) for tier in (FAST, PRECISE))
+    used_tier = PRECISE if tier == PRECISE else FAST
+    usage = TierUsage(used_tier, prompt, cached=cached, output=output)
+    cost = PLAIN.cost(DECISION, (usage,))
+    assert cost.at_most(highest) == cost

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,39 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from router.accounting.budgets import LEASE_S, Hold, Periods
+from router.accounting.budgets import LEASE_S, Hold
 from router.accounting.database import Database
 from router.accounting.ledgers import BudgetLedger, MemoryLedger, SqliteLedger
 from router.accounting.redis_ledger import RedisLedger, _key
-from router.auth.api_keys import Account, Budget, Limit
+from router.auth.api_keys import Budget, Limit
 from router.telemetry.record import Cost
 from tests.conftest import RedisServer
+from tests.unit.accounting.accounts import DAY, Clock, account, hold
 
 pytestmark = pytest.mark.anyio
-DAY = Periods("2026-11-24", "2026-11")
 KINDS = ("memory", "sqlite", "redis")
-
-
-class Clock:
-    """A clock that tests move."""
-
-    def __init__(self, now: float = 1_795_521_600.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def account(name: str, **budget: float) -> Account:
-    return Account(
-        f"key:{name}-{secrets.token_hex(4)}", name, Budget(**budget).limits()
-    )
-
-
-def hold(
-    *accounts: Account, engine: int = 1, money: int = 0, at: Periods = DAY
-) -> Hold:
-    return Hold(secrets.token_hex(8), accounts, at, Cost(engine, money))
 
 
 @asynccontextmanager
@@ -67,20 +44,16 @@ async def ledger_of(
 async def test_all_accounts_or_none(
     kind: str, tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """What breaks a bound of a team leaves nothing on the key either; the answer names the bound and what is used."""
-    own, team = (
-        account("own", engine_seconds_per_day=10),
-        account("team", money_per_month=0.000005),
-    )
-    async with ledger_of(kind, tmp_path, redis_server, Clock()) as ledger:
-        first, second = (
-            hold(own, team, engine=7, money=4),
-            hold(own, team, engine=7, money=2),
-        )
+    """A reservation beyond a team's budget reserves nothing on the key either; the answer names the budget and its use."""
+    own = account("own", engine_seconds_per_day=10)
+    team = account("team", money_per_month=0.000005)
+    async with ledger_of(kind, tmp_path, redis_server, clock=Clock()) as ledger:
+        first = hold(own, team, engine=7, money=4)
+        second = hold(own, team, engine=7, money=2)
         assert (await ledger.reserve(first)).denied is None
-        taken = await ledger.reserve(second)
-        assert taken.denied == (team, team.limits[0])
-        assert taken.used[team.id, DAY.month] == Cost(7, 4)
+        refused = await ledger.reserve(second)
+        assert refused.denied == (team, team.limits[0])
+        assert refused.used[team.id, DAY.month] == Cost(7, 4)
         await ledger.settle(first, Cost(5, 3))
         assert (await ledger.reserve(second)).denied is None
         await ledger.settle(second, Cost(6, 2))
@@ -95,21 +68,23 @@ async def test_a_settlement_may_be_repeated(
 ) -> None:
     """Only the first counts, so a router that does not know whether it arrived may send it again."""
     own = account("own", engine_seconds_per_day=10)
-    async with ledger_of(kind, tmp_path, redis_server, Clock()) as ledger:
-        one = hold(own, engine=8)
-        await ledger.reserve(one)
+    async with ledger_of(kind, tmp_path, redis_server, clock=Clock()) as ledger:
+        reserved = hold(own, engine=8)
+        await ledger.reserve(reserved)
         for _ in range(3):
-            await ledger.settle(one, Cost(3, 0))
+            await ledger.settle(reserved, Cost(3, 0))
         assert (await ledger.used([own.id], DAY))[own.id, DAY.day] == Cost(3, 0)
 
 
 async def test_reservations_of_dead_routers_end(tmp_path: Path) -> None:
-    """A reservation that nobody renews is free after its lease, one that is renewed is not, and its row goes."""
-    own, clock = account("own", engine_seconds_per_day=10 / 1e6), Clock()
-    async with ledger_of("sqlite", tmp_path, None, clock) as ledger:  # type: ignore[arg-type]
-        dead, living = hold(own, engine=6), hold(own, engine=4)
-        for each in (dead, living):
-            assert (await ledger.reserve(each)).denied is None
+    """A reservation that nobody renews ends with its lease; one that is renewed stays."""
+    own = account("own", engine_seconds_per_day=10 / 1e6)
+    clock = Clock()
+    async with ledger_of("sqlite", tmp_path, None, clock=clock) as ledger:  # type: ignore[arg-type]
+        dead = hold(own, engine=6)
+        living = hold(own, engine=4)
+        for reserved in (dead, living):
+            assert (await ledger.reserve(reserved)).denied is None
         clock.now += LEASE_S - 1
         assert (await ledger.reserve(hold(own))).denied == (own, own.limits[0])
         await ledger.renew([living])
@@ -121,11 +96,9 @@ async def test_reservations_of_dead_routers_end(tmp_path: Path) -> None:
 async def test_reservations_of_dead_routers_end_in_redis(
     redis_server: RedisServer,
 ) -> None:
-    """The same in Redis, whose clock no test moves: the lease's end is set back instead."""
-    own, ledger = (
-        account("own", engine_seconds_per_day=10 / 1e6),
-        RedisLedger(redis_server.url),
-    )
+    """No test can move Redis's clock, so the end of the lease is set back instead."""
+    own = account("own", engine_seconds_per_day=10 / 1e6)
+    ledger = RedisLedger(redis_server.url)
     dead = hold(own, engine=10)
     await ledger.reserve(dead)
     assert (await ledger.reserve(hold(own))).denied == (own, own.limits[0])
@@ -141,9 +114,9 @@ async def test_reservations_of_dead_routers_end_in_redis(
 async def test_a_late_take_reserves_nothing(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """A request whose settlement overtook it on another connection does not hold a reservation for the rest of its lease."""
+    """A reservation that its own settlement overtook on another connection is not held until its lease ends."""
     own = account("own", engine_seconds_per_day=10)
-    async with ledger_of("redis", tmp_path, redis_server, Clock()) as ledger:
+    async with ledger_of("redis", tmp_path, redis_server, clock=Clock()) as ledger:
         late = hold(own, engine=8)
         await ledger.settle(late, Cost(3, 0))
         await ledger.reserve(late)
@@ -151,22 +124,20 @@ async def test_a_late_take_reserves_nothing(
 
 
 async def test_charges_outlive_the_process(tmp_path: Path) -> None:
-    """A file that is opened again has what was spent, and who may read it is its owner alone."""
+    """A file that is opened again has what was spent, and only its owner may read it."""
     own = account("own", engine_seconds_per_day=10)
     for _ in range(2):
-        async with ledger_of("sqlite", tmp_path, None, Clock()) as ledger:  # type: ignore[arg-type]
+        async with ledger_of("sqlite", tmp_path, None, clock=Clock()) as ledger:  # type: ignore[arg-type]
             await ledger.settle(hold(own), Cost(3, 1))
-    async with ledger_of("sqlite", tmp_path, None, Clock()) as ledger:  # type: ignore[arg-type]
+    async with ledger_of("sqlite", tmp_path, None, clock=Clock()) as ledger:  # type: ignore[arg-type]
         assert (await ledger.used([own.id], DAY))[own.id, DAY.day] == Cost(6, 2)
     assert (tmp_path / "usage.sqlite").stat().st_mode & 0o777 == 0o600
 
 
-# what to do, for whom, how much, which of the open ones
+# A step is an action (2 settles, others reserve), whose accounts, an amount, and which open reservation.
 Step = tuple[int, int, int, int]
 STEPS = st.lists(
-    st.tuples(
-        st.integers(0, 2), st.integers(0, 2), st.integers(0, 40), st.integers(0, 9)
-    ),
+    st.tuples(*(st.integers(0, highest) for highest in (2, 2, 40, 9))),
     max_size=40,
 )
 
@@ -180,39 +151,37 @@ def test_every_ledger_does_as_the_one_in_memory(
     tmp_path_factory: pytest.TempPathFactory,
     redis_server: RedisServer,
 ) -> None:
-    """Whatever is taken and settled in whatever order, all ledgers answer alike, and no bound is ever broken."""
-    who = [
-        account(f"a{n}", engine_seconds_per_day=50 / 1e6, money_per_month=70 / 1e6)
-        for n in range(2)
-    ]
-    choices = [who[:1], who[1:], who]
+    """Whatever is reserved and settled, in any order, all ledgers answer alike, and no budget is ever exceeded."""
+    budget = {"engine_seconds_per_day": 50 / 1e6, "money_per_month": 70 / 1e6}
+    first = account("a0", **budget)
+    second = account("a1", **budget)
+    ids = [first.id, second.id]
+    choices = [[first], [second], [first, second]]
 
     async def both() -> None:
         model = MemoryLedger()
         folder = tmp_path_factory.mktemp("ledger")
-        async with ledger_of(kind, folder, redis_server, Clock()) as ledger:
-            open_: list[Hold] = []
-            for what, whose, amount, which in steps:
-                accounts = choices[whose]
-                if what < 2:
-                    asked = hold(*accounts, engine=amount, money=2 * amount)
-                    taken, told = [
-                        await each.reserve(asked) for each in (ledger, model)
-                    ]
-                    assert (taken.denied, taken.used) == (told.denied, told.used)
-                    open_ += [asked] * (taken.denied is None)
-                elif open_:
-                    ended = open_.pop(which % len(open_))
-                    for each in (ledger, model):
-                        await each.settle(
-                            ended, ended.reserved.at_most(Cost(amount, amount))
-                        )
-                used = await ledger.used([a.id for a in who], DAY)
-                assert used == await model.used([a.id for a in who], DAY)
-                assert all(
-                    there.engine_us <= 50 and there.money_u <= 70
-                    for there in used.values()
-                )
+        async with ledger_of(kind, folder, redis_server, clock=Clock()) as ledger:
+            open_holds: list[Hold] = []
+            for action, whose, amount, which in steps:
+                if action < 2:
+                    wanted = hold(*choices[whose], engine=amount, money=2 * amount)
+                    answer = await ledger.reserve(wanted)
+                    model_answer = await model.reserve(wanted)
+                    assert answer.denied == model_answer.denied
+                    assert answer.used == model_answer.used
+                    if answer.denied is None:
+                        open_holds.append(wanted)
+                elif open_holds:
+                    ended = open_holds.pop(which % len(open_holds))
+                    cost = ended.reserved.at_most(Cost(amount, amount))
+                    await ledger.settle(ended, cost)
+                    await model.settle(ended, cost)
+                used = await ledger.used(ids, DAY)
+                assert used == await model.used(ids, DAY)
+                for spent in used.values():
+                    assert spent.engine_us <= 50
+                    assert spent.money_u <= 70
 
     asyncio.run(both())
 

@@ -23,8 +23,14 @@ from router.auth.api_keys import Caller
 from router.telemetry.record import Cost
 from tests.conftest import RedisServer
 from tests.redis_processes import redis_cluster, relay_to
-from tests.unit.accounting.test_ledgers import DAY, Clock, account, hold
-from tests.unit.accounting.test_reservations import caller, enters
+from tests.unit.accounting.accounts import (
+    DAY,
+    Clock,
+    account,
+    caller,
+    enters,
+    hold,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -87,7 +93,7 @@ async def test_a_budget_that_was_used_up_stays_used_up_when_redis_restarts_empty
 async def test_a_used_up_budget_stays_used_up_when_redis_evicts_it(
     own_redis: RedisServer,
 ) -> None:
-    """Whatever else is in Redis: what an account has spent may be gone, while all the rest is there."""
+    """Redis may evict what one account has spent while it keeps everything else."""
     who = caller(engine_seconds_per_day=10e-6, engine_seconds_per_month=20e-6)
     async with a_router(own_redis.url) as router, operator_of(own_redis) as operator:
         await use(router, who, 10)
@@ -98,7 +104,7 @@ async def test_a_used_up_budget_stays_used_up_when_redis_evicts_it(
 
 
 async def test_an_older_copy_of_redis_is_caught_up(own_redis: RedisServer) -> None:
-    """As after a failover to a replica that lacked the last writes: what a router has seen counts."""
+    """After a failover to a replica that lacks the last writes, what a router has seen still counts."""
     who = caller(engine_seconds_per_day=100e-6)
     async with a_router(own_redis.url) as router, operator_of(own_redis) as operator:
         await use(router, who, 10)
@@ -114,7 +120,7 @@ async def test_an_older_copy_of_redis_is_caught_up(own_redis: RedisServer) -> No
 async def test_a_router_that_restarts_with_redis_knows_from_its_file(
     own_redis: RedisServer, tmp_path: Path
 ) -> None:
-    """As when the machine restarts: both begin anew, and the file is what is left."""
+    """When the machine restarts, both begin anew, and only the file is left."""
     who = caller(engine_seconds_per_day=10e-6)
     async with a_router(own_redis.url, tmp_path) as router:
         await use(router, who, 10)
@@ -127,7 +133,7 @@ async def test_a_router_that_restarts_with_redis_knows_from_its_file(
 async def test_what_was_restored_is_not_restored_again(
     own_redis: RedisServer, tmp_path: Path
 ) -> None:
-    """The file learns that the ledger is another one, though nothing more was spent."""
+    """The file learns that the ledger is another one, although nothing more was spent."""
     who = caller(engine_seconds_per_day=10e-6)
     async with a_router(own_redis.url, tmp_path) as router:
         await use(router, who, 10)
@@ -141,11 +147,9 @@ async def test_what_was_restored_is_not_restored_again(
 async def test_a_router_that_is_killed_has_written_what_it_saw(
     own_redis: RedisServer, tmp_path: Path
 ) -> None:
-    """Without an orderly end: it writes each second."""
-    who, database = (
-        caller(engine_seconds_per_day=10e-6),
-        Database(tmp_path / "usage.sqlite"),
-    )
+    """A router writes what it saw every second, so an end without order loses nothing."""
+    who = caller(engine_seconds_per_day=10e-6)
+    database = Database(tmp_path / "usage.sqlite")
     async with a_router(own_redis.url, tmp_path) as router:
         await use(router, who, 10)
 
@@ -163,22 +167,20 @@ async def test_each_router_restores_what_it_alone_has_seen(
     own_redis: RedisServer,
 ) -> None:
     """After the loss, an account counts in full as soon as the router that served it last has been heard."""
-    first_key, second_key = (
-        caller(engine_seconds_per_day=10e-6),
-        caller(engine_seconds_per_day=10e-6),
-    )
-    async with a_router(own_redis.url) as one, a_router(own_redis.url) as other:
-        await use(one, first_key, 10)
-        await use(other, second_key, 10)
-        await until(lambda: _knows_the_ledger(one) and _knows_the_ledger(other))
+    first_key = caller(engine_seconds_per_day=10e-6)
+    second_key = caller(engine_seconds_per_day=10e-6)
+    async with a_router(own_redis.url) as first, a_router(own_redis.url) as second:
+        await use(first, first_key, 10)
+        await use(second, second_key, 10)
+        await until(lambda: _knows_the_ledger(first) and _knows_the_ledger(second))
         await forget_all(own_redis)
         await until(
-            lambda: one.restored >= 2 and other.restored >= 2,
+            lambda: first.restored >= 2 and second.restored >= 2,
             "both to notice the loss by themselves",
         )
-        await until(lambda: one._alone is None and other._alone is None)
-        assert await enters(one, second_key, 1) is None
-        assert await enters(other, first_key, 1) is None
+        await until(lambda: first._alone is None and second._alone is None)
+        assert await enters(first, second_key, 1) is None
+        assert await enters(second, first_key, 1) is None
 
 
 def _knows_the_ledger(router: Reservations) -> bool:
@@ -190,10 +192,8 @@ async def test_after_an_outage_that_lost_the_ledger_nothing_unknown_is_served_at
     own_redis: RedisServer,
 ) -> None:
     """Until every router has had time to say what it saw, a budget that this router never saw is not known."""
-    known, unknown = (
-        caller(engine_seconds_per_day=10e-6),
-        caller(engine_seconds_per_day=10e-6),
-    )
+    known = caller(engine_seconds_per_day=10e-6)
+    unknown = caller(engine_seconds_per_day=10e-6)
     async with a_router(own_redis.url) as router:
         await use(router, known, 4)
         await until(lambda: _knows_the_ledger(router))
@@ -227,7 +227,7 @@ async def test_reservations_of_open_requests_are_held_again(
             async with operator_of(own_redis) as operator:
                 return bool(await operator.hlen(_key("held", who.accounts[0].id)))
 
-        # Nothing of a budget was spent, so nothing tells that the ledger is another one but its name.
+        # Nothing was spent, so only the ledger's name tells that it is another one.
         await until(is_held)
         await until(lambda: router._alone is None)
         assert await enters(router, who, 3) is None
@@ -249,7 +249,7 @@ async def test_a_reservation_that_ends_while_it_is_renewed_does_not_come_back(
         assert await used(router, who) == 1
 
 
-# the router that serves a request, and what it costs; a cost of 0: Redis loses all that it has
+# A step is the router that serves a request, and its cost; at a cost of 0 Redis loses everything.
 Step = tuple[int, int]
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=25)
 
@@ -259,7 +259,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=25)
 def test_nothing_is_lost_and_nothing_counts_twice(
     steps: list[Step], redis_server: RedisServer
 ) -> None:
-    """Of three routers, with losses at any moment after which each router looks once, in any order."""
+    """Three routers spend, and Redis loses everything at any moment; then each router looks once, in any order."""
     own = account("own", engine_seconds_per_day=1)
 
     async def spend() -> None:
@@ -290,7 +290,7 @@ def test_nothing_is_lost_and_nothing_counts_twice(
 async def test_settled_requests_leave_nothing(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mark that a settlement may be repeated by goes once nobody can, also while no request comes."""
+    """A settlement's mark goes once nobody can repeat the settlement, also while no request comes."""
     monkeypatch.setattr("router.accounting.settled_marks.MARK_S", 0.0)
     who = caller(engine_seconds_per_day=1)
     async with a_router(own_redis.url) as router, operator_of(own_redis) as operator:
@@ -326,10 +326,8 @@ async def test_a_file_keeps_no_marks_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.accounting.settled_marks.MARK_S", 0.0)
-    database, own = (
-        Database(tmp_path / "usage.sqlite"),
-        account("own", engine_seconds_per_day=1),
-    )
+    database = Database(tmp_path / "usage.sqlite")
+    own = account("own", engine_seconds_per_day=1)
     ledger = SqliteLedger(database, Clock())
     for _ in range(50):
         reserved = hold(own)
@@ -345,7 +343,7 @@ async def test_a_file_keeps_no_marks_either(
 async def test_budgets_follow_a_failover(
     own_redis: RedisServer, redis_server: RedisServer
 ) -> None:
-    """Behind one address another Redis serves, which knows nothing, while the old one refuses to write and stays up."""
+    """After a failover an empty Redis serves behind the address, while the old one stays up and refuses writes."""
     who = caller(engine_seconds_per_day=10e-6)
     async with relay_to(own_redis) as relay, a_router(relay.url) as router:
         await use(router, who, 6)
@@ -365,9 +363,10 @@ async def test_budgets_follow_a_failover(
 async def test_a_cluster_counts_budgets(tmp_path: Path) -> None:
     who = caller(engine_seconds_per_day=10e-6)
     with redis_cluster(tmp_path) as nodes:
-        async with a_router(nodes[0].url) as one, a_router(nodes[1].url) as other:
-            await use(one, who, 6)
-            assert await enters(other, who, 5) is None
-            await use(other, who, 4)
-            await until(lambda: _knows_the_ledger(one) and _knows_the_ledger(other))
-            assert [await used(router, who) for router in (one, other)] == [10, 10]
+        async with a_router(nodes[0].url) as first, a_router(nodes[1].url) as second:
+            await use(first, who, 6)
+            assert await enters(second, who, 5) is None
+            await use(second, who, 4)
+            await until(lambda: _knows_the_ledger(first) and _knows_the_ledger(second))
+            assert await used(first, who) == 10
+            assert await used(second, who) == 10

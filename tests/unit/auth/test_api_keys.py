@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,11 @@ def test_a_running_store_sees_changes(
     assert store.find(key).name == "one"
     good = keys_file.read_bytes()
     keys_file.write_text("{")
-    assert (store.find(key).name, ["key file" in note for note in store.notes]) == (
-        "one",
-        [True],
-    )
+    assert store.find(key).name == "one"
+    assert ["key file" in note for note in store.notes] == [True]
     keys_file.unlink()
-    assert (store.required, store.find(key).name) == (True, "one")
+    assert store.required is True
+    assert store.find(key).name == "one"
     keys_file.write_bytes(good)
     revoke_key(keys_file, "one")
     with pytest.raises(UnauthorizedError):
@@ -170,10 +170,8 @@ async def test_requests_need_a_key(
     async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
         for wrong in (None, "qarr-wrong", key + "x"):
             answer = await ask(stack, wrong)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (
-                401,
-                "invalid_api_key",
-            )
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
         for path in (
             "/tiers",
@@ -198,16 +196,16 @@ async def test_requests_need_a_key(
 
 @pytest.mark.anyio
 async def test_a_key_bounds_tiers_and_priority(tmp_path: Path, keys_file: Path) -> None:
-    """Beyond the key is taken down and disclosed, or refused, as the key says."""
+    """What goes beyond a key is lowered and disclosed, or refused, as the key says."""
     rights = {"tiers": ("fast",), "max_priority": "standard"}
     soft, _ = add_key(keys_file, "soft", **rights)
     hard, _ = add_key(keys_file, "hard", over="refuse", **rights)
     async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
-        taken = await ask(stack, soft, qarr={"tier": "precise"})
-        assert taken.headers["x-qarr-tier"] == "fast"
+        lowered = await ask(stack, soft, qarr={"tier": "precise"})
+        assert lowered.headers["x-qarr-tier"] == "fast"
         assert (
             "hint precise not taken: is not allowed for this key"
-            in taken.headers["x-qarr-reason"]
+            in lowered.headers["x-qarr-reason"]
         )
         code = await ask(
             stack,
@@ -217,26 +215,20 @@ async def test_a_key_bounds_tiers_and_priority(tmp_path: Path, keys_file: Path) 
         assert code.headers["x-qarr-tier"] == "fast"
         assert "none of which this key allows" in code.headers["x-qarr-reason"]
         refused = await ask(stack, hard, model="precise")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (
-            403,
-            "beyond_key",
-        )
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "beyond_key"
         assert refused.json()["error"]["param"] == "model"
         required = await ask(stack, soft, model="precise")
-        assert (required.status_code, required.json()["error"]["code"]) == (
-            403,
-            "not_allowed",
-        )
+        assert required.status_code == 403
+        assert required.json()["error"]["code"] == "not_allowed"
         engine = stack.engines[TierName.FAST]
         await ask(stack, soft, qarr={"priority": "interactive"})
         assert engine.requests[-1]["priority"] == 0
         await ask(stack, soft, priority=-100)
         assert engine.requests[-1]["priority"] == 0
         urgent = await ask(stack, hard, qarr={"priority": "interactive"})
-        assert (urgent.status_code, urgent.json()["error"]["param"]) == (
-            403,
-            "qarr.priority",
-        )
+        assert urgent.status_code == 403
+        assert urgent.json()["error"]["param"] == "qarr.priority"
         # A tier that fails is not replaced by one that the key does not allow.
         engine.status = 500
         assert (await ask(stack, soft)).status_code == 503
@@ -244,7 +236,7 @@ async def test_a_key_bounds_tiers_and_priority(tmp_path: Path, keys_file: Path) 
 
 @pytest.mark.anyio
 async def test_a_key_over_its_quota_gets_429(tmp_path: Path, keys_file: Path) -> None:
-    """Requests a minute: counted, told in headers on every answer, and a 429 with Retry-After when they are used up."""
+    """Every answer's headers tell what is left of the minute; when it is used up, the answer is a 429 with Retry-After."""
     key, _ = add_key(keys_file, "ci", requests_per_minute=2)
     async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
         first = await ask(stack, key)
@@ -252,10 +244,8 @@ async def test_a_key_over_its_quota_gets_429(tmp_path: Path, keys_file: Path) ->
         assert first.headers["x-ratelimit-remaining-requests"] == "1"
         assert (await ask(stack, key)).headers["x-ratelimit-remaining-requests"] == "0"
         over = await ask(stack, key)
-        assert (over.status_code, over.json()["error"]["code"]) == (
-            429,
-            "rate_limit_exceeded",
-        )
+        assert over.status_code == 429
+        assert over.json()["error"]["code"] == "rate_limit_exceeded"
         assert 1 <= int(over.headers["retry-after"]) <= 61
         assert over.headers["x-ratelimit-remaining-requests"] == "0"
         ours = await stack.client.post(
@@ -263,10 +253,8 @@ async def test_a_key_over_its_quota_gets_429(tmp_path: Path, keys_file: Path) ->
             json={"prompt": "hi"},
             headers={"authorization": f"Bearer {key}"},
         )
-        assert (ours.status_code, ours.json()["type"]) == (
-            429,
-            "urn:qarr:problem:over-quota",
-        )
+        assert ours.status_code == 429
+        assert ours.json()["type"] == "urn:qarr:problem:over-quota"
         tokens = await stack.client.post(
             f"{stack.url}/tokenize",
             json={"prompt": "a"},
@@ -290,10 +278,8 @@ async def test_tokens_are_taken_in_advance_and_given_back(
             4 * 17 + 400, 4 * 17 + 420
         )
         larger = await ask(stack, key, max_tokens=600)
-        assert (larger.status_code, larger.json()["error"]["code"]) == (
-            400,
-            "over_token_quota",
-        )
+        assert larger.status_code == 400
+        assert larger.json()["error"]["code"] == "over_token_quota"
         over = await ask(stack, key, max_tokens=490)
         assert over.status_code == 429
         stack.engines[TierName.FAST].status = 400
@@ -310,15 +296,13 @@ async def test_tokens_are_taken_in_advance_and_given_back(
 
 @pytest.mark.anyio
 async def test_slots_are_given_back(tmp_path: Path, keys_file: Path) -> None:
-    """Requests at once: the next one is let in as soon as one has ended, however it ended."""
+    """With one request at once, the next is let in as soon as the previous one has ended, however it ended."""
     key, _ = add_key(keys_file, "ci", concurrent_requests=1)
     async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
         engine = stack.engines[TierName.FAST]
         engine.delay_s = 0.2
-        import asyncio
-
         several = await asyncio.gather(*(ask(stack, key) for _ in range(3)))
-        assert sorted(a.status_code for a in several) == [200, 429, 429]
+        assert sorted(answer.status_code for answer in several) == [200, 429, 429]
         for fault in ("error_after", "break_after"):
             setattr(engine, fault, 2)
             engine.delay_s = 0.0
@@ -331,7 +315,7 @@ async def test_slots_are_given_back(tmp_path: Path, keys_file: Path) -> None:
 async def test_a_priority_is_bounded_however_it_is_written(
     tmp_path: Path, keys_file: Path
 ) -> None:
-    """vLLM reads "-1000" and -1000.0 as numbers, so the bound holds for those; asking for nothing is never too much."""
+    """vLLM reads "-1000" and -1000.0 as numbers, so the bound holds for those; a request without a priority is never refused."""
     key, _ = add_key(keys_file, "low", max_priority="batch", over="refuse")
     soft, _ = add_key(keys_file, "soft", max_priority="standard")
     async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
@@ -369,7 +353,7 @@ async def test_each_answer_takes_its_tokens(tmp_path: Path, keys_file: Path) -> 
 
         full = await left("completions", {"prompt": [1, 2], "max_tokens": 10})
         assert full == 1000 - 12
-        used = 17  # of that answer, by the fake
+        used = 17  # The fake engine reports so many tokens for that answer.
         assert (
             await left("completions", {"prompt": [1, 2], "max_tokens": 10, "n": 4})
             == 1000 - used - 42
@@ -390,14 +374,14 @@ async def test_each_answer_takes_its_tokens(tmp_path: Path, keys_file: Path) -> 
 async def test_no_number_is_higher_than_the_highest_class(
     tmp_path: Path, keys_file: Path
 ) -> None:
-    """A number of one's own is taken down to interactive, with a key or without: no request goes before all others."""
+    """A caller's own number is lowered to interactive, with a key or without: no request goes before all others."""
     key, _ = add_key(keys_file, "default")
     hard, _ = add_key(keys_file, "hard", over="refuse")
     async with router_stack(tmp_path) as keyless:
         engine = keyless.engines[TierName.FAST]
-        for own, sent in ((-2147483648, -1), (-2, -1), (-1, -1), (0, 0), (7, 7)):
+        for asked_for, sent in ((-2147483648, -1), (-2, -1), (-1, -1), (0, 0), (7, 7)):
             assert (
-                await ask(keyless, None, model="fast", priority=own)
+                await ask(keyless, None, model="fast", priority=asked_for)
             ).status_code == 200
             assert engine.requests[-1]["priority"] == sent
     (tmp_path / "more").mkdir()
@@ -409,15 +393,13 @@ async def test_no_number_is_higher_than_the_highest_class(
         assert engine.requests[-1]["priority"] == -1
         assert (await ask(stack, hard, model="fast", priority=-1)).status_code == 200
         refused = await ask(stack, hard, model="fast", priority=-5)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (
-            403,
-            "priority",
-        )
+        assert refused.status_code == 403
+        assert refused.json()["error"]["param"] == "priority"
 
 
 @pytest.mark.anyio
 async def test_a_decision_counts_as_a_request(tmp_path: Path, keys_file: Path) -> None:
-    """/route classifies as /generate does, so it takes a request of the quota, no tokens; what is not answered, none."""
+    """A /route that is answered takes one request of the quota and no tokens; one that is refused takes nothing."""
     key, _ = add_key(
         keys_file,
         "ci",
@@ -442,9 +424,7 @@ async def test_a_decision_counts_as_a_request(tmp_path: Path, keys_file: Path) -
             assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
             assert answer.headers["x-ratelimit-remaining-tokens"] == "100"
         over = await route()
-        assert (over.status_code, over.json()["type"]) == (
-            429,
-            "urn:qarr:problem:over-quota",
-        )
+        assert over.status_code == 429
+        assert over.json()["type"] == "urn:qarr:problem:over-quota"
         assert 1 <= int(over.headers["retry-after"]) <= 61
         assert (await ask(stack, key, max_tokens=10)).status_code == 429

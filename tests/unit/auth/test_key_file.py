@@ -1,4 +1,4 @@
-"""The key file under a change: whose it stays, what leads to it, what an error leaves, and keys that are off."""
+"""A change of the key file: its owner, links to it, what an error leaves behind, and keys that are switched off."""
 
 from __future__ import annotations
 
@@ -73,20 +73,21 @@ def test_root_changes_keys_for_the_routers_user(tmp_path: Path) -> None:
         path.parent,
         path.parent.parent,
     ):
-        assert (made.stat().st_uid, made.stat().st_gid) == (SERVICE_UID, SERVICE_UID), (
-            made
-        )
+        assert made.stat().st_uid == SERVICE_UID, made
+        assert made.stat().st_gid == SERVICE_UID, made
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    os.chown(path, SERVICE_UID, 0)  # a file of a group that the folder is not of
+    # The file's group is now another one than its folder's.
+    os.chown(path, SERVICE_UID, 0)
     revoke_key(path, "two")
-    assert (path.stat().st_uid, path.stat().st_gid) == (SERVICE_UID, 0)
+    assert path.stat().st_uid == SERVICE_UID
+    assert path.stat().st_gid == 0
 
 
 @as_root
 def test_a_user_who_cannot_keep_the_owner_is_refused(
     tmp_path: Path, keys_file: Path
 ) -> None:
-    """Who may write to the folder, but is neither the file's owner nor root, changes nothing and is told whose it is."""
+    """A user who may write to the folder, but is neither the file's owner nor root, is told whose it is and changes nothing."""
     add_key(keys_file, "one")
     before = keys_file.read_bytes()
     keys_file.chmod(0o644)
@@ -125,7 +126,7 @@ def acting_as(uid: int, folder: Path) -> Iterator[None]:
 
 
 def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
-    """Routers that name the file itself and routers that name a link to it have the same keys, also of a dangling link."""
+    """Routers that name the file and routers that name a link to it have the same keys, even if the link dangled at first."""
     (tmp_path / "shared").mkdir()
     real = tmp_path / "shared/keys.json"
     link = tmp_path / "keys.json"
@@ -133,11 +134,10 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
     first, _ = add_key(link, "one")
     second, _ = add_key(link, "two")
     assert link.is_symlink()
-    assert [
-        KeyStore(path).find(key).name
-        for path in (real, link)
-        for key in (first, second)
-    ] == ["one", "two"] * 2
+    for path in (real, link):
+        by_path = KeyStore(path)
+        assert by_path.find(first).name == "one", path
+        assert by_path.find(second).name == "two", path
     store = KeyStore(link)
     revoke_key(real, "one")
     assert [caller.name for caller in store.callers] == ["two"]
@@ -158,9 +158,10 @@ def test_a_file_that_is_mounted_alone_is_overwritten(tmp_path: Path) -> None:
     enter = [unshare, *root, "--mount", "sh", "-c"]
     mount = 'mount --bind "$1" "$2"'
     files = ["sh", str(source), str(mounted)]
-    if subprocess.run(
+    trial = subprocess.run(
         [*enter, mount, *files], capture_output=True, timeout=60, check=False
-    ).returncode:
+    )
+    if trial.returncode:
         pytest.skip("this user may mount nothing")
     add = [
         *enter,
@@ -223,7 +224,7 @@ def test_names_may_be_any_text(name: str, keys_file: Path) -> None:
 
 
 def test_no_key_is_named_like_another_keys_id(keys_file: Path) -> None:
-    """Else a revocation by id might meet the wrong one."""
+    """A name that is another key's id is refused: a revocation by id might otherwise hit the wrong key."""
     _, record = add_key(keys_file, "one")
     with pytest.raises(KeysError, match="id of another key"):
         add_key(keys_file, record.id)
@@ -266,18 +267,18 @@ def test_there_is_a_way_back_from_a_file_that_is_gone(keys_file: Path) -> None:
 def test_keys_are_not_off_where_others_reach_the_router(
     keys_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither at its start nor while it runs, unless the settings say so; the keys from before stay in force."""
+    """Unless the settings allow it, keys are not switched off at the start nor while it runs; the old keys stay in force."""
     key, _ = add_key(keys_file, "one")
-    given = {"server": {"host": "0.0.0.0"}, "auth": {"keys_file": str(keys_file)}}
-    running = open_keys(load_settings(None, given))
+    overrides = {"server": {"host": "0.0.0.0"}, "auth": {"keys_file": str(keys_file)}}
+    running = open_keys(load_settings(None, overrides))
     switch_keys(keys_file, on=False)
     assert running.required
     assert running.find(key).name == "one"
     assert "auth.allow_keyless" in caplog.text
     with pytest.raises(ListenError, match="qarr keys on"):
-        open_keys(load_settings(None, given))
+        open_keys(load_settings(None, overrides))
     assert not open_keys(
         load_settings(None, {"auth": {"keys_file": str(keys_file)}})
     ).required
-    given["auth"]["allow_keyless"] = True  # type: ignore[index]
-    assert not open_keys(load_settings(None, given)).required
+    overrides["auth"]["allow_keyless"] = True  # type: ignore[index]
+    assert not open_keys(load_settings(None, overrides)).required

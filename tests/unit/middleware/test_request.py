@@ -1,4 +1,4 @@
-"""Who gets past it, around a small application: keys, hosts, origins, a router that drains, and its deadline."""
+"""The middleware around a small application: who gets past it, a router that drains, and its deadline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Doorway:
     local_names: Collection[str] | None = None
     state: ServerState = field(default_factory=ServerState)
     answers: list[tuple[str, str, int]] = field(default_factory=list)
-    stop_after: str = ""  # "start" or "nothing": hangs there
+    # The application hangs after "start" or after "nothing"; with "" it does not hang.
+    stop_after: str = ""
     media_type: str = "text/plain"
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -70,8 +71,8 @@ class Doorway:
         middleware = RequestMiddleware(
             self.app,
             self.keys,
-            Telemetry(None),
-            self.state,
+            telemetry=Telemetry(None),
+            server_state=self.state,
             answered=lambda *answer: self.answers.append(answer),
             direct={},
             local_names=self.local_names,
@@ -95,7 +96,7 @@ def open_door(tmp_path: Path) -> Doorway:
 
 async def test_without_keys_everybody_is_anonymous(open_door: Doorway) -> None:
     assert await open_door.ask() == (200, {"content-type": "text/plain"}, b"anonymous")
-    # the small application has no routes
+    # The small application has no routes.
     assert open_door.answers == [("unknown", "POST", 200)]
 
 
@@ -116,17 +117,15 @@ async def test_a_key_names_its_caller(tmp_path: Path) -> None:
         f"Bearer {key}x",
     ):
         status, headers, _ = await door.ask(authorization=value)
-        assert (status, headers["www-authenticate"], headers["connection"]) == (
-            401,
-            "Bearer",
-            "close",
-        ), value
+        assert status == 401, value
+        assert headers["www-authenticate"] == "Bearer", value
+        assert headers["connection"] == "close", value
     assert {status for _, _, status in door.answers} == {200, 401}
 
 
 @pytest.mark.parametrize("path", ["/health", "/healthz", "/readyz", "/"])
 async def test_some_paths_need_no_key(tmp_path: Path, path: str) -> None:
-    """Load balancers have none, and the page asks for one. These are routes of their own in metrics."""
+    """Load balancers have no key, and the page asks for one. In metrics these paths are routes of their own."""
     keys = tmp_path / "keys.json"
     add_key(keys, "ci")
     door = Doorway(KeyStore(keys))
@@ -138,15 +137,14 @@ async def test_a_draining_router_takes_no_new_work(open_door: Doorway) -> None:
     """Reading and the rest of a stream go on; connections end with their answers."""
     open_door.state.state = ServerPhase.DRAINING
     status, headers, _ = await open_door.ask()
-    assert (status, headers["connection"], headers["retry-after"]) == (
-        503,
-        "close",
-        "1",
-    )
+    assert status == 503
+    assert headers["connection"] == "close"
+    assert headers["retry-after"] == "1"
     assert await open_door.problem("POST", "/route", last_event_id="a.1") == "draining"
     assert (await open_door.ask(last_event_id="a.1"))[0] == 200
     status, headers, _ = await open_door.ask("GET", "/tiers")
-    assert (status, headers["connection"]) == (200, "close")
+    assert status == 200
+    assert headers["connection"] == "close"
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
@@ -154,10 +152,10 @@ async def test_an_answer_that_has_not_begun_by_the_deadline_is_a_503(
     open_door: Doorway, path: str
 ) -> None:
     open_door.stop_after = "nothing"
-    asked = asyncio.create_task(open_door.ask("POST", path))
+    answering = asyncio.create_task(open_door.ask("POST", path))
     await within(open_door.begun.wait(), "the request to begin")
     open_door.state.end_all()
-    status, _, body = await asked
+    status, _, body = await answering
     assert status == 503
     assert b"ask again" in body
     assert open_door.answers == [("unknown", "POST", 503)]
@@ -174,22 +172,24 @@ async def test_an_answer_that_has_not_begun_by_the_deadline_is_a_503(
 async def test_a_stream_ends_with_an_error_at_the_deadline(
     open_door: Doorway, path: str, media_type: str, ends_with: bytes
 ) -> None:
-    """What has begun as one object is cut: nothing that could be added would make it right."""
-    open_door.stop_after, open_door.media_type = "start", media_type
-    asked = asyncio.create_task(open_door.ask("POST", path))
+    """An answer that is one object is only cut off: nothing appended would make it valid."""
+    open_door.stop_after = "start"
+    open_door.media_type = media_type
+    answering = asyncio.create_task(open_door.ask("POST", path))
     await within(open_door.begun.wait(), "the request to begin")
     open_door.state.end_all()
-    status, _, body = await asked
-    assert (status, body[: len(ends_with)]) == (200, ends_with)
+    status, _, body = await answering
+    assert status == 200
+    assert body[: len(ends_with)] == ends_with
     assert body.endswith(b"\n\n") is bool(ends_with)
 
 
 async def test_a_client_that_leaves_is_counted_as_499(open_door: Doorway) -> None:
     open_door.stop_after = "nothing"
-    asked = asyncio.create_task(open_door.ask())
+    answering = asyncio.create_task(open_door.ask())
     await within(open_door.begun.wait(), "the request to begin")
-    asked.cancel()
+    answering.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asked
+        await answering
     assert open_door.answers == [("unknown", "POST", 499)]
     assert not open_door.state.active_requests

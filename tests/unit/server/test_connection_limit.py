@@ -1,4 +1,4 @@
-"""Few files: connections of clients leave some for those to engines."""
+"""When few files may be open, clients' connections leave some for connections to engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from router.server.connection_limit import (
 def test_each_connection_has_a_file_for_one_to_an_engine(
     files: int, served: int, spare: int
 ) -> None:
-    """With the files that the settings need, the settings' connections are served; with fewer, fewer."""
+    """With as many files as the settings need, all their connections are served; with fewer files, fewer."""
     assert ConnectionLimit.of(4096, files) == ConnectionLimit(served, spare)
 
 
@@ -37,12 +37,12 @@ def test_the_log_says_how_many_connections_there_are_files_for() -> None:
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300));"
         "from router.server.connection_limit import allow_files; allow_files(4096)"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    assert "may open 300 files" in done.stderr
-    assert "takes 112 connections" in done.stderr
+    assert "may open 300 files" in process.stderr
+    assert "takes 112 connections" in process.stderr

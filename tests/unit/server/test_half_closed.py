@@ -1,4 +1,4 @@
-"""Clients that close their sending side: those that wait get their answers, those that have left free the engine."""
+"""Clients that close their sending side: those that wait get their answers; for those that have left, the engine is freed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.engine import ANSWER, Behaviour
 from tests.unit.router_stack import Stack, router_stack
-from tests.unit.server.test_http_protocol import connected, request
+from tests.unit.server.raw_connections import connected, request
 from tests.waiting import until
 from tiers.spec import TierName
 
@@ -27,9 +27,15 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def slow(stack: Stack, delay_s: float) -> Behaviour:
+    """Let the fast tier's engine wait before each token."""
     engine = stack.engines[TierName.FAST]
     engine.delay_s = delay_s
     return engine
+
+
+def outcomes(stack: Stack) -> list[str]:
+    """Return how the recent requests have ended."""
+    return [record.outcome for record in stack.pipeline.registry.recent]
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -50,11 +56,7 @@ async def test_a_client_that_sends_nothing_more_gets_its_answer(
         assert ANSWER[-2].encode() in body
         assert (b"0\r\n\r\n" in body) is streamed
         await until(lambda: stack.leases() == 0)
-        await until(
-            lambda: (
-                [record.outcome for record in stack.pipeline.registry.recent] == ["ok"]
-            )
-        )
+        await until(lambda: outcomes(stack) == ["ok"])
 
 
 async def test_a_client_that_closes_its_side_later_gets_the_rest(
@@ -81,7 +83,7 @@ async def test_a_client_that_closes_its_side_later_gets_the_rest(
 async def test_a_client_that_has_left_frees_the_engine(
     tmp_path: Path, path: str, *, streamed: bool, begun: bool
 ) -> None:
-    """It closes its socket as programs do that end or give up; the engine says nothing that could not be delivered."""
+    """The client closes its socket, as programs do that end or give up, while the engine sends nothing."""
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
         engine.stall_after = 1 if begun else 0
@@ -90,16 +92,11 @@ async def test_a_client_that_has_left_frees_the_engine(
             await until(lambda: engine.running > 0)
             if begun:
                 await reader.readuntil(b"The")
-                # what is unread would make the kernel send a reset at once
+                # Bytes that are not read would make the kernel send a reset at once.
                 await reader.read(1 << 16)
             writer.close()
             await until(lambda: engine.running == 0 and stack.leases() == 0)
-        await until(
-            lambda: (
-                [record.outcome for record in stack.pipeline.registry.recent]
-                == ["client_gone"]
-            )
-        )
+        await until(lambda: outcomes(stack) == ["client_gone"])
 
 
 async def test_a_client_that_leaves_within_its_request_gets_nothing(

@@ -8,10 +8,8 @@ import os
 import signal
 import socket
 import stat
-import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,91 +23,17 @@ from router.server.handover import HELLO, MOST_PEERS, TAKEN, control_path
 from router.server.http_protocol import protocol_for
 from router.server.server import Server
 from router.server.settings import ServerSettings
-from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
-from tests.ports import reserved_ports
+from tests.fakes.engine import ANSWER
 from tests.unit.router_stack import events
+from tests.unit.server.router_processes import NAMES, running_routers
 from tests.waiting import until, within
 
 pytestmark = pytest.mark.anyio
-QARR = Path(sys.executable).with_name("qarr")
-NAMES = ("fast", "balanced", "precise")
-
-
-@dataclass(slots=True)
-class Routers:
-    """Routers in processes of their own, on one port, in front of the same fake engines."""
-
-    port: int
-    runtime: Path
-    behaviours: dict[str, Behaviour]
-    arguments: list[str]
-    environment: dict[str, str]
-    started: list[asyncio.subprocess.Process] = field(default_factory=list)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def start(self, *more: str, **settings: str) -> asyncio.subprocess.Process:
-        process = await self.begin(*more, **settings)
-        await self.is_up(process)
-        return process
-
-    async def begin(self, *more: str, **settings: str) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            str(QARR), "serve", *self.arguments, *more, env={**self.environment, **settings}, stderr=asyncio.subprocess.PIPE
-        )  # fmt: skip
-        self.started.append(process)
-        return process
-
-    async def is_up(self, process: asyncio.subprocess.Process) -> str:
-        """Wait until a router says that it is up; return what it has said."""
-        assert process.stderr is not None
-        seen = b""
-        async with asyncio.timeout(90):
-            while b"all tiers ready" not in seen:
-                line = await process.stderr.readline()
-                assert line, seen.decode()
-                seen += line
-        return seen.decode()
-
-
-@asynccontextmanager
-async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
-    """Serve three fake engines, and stop whatever routers are started in front of them."""
-    behaviours = {name: Behaviour() for name in NAMES}
-    (port,) = reserved_ports()
-    async with serving_all(*(FakeEngine(b).app for b in behaviours.values())) as urls:
-        named = [
-            part
-            for name, url in zip(NAMES, urls, strict=True)
-            for part in (f"--{name}", url)
-        ]
-        environment = {
-            **os.environ,
-            "QARR_SERVER__RUNTIME_DIR": str(tmp_path / "run"),
-            "QARR_POLICY__MAX_SLOWDOWN": "1e9",
-            "QARR_ENGINE__LOG_DIR": str(tmp_path / "logs"),
-            # a line a request would fill a pipe that is read no further
-            "QARR_TELEMETRY__LOG_LEVEL": "warning",
-        }
-        found = Routers(
-            port,
-            tmp_path / "run",
-            behaviours,
-            [*named, "--port", str(port)],
-            environment,
-        )
-        try:
-            yield found
-        finally:
-            for process in found.started:
-                if process.returncode is None:
-                    process.kill()
-                await within(process.communicate(), "the process to end")
 
 
 def a_stream(url: str, **body: Any) -> asyncio.Task[httpx.Response]:
+    """Send a request, and return the task that has its answer."""
+
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
             return await client.post(f"{url}/generate", json={"prompt": "hi", **body})
@@ -118,42 +42,43 @@ def a_stream(url: str, **body: Any) -> asyncio.Task[httpx.Response]:
 
 
 async def test_a_router_that_cannot_be_taken_over_serves(tmp_path: Path) -> None:
-    """Where its control socket cannot be made it says so, with the setting to change, and does its work."""
+    """Where its control socket cannot be made, a router names the setting to change, and serves."""
     (tmp_path / "file").write_text("")
-    async with routers(tmp_path) as found:
-        process = await found.begin(QARR_SERVER__RUNTIME_DIR=str(tmp_path / "file"))
-        said = await found.is_up(process)
-        assert "cannot be taken over" in said
-        assert "server.runtime_dir" in said
-        assert (await a_stream(found.url)).status_code == 200
+    async with running_routers(tmp_path) as routers:
+        process = await routers.begin(QARR_SERVER__RUNTIME_DIR=str(tmp_path / "file"))
+        output = await routers.is_up(process)
+        assert "cannot be taken over" in output
+        assert "server.runtime_dir" in output
+        assert (await a_stream(routers.url)).status_code == 200
         process.send_signal(signal.SIGTERM)
         _, written = await within(process.communicate(), "the process to end")
         assert process.returncode == 0
-        assert "Traceback" not in said + written.decode()
+        assert "Traceback" not in output + written.decode()
 
 
 async def test_a_signal_drains(tmp_path: Path) -> None:
     """After SIGTERM the open stream ends well; meanwhile /readyz is 503 and new requests are told to go elsewhere."""
-    async with routers(tmp_path) as found, httpx.AsyncClient(trust_env=False) as client:
-        process = await found.start()
-        assert (await client.get(f"{found.url}/readyz")).status_code == 200
-        found.behaviours["fast"].delay_s = 0.3
-        stream = a_stream(found.url, tier="fast")
-        await until(lambda: found.behaviours["fast"].running)
+    async with (
+        running_routers(tmp_path) as routers,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        process = await routers.start()
+        assert (await client.get(f"{routers.url}/readyz")).status_code == 200
+        routers.behaviours["fast"].delay_s = 0.3
+        stream = a_stream(routers.url, tier="fast")
+        await until(lambda: routers.behaviours["fast"].running)
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(10):
-            while (ready := await client.get(f"{found.url}/readyz")).status_code != 503:
+            while (
+                ready := await client.get(f"{routers.url}/readyz")
+            ).status_code != 503:
                 pass
-        assert (ready.json()["ready"], ready.json()["reasons"]) == (
-            False,
-            ["the router is shutting down"],
-        )
+        assert ready.json()["ready"] is False
+        assert ready.json()["reasons"] == ["the router is shutting down"]
         assert ready.headers["connection"] == "close"
-        refused = await client.post(f"{found.url}/generate", json={"prompt": "hi"})
-        assert (refused.status_code, refused.json()["type"]) == (
-            503,
-            "urn:qarr:problem:draining",
-        )
+        refused = await client.post(f"{routers.url}/generate", json={"prompt": "hi"})
+        assert refused.status_code == 503
+        assert refused.json()["type"] == "urn:qarr:problem:draining"
         assert refused.headers["retry-after"] == "1"
         answer = await stream
         assert events(answer.text)[-1][0] == "done"
@@ -161,80 +86,81 @@ async def test_a_signal_drains(tmp_path: Path) -> None:
 
 
 async def test_a_stream_is_resumed_from_a_router_that_drains(tmp_path: Path) -> None:
-    """Nobody else has the rest of it; but an id of no stream is no way in."""
+    """No other router has the rest of the stream, so it may be resumed; an id that is no stream's is refused."""
     async with (
-        routers(tmp_path) as found,
+        running_routers(tmp_path) as routers,
         httpx.AsyncClient(timeout=60, trust_env=False) as client,
     ):
-        process = await found.start()
-        found.behaviours["fast"].delay_s = 0.3
+        process = await routers.start()
+        routers.behaviours["fast"].delay_s = 0.3
         body = {"prompt": "hi", "tier": "fast", "resumable": True}
-        async with client.stream("POST", f"{found.url}/generate", json=body) as lost:
+        async with client.stream("POST", f"{routers.url}/generate", json=body) as lost:
             lines = lost.aiter_lines()
-            last = next_id = ""
-            while not next_id.startswith("data:"):
-                next_id = await anext(lines)
-                last = (
-                    next_id.removeprefix("id: ") if next_id.startswith("id: ") else last
-                )
-        other = a_stream(found.url, tier="fast")  # keeps the router
-        await until(lambda: found.behaviours["fast"].running == 2)
+            last_id = ""
+            line = ""
+            while not line.startswith("data:"):
+                line = await anext(lines)
+                if line.startswith("id: "):
+                    last_id = line.removeprefix("id: ")
+        # A second stream keeps the router from ending.
+        second = a_stream(routers.url, tier="fast")
+        await until(lambda: routers.behaviours["fast"].running == 2)
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(10):
-            while (await client.get(f"{found.url}/readyz")).status_code != 503:
+            while (await client.get(f"{routers.url}/readyz")).status_code != 503:
                 pass
         wrong = await client.post(
-            f"{found.url}/generate", json=body, headers={"last-event-id": "x.1"}
+            f"{routers.url}/generate", json=body, headers={"last-event-id": "x.1"}
         )
         assert wrong.status_code == 404
-        rest = await client.post(
-            f"{found.url}/generate", json=body, headers={"last-event-id": last}
+        resumed = await client.post(
+            f"{routers.url}/generate", json=body, headers={"last-event-id": last_id}
         )
-        assert rest.status_code == 200
-        assert events(rest.text)[-1][0] == "done"
-        assert (await other).status_code == 200
+        assert resumed.status_code == 200
+        assert events(resumed.text)[-1][0] == "done"
+        assert (await second).status_code == 200
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 async def test_draining_is_bounded(tmp_path: Path) -> None:
     """A stream that does not end keeps the router for server.drain_s and no longer; its last event says so."""
-    async with routers(tmp_path) as found:
-        process = await found.start(QARR_SERVER__DRAIN_S="0.5")
-        found.behaviours["fast"].stall_after = 2
-        stream = a_stream(found.url, tier="fast")
-        await until(lambda: found.behaviours["fast"].running)
+    async with running_routers(tmp_path) as routers:
+        process = await routers.start(QARR_SERVER__DRAIN_S="0.5")
+        routers.behaviours["fast"].stall_after = 2
+        stream = a_stream(routers.url, tier="fast")
+        await until(lambda: routers.behaviours["fast"].running)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 30) == 0
         name, problem = events((await stream).text)[-1]
-        assert (name, problem["type"]) == ("error", "urn:qarr:problem:draining")
+        assert name == "error"
+        assert problem["type"] == "urn:qarr:problem:draining"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_the_second_signal_ends_at_once(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    """With a long time to drain, and a stream that does not end; the router ends itself, without a trace."""
-    async with routers(tmp_path) as found:
-        process = await found.start(QARR_SERVER__DRAIN_S="600")
-        found.behaviours["fast"].stall_after = 2
-        stream = a_stream(found.url, tier="fast")
-        await until(lambda: found.behaviours["fast"].running)
+    """Although it may drain for long and a stream does not end, the router ends in order, without a traceback."""
+    async with running_routers(tmp_path) as routers:
+        process = await routers.start(QARR_SERVER__DRAIN_S="600")
+        routers.behaviours["fast"].stall_after = 2
+        stream = a_stream(routers.url, tier="fast")
+        await until(lambda: routers.behaviours["fast"].running)
         process.send_signal(number)
         async with asyncio.timeout(30), httpx.AsyncClient(trust_env=False) as client:
-            while (await client.get(f"{found.url}/readyz")).status_code != 503:
+            while (await client.get(f"{routers.url}/readyz")).status_code != 503:
                 pass
         process.send_signal(number)
         _, written = await asyncio.wait_for(process.communicate(), 30)
         await asyncio.gather(stream, return_exceptions=True)
-        assert (process.returncode, "Traceback" in written.decode()) == (0, False), (
-            written.decode()
-        )
+        assert process.returncode == 0, written.decode()
+        assert "Traceback" not in written.decode(), written.decode()
 
 
 async def test_signals_before_it_listens_end_it_in_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What the application has begun it ends itself: nothing is broken off."""
+    """The application ends what it has begun: nothing is broken off."""
     steps = []
 
     @asynccontextmanager
@@ -247,29 +173,28 @@ async def test_signals_before_it_listens_end_it_in_order(
     server = Server(
         Starlette(lifespan=lifespan),
         ServerState(),
-        settings,
-        protocol_for(settings, refusal),
+        settings=settings,
+        protocol=protocol_for(settings, refusal),
     )
     server._signalled()
     server._signalled()
     with socket.create_server(("127.0.0.1", 0)) as sock:
         await server.serve(sockets=[sock])
-    assert (
-        steps,
-        [entry for entry in caplog.records if entry.levelno >= logging.WARNING],
-    ) == (["begun", "ended"], [])
+    assert steps == ["begun", "ended"]
+    assert [entry for entry in caplog.records if entry.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.timeout(400)
 async def test_a_takeover_refuses_and_cuts_nobody(tmp_path: Path) -> None:
     """Under a steady stream of requests, on kept and on new connections, another router takes over, twice."""
-    async with routers(tmp_path) as found:
-        for behaviour in found.behaviours.values():
+    async with running_routers(tmp_path) as routers:
+        for behaviour in routers.behaviours.values():
             behaviour.delay_s = 0.01
-        found.behaviours["precise"].answer = ANSWER * 200
-        old = await found.start(QARR_SERVER__DRAIN_S="60")
+        routers.behaviours["precise"].answer = ANSWER * 200
+        old = await routers.start(QARR_SERVER__DRAIN_S="60")
         faults: list[str] = []
-        count, stop = 0, False
+        count = 0
+        stop = False
 
         async def ask(*, keep: bool) -> None:
             nonlocal count
@@ -280,7 +205,7 @@ async def test_a_takeover_refuses_and_cuts_nobody(tmp_path: Path) -> None:
                 while not stop:
                     try:
                         answer = await client.post(
-                            f"{found.url}/generate", json={"prompt": "hi"}
+                            f"{routers.url}/generate", json={"prompt": "hi"}
                         )
                     except httpx.HTTPError as error:
                         faults.append(f"{type(error).__name__} {error}")
@@ -292,14 +217,16 @@ async def test_a_takeover_refuses_and_cuts_nobody(tmp_path: Path) -> None:
                     ):
                         faults.append(answer.text)
 
-        asking = [asyncio.create_task(ask(keep=bool(n % 2))) for n in range(12)]
+        asking = [
+            asyncio.create_task(ask(keep=bool(number % 2))) for number in range(12)
+        ]
         await until(lambda: count > 20)
-        long = a_stream(found.url, tier="precise", max_tokens=len(ANSWER) * 200)
-        await until(lambda: found.behaviours["precise"].running)
-        new = await found.start("--takeover")
+        long = a_stream(routers.url, tier="precise", max_tokens=len(ANSWER) * 200)
+        await until(lambda: routers.behaviours["precise"].running)
+        new = await routers.start("--takeover")
         assert await asyncio.wait_for(old.wait(), 90) == 0
         assert events((await long).text)[-1][0] == "done"
-        newest = await found.start("--takeover")
+        newest = await routers.start("--takeover")
         assert await asyncio.wait_for(new.wait(), 60) == 0
         served = count
         await until(lambda: count > served + 20)
@@ -308,64 +235,72 @@ async def test_a_takeover_refuses_and_cuts_nobody(tmp_path: Path) -> None:
         assert faults == []
         newest.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(newest.wait(), 30) == 0
-        assert not control_path(found.runtime, found.port).exists()
+        assert not control_path(routers.runtime, routers.port).exists()
 
 
 async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path) -> None:
     """While the new router waits for its engines the old one serves; when the new one ends, it serves on."""
-    async with routers(tmp_path) as found, httpx.AsyncClient(trust_env=False) as client:
-        old = await found.start()
-        beyond = {
+    async with (
+        running_routers(tmp_path) as routers,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        old = await routers.start()
+        # No engine has so long a context.
+        too_long = {
             f"QARR_TIERS__{name.upper()}__MAX_MODEL_LEN": "9000" for name in NAMES
-        }  # no engine keeps this promise
-        new = await found.begin("--takeover", **beyond)
+        }
+        new = await routers.begin("--takeover", **too_long)
         assert new.stderr is not None
         async with asyncio.timeout(60):
             while b"context of 8192 tokens" not in await new.stderr.readline():
                 pass
-        assert (
-            await client.post(f"{found.url}/generate", json={"prompt": "hi"})
-        ).status_code == 200
+        answer = await client.post(f"{routers.url}/generate", json={"prompt": "hi"})
+        assert answer.status_code == 200
         new.kill()
         await within(new.wait(), "the process to end")
-        assert (
-            await client.post(f"{found.url}/generate", json={"prompt": "hi"})
-        ).status_code == 200
+        answer = await client.post(f"{routers.url}/generate", json={"prompt": "hi"})
+        assert answer.status_code == 200
         assert old.returncode is None
-        await found.start("--takeover")
+        await routers.start("--takeover")
         assert await asyncio.wait_for(old.wait(), 60) == 0
 
 
+async def received_files(peer: socket.socket) -> tuple[bytes, list[int]]:
+    """Return a router's message on its control socket, and the files that came with it."""
+    line, files, _, _ = await asyncio.to_thread(lambda: socket.recv_fds(peer, 100, 1))
+    return line, files
+
+
 async def test_the_control_socket_is_private(tmp_path: Path) -> None:
-    """Only the router's user may open it; whoever says something else gets nothing, and the router serves on."""
-    async with routers(tmp_path) as found, httpx.AsyncClient(trust_env=False) as client:
-        await found.start()
-        path = control_path(found.runtime, found.port)
+    """Only the router's user may open it; a peer that sends another greeting gets nothing, and the router serves on."""
+    async with (
+        running_routers(tmp_path) as routers,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        await routers.start()
+        path = control_path(routers.runtime, routers.port)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        for said in (b"nonsense\n", HELLO):
-            with socket.socket(socket.AF_UNIX) as other:
-                other.settimeout(5)
-                other.connect(str(path))
-                other.sendall(said)
-                line, fds, _, _ = await asyncio.to_thread(
-                    socket.recv_fds, other, 100, 1
-                )
-                assert bool(fds) is (said == HELLO), line
+        for greeting in (b"nonsense\n", HELLO):
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.settimeout(5)
+                peer.connect(str(path))
+                peer.sendall(greeting)
+                line, fds = await received_files(peer)
+                assert bool(fds) is (greeting == HELLO), line
                 for fd in fds:
                     os.close(fd)
-        assert (
-            await client.post(f"{found.url}/generate", json={"prompt": "hi"})
-        ).status_code == 200
+        answer = await client.post(f"{routers.url}/generate", json={"prompt": "hi"})
+        assert answer.status_code == 200
 
 
 async def test_a_router_that_says_nothing_keeps_no_other_from_taking_over(
     tmp_path: Path,
 ) -> None:
-    """Neither those that only connect nor one that has the socket and hangs; the latter is told that it is too late."""
-    async with routers(tmp_path) as found:
-        old = await found.start()
-        path = str(control_path(found.runtime, found.port))
+    """Peers that only connect do not block a takeover, nor does one that has the socket and hangs: it is told that it is too late."""
+    async with running_routers(tmp_path) as routers:
+        old = await routers.start()
+        path = str(control_path(routers.runtime, routers.port))
         with ExitStack() as held:
             silent = [
                 held.enter_context(socket.socket(socket.AF_UNIX))
@@ -377,49 +312,48 @@ async def test_a_router_that_says_nothing_keeps_no_other_from_taking_over(
             hung.settimeout(30)
             hung.connect(path)
             hung.sendall(HELLO)
-            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, hung, 100, 1)
+            _, fds = await received_files(hung)
             for fd in fds:
                 os.close(fd)
-            new = await found.start("--takeover")
+            new = await routers.start("--takeover")
             assert await asyncio.to_thread(hung.recv, 100) == TAKEN
             assert await asyncio.wait_for(old.wait(), 60) == 0
-        assert (await a_stream(found.url)).status_code == 200
+        assert (await a_stream(routers.url)).status_code == 200
         assert new.returncode is None
 
 
 async def test_of_two_that_take_over_the_first_one_ready_does(tmp_path: Path) -> None:
-    """The other one leaves by itself, and the router that serves can still be taken over."""
-    async with routers(tmp_path) as found:
-        old = await found.start()
-        for behaviour in found.behaviours.values():
-            behaviour.instead["/v1/models"] = "[]"  # the new one waits for its engines
-        late = await found.begin("--takeover")
+    """The slower one ends by itself, and the router that serves can still be taken over."""
+    async with running_routers(tmp_path) as routers:
+        old = await routers.start()
+        for behaviour in routers.behaviours.values():
+            # The next router waits for its engines.
+            behaviour.instead["/v1/models"] = "[]"
+        late = await routers.begin("--takeover")
         assert late.stderr is not None
         async with asyncio.timeout(60):
             while b"failed" not in await late.stderr.readline():
                 pass
         late.send_signal(signal.SIGSTOP)
-        for behaviour in found.behaviours.values():
+        for behaviour in routers.behaviours.values():
             behaviour.instead.clear()
-        new = await found.start("--takeover")
+        new = await routers.start("--takeover")
         assert await asyncio.wait_for(old.wait(), 60) == 0
         late.send_signal(signal.SIGCONT)
-        _, said = await asyncio.wait_for(late.communicate(), 60)
-        assert b"another router has taken over" in said
+        _, output = await asyncio.wait_for(late.communicate(), 60)
+        assert b"another router has taken over" in output
         assert late.returncode == 0
-        assert (await a_stream(found.url)).status_code == 200
-        await found.start("--takeover")
+        assert (await a_stream(routers.url)).status_code == 200
+        await routers.start("--takeover")
         assert await asyncio.wait_for(new.wait(), 60) == 0
 
 
 async def test_nothing_to_take_over(tmp_path: Path) -> None:
-    """It names the socket where nobody is, and what to do."""
-    async with routers(tmp_path) as found:
-        process = await found.begin("--takeover")
+    """The error names the socket where no router listens, and what to do."""
+    async with running_routers(tmp_path) as routers:
+        process = await routers.begin("--takeover")
         _, shown = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 2
-        assert (
-            f"there is no router to take over from at {control_path(found.runtime, found.port)}"
-            in shown.decode()
-        )
+        path = control_path(routers.runtime, routers.port)
+        assert f"there is no router to take over from at {path}" in shown.decode()
         assert "without --takeover" in shown.decode()

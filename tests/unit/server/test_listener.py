@@ -30,7 +30,7 @@ from tests.waiting import until, within
 
 pytestmark = pytest.mark.anyio
 CLIENTS = 64
-# for accepting a connection, making its protocol, and for the loop to see that the socket is readable
+# The loop sees that the socket is readable, accepts connections and makes their protocols in so many turns.
 TURNS = 8
 
 
@@ -73,6 +73,7 @@ def highest_file(process: int) -> int:
 
 
 async def turns(count: int = TURNS) -> None:
+    """Let the event loop make so many turns."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -82,7 +83,11 @@ async def serving(tls: Tls | None = None) -> AsyncIterator[tuple[Server, int]]:
     """Run the router's server with an empty application; yield it with its port."""
     settings = ServerSettings()
     server = Server(
-        Starlette(), ServerState(), settings, protocol_for(settings, refusal), tls
+        Starlette(),
+        ServerState(),
+        settings=settings,
+        protocol=protocol_for(settings, refusal),
+        tls=tls,
     )
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as sock:
         task = asyncio.create_task(server.serve(sockets=[sock]))
@@ -105,7 +110,7 @@ async def test_new_clients_do_not_wait_for_one_another() -> None:
 
 
 async def test_clients_that_come_at_once_are_served_over_tls(tmp_path: Path) -> None:
-    """So it is with TLS, and a client that never ends its handshake does not keep the server from ending."""
+    """64 clients are answered over TLS, and one that never ends its handshake does not keep the server from ending."""
     authority = Authority(tmp_path)
     files = authority.issue("server")
     trust = ssl.create_default_context(cafile=authority.ca)
@@ -135,7 +140,7 @@ async def test_clients_that_come_at_once_are_served_over_tls(tmp_path: Path) -> 
 
 
 async def test_more_than_fit_into_a_turn_are_accepted_in_the_next() -> None:
-    """Open streams get their turn between them, and nobody is forgotten."""
+    """Open streams get their turn between two batches, and no client is forgotten."""
     made: list[Counting] = []
     with (
         socket.create_server(("127.0.0.1", 0), backlog=1024) as sock,
@@ -149,7 +154,7 @@ async def test_more_than_fit_into_a_turn_are_accepted_in_the_next() -> None:
 
 
 async def test_who_waits_when_it_closes_is_left_to_the_other_router() -> None:
-    """The socket is shared: a connection that the one has not accepted, the other accepts."""
+    """Two routers share the socket: a connection that the first has not accepted is accepted by the second."""
     first: list[Counting] = []
     second: list[Counting] = []
     with (
@@ -157,10 +162,8 @@ async def test_who_waits_when_it_closes_is_left_to_the_other_router() -> None:
         sock.dup() as shared,
         ExitStack() as clients,
     ):
-        old, new = (
-            Listener(sock, lambda: Counting(first), {}),
-            Listener(shared, lambda: Counting(second), {}),
-        )
+        old = Listener(sock, lambda: Counting(first), {})
+        new = Listener(shared, lambda: Counting(second), {})
         old.start()
         await turns()
         old.close()
@@ -178,7 +181,7 @@ async def test_who_waits_when_it_closes_is_left_to_the_other_router() -> None:
 async def test_a_socket_that_cannot_be_accepted_from_is_left_alone_for_a_while(
     error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It stays readable: trying at each turn would take a core. It says why once, and accepts when it can again."""
+    """The socket stays readable, so to try at every turn would use up a core. The log says why once."""
     made: list[Counting] = []
     with Exhausted() as sock, ExitStack() as clients:
         sock.error = error
@@ -190,22 +193,23 @@ async def test_a_socket_that_cannot_be_accepted_from_is_left_alone_for_a_while(
         await until(lambda: sock.attempts)
         await turns(100)
         attempts = sock.attempts
-        await until(lambda: sock.attempts > attempts)  # it tries again by itself
+        # The listener tries again by itself.
+        await until(lambda: sock.attempts > attempts)
         assert attempts < 10
         sock.error = None
         await until(lambda: len(made) == 2)
         listener.close()
-    told = [
+    warnings = [
         record.getMessage()
         for record in caplog.records
         if record.levelno == logging.WARNING
     ]
-    assert len(told) == 1
-    assert os.strerror(error) in told[0]
+    assert len(warnings) == 1
+    assert os.strerror(error) in warnings[0]
 
 
 async def test_a_client_that_has_left_hides_no_other() -> None:
-    """Systems report it as an error of ``accept``."""
+    """Systems report such a client as an error of ``accept``; the next client is accepted all the same."""
 
     class Aborted(Exhausted):
         def accept(self) -> tuple[socket.socket, Any]:
@@ -234,9 +238,9 @@ async def test_a_router_whose_files_run_out_serves_again_when_it_has_some(
     async with own_router(tmp_path) as router:
         assert await router.status() == 200
         number = router.process.pid
-        taken = highest_file(number)
+        highest = highest_file(number)
         _, hard = resource.prlimit(number, resource.RLIMIT_NOFILE)
-        soft, _ = resource.prlimit(number, resource.RLIMIT_NOFILE, (taken + 1, hard))
+        soft, _ = resource.prlimit(number, resource.RLIMIT_NOFILE, (highest + 1, hard))
         with ExitStack() as clients:
             waiting = connected(clients, router.port, 40)
             await until(lambda: "new connections wait" in router.errors.read_text())
@@ -245,8 +249,7 @@ async def test_a_router_whose_files_run_out_serves_again_when_it_has_some(
             request = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
             for client in waiting:
                 client.sendall(request)
-                assert (await asyncio.to_thread(client.recv, 100)).startswith(
-                    b"HTTP/1.1 200 OK"
-                )
+                answer = await asyncio.to_thread(client.recv, 100)
+                assert answer.startswith(b"HTTP/1.1 200 OK")
         assert router.errors.read_text().count("new connections wait") == 1
         assert await router.status() == 200

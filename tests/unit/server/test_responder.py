@@ -1,4 +1,4 @@
-"""What an application sends, as it goes over the wire, and what a client that leaves does to its request."""
+"""What an application sends as bytes on the wire, and what happens to a request whose client leaves."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from router.server.responder import CLIENT_GONE, HOLD, Responder
 from tests.waiting import within
 
 pytestmark = pytest.mark.anyio
-START, BODY = "http.response.start", "http.response.body"
+START = "http.response.start"
+BODY = "http.response.body"
 
 
 class Wire:
-    """The socket's side: what was written, in how many pieces, and whether it was closed."""
+    """A transport that keeps the pieces that were written, and whether it was closed."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -36,7 +37,7 @@ class Wire:
 
 
 class Flow:
-    """Whether the client takes more."""
+    """A flow control that a test pauses and drains."""
 
     def __init__(self) -> None:
         self.write_paused = False
@@ -122,14 +123,34 @@ async def test_a_stream_has_chunks_and_its_head_waits_only_where_it_may() -> Non
 @pytest.mark.parametrize(
     ("method", "version", "status", "headers", "bodies", "sent"),
     [
-        ("HEAD", "1.1", 200, {"content_length": "2"}, (b"hi",), b"content-length: 2\r\n\r\n"),
-        ("HEAD", "1.1", 200, {}, (b"hi",), b"date: today\r\n\r\n"),
-        ("POST", "1.1", 204, {}, (b"",), b"date: today\r\n\r\n"),
-        ("POST", "1.0", 200, {}, (b"a", b"b"), b"date: today\r\nconnection: close\r\n\r\nab"),
-        ("POST", "1.0", 200, {"content_length": "2"}, (b"hi",), b"content-length: 2\r\nconnection: close\r\n\r\nhi"),
-        ("POST", "1.1", 503, {"connection": "close"}, (b"",), b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"),
+        (
+            *("HEAD", "1.1", 200),
+            {"content_length": "2"},
+            (b"hi",),
+            b"content-length: 2\r\n\r\n",
+        ),
+        (*("HEAD", "1.1", 200), {}, (b"hi",), b"date: today\r\n\r\n"),
+        (*("POST", "1.1", 204), {}, (b"",), b"date: today\r\n\r\n"),
+        (
+            *("POST", "1.0", 200),
+            {},
+            (b"a", b"b"),
+            b"date: today\r\nconnection: close\r\n\r\nab",
+        ),
+        (
+            *("POST", "1.0", 200),
+            {"content_length": "2"},
+            (b"hi",),
+            b"content-length: 2\r\nconnection: close\r\n\r\nhi",
+        ),
+        (
+            *("POST", "1.1", 503),
+            {"connection": "close"},
+            (b"",),
+            b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        ),
     ],
-)  # fmt: skip
+)
 async def test_a_body_is_framed_as_its_request_wants(
     method: str,
     version: str,
@@ -180,7 +201,7 @@ async def test_a_client_that_takes_no_more_is_waited_for() -> None:
     client = client_on(wire)
     await client.send({"type": START, "status": 200})
     client.cycle.flow.write_paused = True
-    assert not client.feed([b"a"]), "it is written, and told"
+    assert not client.feed([b"a"]), "the client is said to take more"
     sending = asyncio.create_task(
         client.send({"type": BODY, "body": b"b", "more_body": True})
     )
@@ -217,20 +238,20 @@ async def test_a_client_that_leaves_ends_the_task_that_asked_for_it() -> None:
 async def test_a_head_passes_the_layers_around_the_application_and_a_body_does_not(
     media_type: str, *, streams: bool
 ) -> None:
-    wire, seen = Wire(), list[str]()
+    wire = Wire()
+    seen = list[str]()
     out = client_on(wire)
-    assert (out.status, out.begun, out.streams, out.complete) == (
-        CLIENT_GONE,
-        False,
-        False,
-        False,
-    )
+    assert out.status == CLIENT_GONE
+    assert out.begun is False
+    assert out.streams is False
+    assert out.complete is False
 
     async def outer(message: Any) -> None:
         seen.append(message["type"])
         await out.send(message)
 
-    out.outer, out.server_state = outer, ServerState()
+    out.outer = outer
+    out.server_state = ServerState()
     await out.respond(
         {
             "type": START,
@@ -238,31 +259,28 @@ async def test_a_head_passes_the_layers_around_the_application_and_a_body_does_n
             "headers": [(b"content-type", media_type.encode())],
         }
     )
-    assert (out.status, out.begun, out.streams) == (201, True, streams)
+    assert out.status == 201
+    assert out.begun is True
+    assert out.streams == streams
     await out.respond({"type": BODY, "body": b"a", "more_body": True})
     assert not out.complete
     assert out.feed([b"b", b"c"])
     await out.drain()
     await out.end([b"d", b"e"])
-    assert (
-        out.complete,
-        seen,
-        wire.written.endswith(b"1\r\na\r\n2\r\nbc\r\n2\r\nde\r\n0\r\n\r\n"),
-    ) == (
-        True,
-        [START],
-        True,
-    )
+    assert out.complete is True
+    assert seen == [START]
+    assert wire.written.endswith(b"1\r\na\r\n2\r\nbc\r\n2\r\nde\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize("phase", ServerPhase)
 async def test_clients_of_a_router_that_leaves_are_told_to_close(
     phase: ServerPhase,
 ) -> None:
-    """Their next request then goes to whoever listens by now."""
+    """Their next request then goes to the router that listens by then."""
     wire = Wire()
     out = client_on(wire)
-    out.outer, out.server_state = out.send, ServerState(phase)
+    out.outer = out.send
+    out.server_state = ServerState(phase)
     await out.respond({"type": START, "status": 200, "headers": []})
     assert (b"connection: close" in wire.written) is (phase is not ServerPhase.OPEN)
     out.stop_waiting()

@@ -41,18 +41,20 @@ def variables(files: Files, authority: Authority) -> dict[str, str]:
     }
 
 
-def serial(
+def shown_name(
     port: int, authority: Authority, version: ssl.TLSVersion | None = None
 ) -> str:
+    """Return the name in the certificate that a router shows, over one version of TLS if it is given."""
     context = ssl.create_default_context(cafile=authority.ca)
     if version is not None:
-        context.minimum_version = context.maximum_version = version
+        context.minimum_version = version
+        context.maximum_version = version
     with (
         socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
     ):
-        found: Any = connection.getpeercert()
-        return str(found["subject"][0][0][1])
+        certificate: Any = connection.getpeercert()
+        return str(certificate["subject"][0][0][1])
 
 
 @asynccontextmanager
@@ -79,23 +81,19 @@ async def test_clients_are_served_over_tls(tmp_path: Path) -> None:
             api_key="unused",
             http_client=httpx.AsyncClient(verify=trust, trust_env=False),
         ) as client:
-            said: Any = [{"role": "user", "content": "hi"}]
-            pieces = [
-                part
-                async for part in await client.chat.completions.create(
-                    model="auto", messages=said, stream=True
-                )
-            ]
+            messages: Any = [{"role": "user", "content": "hi"}]
+            stream = await client.chat.completions.create(
+                model="auto", messages=messages, stream=True
+            )
+            pieces = [piece async for piece in stream]
             assert pieces[-1].choices[0].finish_reason
         metrics = (await router.client.get(f"{router.url}/metrics")).text
-        expires = float(
-            re.findall(
-                r"^qarr_tls_expires_timestamp_seconds (\S+)$", metrics, re.MULTILINE
-            )[0]
+        (expires,) = re.findall(
+            r"^qarr_tls_expires_timestamp_seconds (\S+)$", metrics, re.MULTILINE
         )
-        assert expires == pytest.approx(load_pair(settings_of(files)).expires)
-        done = await router.qarr("tiers", "--url", router.url)
-        assert done.returncode == 0, done.stderr
+        assert float(expires) == pytest.approx(load_pair(settings_of(files)).expires)
+        command = await router.qarr("tiers", "--url", router.url)
+        assert command.returncode == 0, command.stderr
         assert "https://127.0.0.1" in router.errors.read_text()
 
 
@@ -108,26 +106,21 @@ async def test_only_tls_is_spoken(tmp_path: Path) -> None:
         answer = await asyncio.wait_for(reader.read(), 20)
         assert not answer.startswith(b"HTTP/")
         writer.close()
-        assert (
-            await asyncio.to_thread(
-                serial, router.port, authority, ssl.TLSVersion.TLSv1_2
+        for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+            name = await asyncio.to_thread(
+                shown_name, router.port, authority, version=version
             )
-            == "first"
-        )
-        assert (
-            await asyncio.to_thread(
-                serial, router.port, authority, ssl.TLSVersion.TLSv1_3
-            )
-            == "first"
-        )
+            assert name == "first", version
         assert "Traceback" not in router.errors.read_text()
 
 
 async def test_a_certificate_is_replaced_under_load(tmp_path: Path) -> None:
     """New connections get the new certificate without a restart; no request fails, and a bad pair changes nothing."""
     authority = Authority(tmp_path)
-    shown, second = authority.issue("shown"), authority.issue("second")
-    trust, ended = ssl.create_default_context(cafile=authority.ca), asyncio.Event()
+    shown = authority.issue("shown")
+    second = authority.issue("second")
+    trust = ssl.create_default_context(cafile=authority.ca)
+    ended = asyncio.Event()
     statuses: list[int] = []
 
     async with secured(tmp_path, authority, shown) as router:
@@ -149,13 +142,13 @@ async def test_a_certificate_is_replaced_under_load(tmp_path: Path) -> None:
         await until(
             lambda: router.errors.read_text().count("certificate loaded again") == 1
         )
-        assert await asyncio.to_thread(serial, router.port, authority) == "second"
+        assert await asyncio.to_thread(shown_name, router.port, authority) == "second"
         shown.key.write_text("no key")
         await until(lambda: "tls.key" in router.errors.read_text())
         assert "stays in use" in router.errors.read_text()
-        done = await router.qarr("reload")
-        assert "tls.key" in done.stderr
-        assert await asyncio.to_thread(serial, router.port, authority) == "second"
+        reload = await router.qarr("reload")
+        assert "tls.key" in reload.stderr
+        assert await asyncio.to_thread(shown_name, router.port, authority) == "second"
         ended.set()
         await asyncio.gather(*loads)
         assert set(statuses) == {httpx.codes.OK}
@@ -164,36 +157,30 @@ async def test_a_certificate_is_replaced_under_load(tmp_path: Path) -> None:
 async def test_a_reload_takes_another_pair(tmp_path: Path) -> None:
     """Other files in the settings are shown after a reload; switching TLS off needs a restart."""
     authority = Authority(tmp_path)
-    first, second, file = (
-        authority.issue("first"),
-        authority.issue("second"),
-        tmp_path / "settings.toml",
-    )
+    first = authority.issue("first")
+    second = authority.issue("second")
+    file = tmp_path / "settings.toml"
     text = f'[tls]\ncertificate = "{{0}}"\nkey = "{{1}}"\nca = "{authority.ca}"\n'
     file.write_text(text.format(first.certificate, first.key))
     async with own_router(tmp_path, ca=authority.ca, QARR_CONFIG=str(file)) as router:
         file.write_text(text.format(second.certificate, second.key))
         assert (await router.qarr("reload")).returncode == 0
-        assert await asyncio.to_thread(serial, router.port, authority) == "second"
+        assert await asyncio.to_thread(shown_name, router.port, authority) == "second"
         file.write_text(f'[tls]\nca = "{authority.ca}"\n')
-        assert (
-            "between HTTP and HTTPS"
-            in (await router.qarr("reload", "--url", router.url)).stderr
-        )
+        reload = await router.qarr("reload", "--url", router.url)
+        assert "between HTTP and HTTPS" in reload.stderr
 
 
 async def test_clients_need_a_certificate_if_the_settings_say_so(
     tmp_path: Path,
 ) -> None:
-    """With ``tls.client_ca`` only clients with a certificate of that authority are served; commands show the router's own.
+    """With ``tls.client_ca`` only clients with a certificate of that authority are served.
 
-    They trust that certificate alone, whatever address it names.
+    Commands show the router's own certificate, and trust it alone, whatever address it names.
     """
     authority = Authority(tmp_path)
-    served, mine = (
-        authority.issue("served", address="192.0.2.1"),
-        authority.issue("mine"),
-    )
+    served = authority.issue("served", address="192.0.2.1")
+    mine = authority.issue("mine")
     known = ssl.create_default_context(cafile=authority.ca)
     known.check_hostname = False
     known.load_cert_chain(mine.certificate, mine.key)
@@ -208,8 +195,8 @@ async def test_clients_need_a_certificate_if_the_settings_say_so(
                 await client.get(f"{router.url}/readyz")
         del router.env["QARR_TLS__CA"]
         for command in (("tiers",), ("health", "--ready")):
-            done = await router.qarr(*command)
-            assert done.returncode == 0, done.stderr
+            process = await router.qarr(*command)
+            assert process.returncode == 0, process.stderr
         router.env |= {
             "QARR_TLS__CERTIFICATE": str(mine.certificate),
             "QARR_TLS__KEY": str(mine.key),
@@ -218,12 +205,13 @@ async def test_clients_need_a_certificate_if_the_settings_say_so(
 
 
 def test_faults_name_the_setting(tmp_path: Path) -> None:
-    """Files that are missing, of another kind, do not belong together, or have expired are refused by name."""
+    """Files that are missing, of another kind, expired, or do not belong together are refused, with the setting's name."""
     authority = Authority(tmp_path)
-    first, second = authority.issue("first"), authority.issue("second")
+    first = authority.issue("first")
+    second = authority.issue("second")
     old = authority.issue("old", timedelta(days=-1))
     nothing = tmp_path / "nothing"
-    for given, told in (
+    for tls_settings, message in (
         (
             TlsSettings(certificate=nothing, key=first.key),
             r"tls\.certificate: .*No such file",
@@ -243,8 +231,8 @@ def test_faults_name_the_setting(tmp_path: Path) -> None:
         (settings_of(old), r"tls\.certificate: .*has expired"),
         (settings_of(first, client_ca=first.key), r"tls\.client_ca: .*PEM"),
     ):
-        with pytest.raises(TlsError, match=told):
-            load_pair(given)
+        with pytest.raises(TlsError, match=message):
+            load_pair(tls_settings)
     with pytest.raises(SettingsError, match="given together"):
         load_settings(None, {"tls": {"key": first.key}})
 
@@ -252,8 +240,10 @@ def test_faults_name_the_setting(tmp_path: Path) -> None:
 async def test_a_router_hands_over_its_socket_under_tls(tmp_path: Path) -> None:
     """A router with another certificate takes over; requests are answered all the time."""
     authority = Authority(tmp_path)
-    first, second = authority.issue("first"), authority.issue("second")
-    trust, ended = ssl.create_default_context(cafile=authority.ca), asyncio.Event()
+    first = authority.issue("first")
+    second = authority.issue("second")
+    trust = ssl.create_default_context(cafile=authority.ca)
+    ended = asyncio.Event()
 
     async with secured(tmp_path, authority, first) as router:
 
@@ -271,12 +261,9 @@ async def test_a_router_hands_over_its_socket_under_tls(tmp_path: Path) -> None:
             return answered
 
         asking = asyncio.create_task(ask())
-        urls = [
-            part
-            for pair in zip(("--fast", "--balanced"), router.engines, strict=False)
-            for part in pair
-        ]
-        command = [QARR, "serve", "--takeover", "--port", str(router.port), *urls]
+        command = [QARR, "serve", "--takeover", "--port", str(router.port)]
+        for option, url in zip(("--fast", "--balanced"), router.engines, strict=False):
+            command += [option, url]
         with router.errors.open("ab") as errors:
             successor = subprocess.Popen(
                 command,
@@ -285,7 +272,9 @@ async def test_a_router_hands_over_its_socket_under_tls(tmp_path: Path) -> None:
             )
         try:
             assert await asyncio.to_thread(router.process.wait, 60) == 0
-            assert await asyncio.to_thread(serial, router.port, authority) == "second"
+            assert (
+                await asyncio.to_thread(shown_name, router.port, authority) == "second"
+            )
             ended.set()
             assert await asking
         finally:

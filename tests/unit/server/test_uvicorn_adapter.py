@@ -1,4 +1,4 @@
-"""The inner names of uvicorn that the server uses: an upgrade that changes one of them fails here first."""
+"""The private names of uvicorn that the server uses: an upgrade that changes one of them fails here first."""
 
 from __future__ import annotations
 
@@ -140,11 +140,9 @@ async def test_a_connection_has_the_attribute(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "parameters"), sorted(CONNECTION_METHODS.items()))
 def test_a_connection_has_the_method(name: str, parameters: list[str]) -> None:
-    """A method that the subclass overrides is of no use if uvicorn does not call it, nor with other parameters."""
-    assert list(inspect.signature(getattr(HttpToolsProtocol, name)).parameters) == [
-        "self",
-        *parameters,
-    ]
+    """An override has no effect if uvicorn lacks the method, and fails if its parameters are others."""
+    signature = inspect.signature(getattr(HttpToolsProtocol, name))
+    assert list(signature.parameters) == ["self", *parameters]
 
 
 @pytest.mark.parametrize("name", sorted(CYCLE_ATTRIBUTES))
@@ -177,10 +175,8 @@ def test_a_server_gets_the_attribute_while_it_runs(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "parameters"), sorted(SERVER_METHODS.items()))
 def test_a_server_has_the_method(name: str, parameters: list[str]) -> None:
-    assert list(inspect.signature(getattr(uvicorn.Server, name)).parameters) == [
-        "self",
-        *parameters,
-    ]
+    signature = inspect.signature(getattr(uvicorn.Server, name))
+    assert list(signature.parameters) == ["self", *parameters]
 
 
 @pytest.mark.parametrize("name", sorted(CONFIG_ATTRIBUTES))
@@ -244,7 +240,7 @@ def attributes_used(code: Any, owner: str) -> set[str]:
 
 
 async def test_the_lists_above_are_complete() -> None:
-    """Whatever else of uvicorn's the server uses is missing in the lists."""
+    """The server uses nothing of uvicorn that the lists above lack."""
     connection = uvicorn_connection()
     receive_request(connection)
     of_connection = {name for name in dir(connection) if not name.startswith("__")}
