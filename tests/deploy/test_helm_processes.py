@@ -17,7 +17,7 @@ from router.auth.api_keys import add_key
 from tests.deploy.charts import NAMESPACE, Mapped, argument, release
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
-from tests.unit.classifier.test_tokens import BYTE_LEVEL, byte_level
+from tests.unit.classifier.made_tokenizers import BYTE_LEVEL, byte_level
 from tests.unit.router_stack import events
 from tests.waiting import until, within
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.engine.examples import blocks, check_output
-from tests.unit.policy.test_replay import write
+from tests.unit.policy.written_logs import write
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up

@@ -26,7 +26,20 @@ def decision(
 ) -> Decision:
     """Return a decision; every tier is predicted to take 100 ms to the first token, and 20 ms for each further one."""
     query = RoutingQuery(
-        PromptFeatures(2, 1, 1, True, False, False, None, kind, 0.9, ()), 20, 100
+        PromptFeatures(
+            2,
+            1,
+            tokens=1,
+            tokens_exact=True,
+            contains_code=False,
+            asks_for_code=False,
+            language=None,
+            prompt_class=kind,
+            confidence=0.9,
+            signals=(),
+        ),
+        20,
+        100,
     )
     estimates = tuple(
         TierEstimate(
@@ -52,9 +65,17 @@ def decision(
     )
     basis = Basis.REFUSED if tier is None else Basis.NEGLIGIBLE
     comparison = TierComparison(
-        query, PolicyParameters(), 0.0, 0.0, estimates, None, basis
+        query,
+        PolicyParameters(),
+        confidence_z=0.0,
+        scarcity=0.0,
+        estimates=estimates,
+        chosen=None,
+        basis=basis,
     )
-    made = Decision(tier, "the cheapest", query, comparison, basis)
+    made = Decision(
+        tier, "the cheapest", query=query, comparison=comparison, basis=basis
+    )
     return (
         made
         if tier is None

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from router.profiling.prompt_samples import MAX_PROMPTS
 
 from router.line_file import LineWriter, PrivateFile, made_record
 from router.policy.decision_log import read_log
@@ -236,23 +235,6 @@ async def test_a_full_disk_costs_no_request(
         f"the decision log {FULL} cannot be written (No space left on device): lines are lost until the log says how many"
     ]
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.anyio
-async def test_sampled_prompts_are_written_by_a_thread(tmp_path: Path) -> None:
-    """Beside what the file has already, up to so many, and readable by its owner only."""
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("{}\n" * (MAX_PROMPTS - 2))
-    settings = {"telemetry": {"sampled_prompts": str(path), "prompt_share": 1.0}}
-    async with router_stack(tmp_path, settings) as stack:
-        for number in range(4):
-            await stack.generate(prompt=f"prompt {number} \u20ac", stream=False)
-    assert [json.loads(line)["text"] for line in lines(path)[-2:]] == [
-        "prompt 0 \u20ac",
-        "prompt 1 \u20ac",
-    ]
-    assert len(lines(path)) == MAX_PROMPTS
-    assert mode(path) == 0o600
 
 
 @pytest.mark.anyio

@@ -215,13 +215,13 @@ def test_a_change_waits_for_the_router(
     class Following(dict[str, Any]):
         """What a router says that has read the file at the third question."""
 
-        refused = 0
+        questions = 0
 
         def get(self, key: str, default: Any = None) -> Any:
             del key, default
-            self.asked += 1
+            self.questions += 1
             return health(
-                version_of(file.read_bytes()) if self.asked > 2 else "before",
+                version_of(file.read_bytes()) if self.questions > 2 else "before",
                 required=True,
             )
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from router.deployment.first_start import NICENESS
-from tests.unit.first_up import MEMORY, FirstUp, first_up
+from tests.unit.first_up import MEMORY_BYTES, FirstUp, first_up
 from tests.unit.own_router import QARR
 from tests.waiting import until
 from tiers.plan import group_room
@@ -178,7 +178,7 @@ async def test_an_engine_waits_for_its_drafts_checkpoint(
 @pytest.mark.anyio
 async def test_what_fits_is_started(tmp_path: Path) -> None:
     """At the first start, and at the next; a line says what is left out. A tier that is asked for is an error instead."""
-    kv_cache_gib = f"{min(MEMORY, group_room()) * 0.36 / GIB:.2f}"
+    kv_cache_gib = f"{min(MEMORY_BYTES, group_room()) * 0.36 / GIB:.2f}"
     async with first_up(tmp_path, QARR_ENGINE__CPU_KV_CACHE_GIB=kv_cache_gib) as up:
         up.tell("bf16", "done")
         up.tell("fp8", "done")

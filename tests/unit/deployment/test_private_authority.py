@@ -11,7 +11,7 @@ import pytest
 
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine, serving
-from tests.unit.auth.test_tokens import AUDIENCE, ISSUER, Issuer
+from tests.unit.auth.issuers import AUDIENCE, ISSUER, Issuer
 from tests.unit.certificates import Authority
 from tests.unit.own_router import OwnRouter, connection, own_router
 from tests.waiting import until, within

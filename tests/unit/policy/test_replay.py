@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.policy.decide import decide
-from router.policy.decision import Sla
 from router.policy.decision_log import (
     DecisionLog,
     DecisionRecord,
-    OutcomeRecord,
     digest_of,
     read_log,
 )
 from router.policy.profiles import ProfileError
 from router.section import PROJECT
 from tests.fakes.engine import Behaviour
-from tests.unit.policy.fleets import FAST, MEASURED, PROFILED, SCARCE, fleet, query
+from tests.unit.policy.fleets import FAST, MEASURED, PROFILED, fleet, query
 from tests.unit.router_stack import router_stack
 from tiers.spec import STANDARD_TIERS
 from tiers.speed import ReplicaLoad
@@ -32,7 +30,7 @@ from tiers.speed import ReplicaLoad
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from router.policy.decision import PolicyParameters
+from tests.unit.policy.written_logs import write
 
 REQUESTS = 1000
 PROMPTS = (
@@ -121,35 +119,6 @@ def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path, logs: Any) -
     shown = replay(path)
     assert shown.returncode == 1
     assert "otherwise: 1, recorded balanced" in shown.stdout
-
-
-def write(
-    path: Path, count: int, gap_s: float = 0.0, table: PolicyParameters = SCARCE
-) -> None:
-    """Write a log of so many equal chats, each decided on an idle fleet."""
-    log = DecisionLog(path, 1 << 30)
-    snapshot = fleet(speeds=MEASURED)
-    asked = query(sla=Sla(ttft_ms=20_000, tpot_ms=200))
-    for number in range(count):
-        log.decided(str(number), decide(asked, snapshot, table), snapshot, table)
-        log.ended(
-            OutcomeRecord(
-                str(number),
-                FAST,
-                prompt_tokens=20,
-                output_tokens=40,
-                ttft_ms=45.0,
-                tpot_ms=26.0,
-            )
-        )
-    log.close()
-    shifted = []
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == "decision":
-            record["at"] = 1000 + int(record["request_id"]) * gap_s
-        shifted.append(json.dumps(record))
-    path.write_text("\n".join(shifted) + "\n")
 
 
 def test_the_command_compares_policies(tmp_path: Path) -> None:

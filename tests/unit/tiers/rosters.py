@@ -14,11 +14,7 @@ from tiers.lifecycle.supervisor import Supervisor
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 FAST = TierName.FAST
-
-
 PRECISE = TierName.PRECISE
-
-
 READY = ReplicaStatus.READY
 
 
@@ -32,9 +28,16 @@ async def watched(
     """Watch two tiers, whose engines all run elsewhere; the settings name some of the fast one's."""
     specs = (
         TierSpec(
-            FAST, 2048, max_num_seqs=16, max_in_flight=32, urls=settings, replicas=0
+            FAST,
+            max_model_len=2048,
+            max_num_seqs=16,
+            max_in_flight=32,
+            urls=settings,
+            replicas=0,
         ),
-        TierSpec(PRECISE, 8192, max_num_seqs=16, max_in_flight=32, replicas=0),
+        TierSpec(
+            PRECISE, max_model_len=8192, max_num_seqs=16, max_in_flight=32, replicas=0
+        ),
     )
     fleet = Fleet(specs)
     supervisor = Supervisor(

@@ -15,7 +15,7 @@ import pytest
 from router.api.bodies import health_of
 from tests.fakes.engine import FakeEngine, serving_all
 from tests.ports import reserved_ports
-from tests.unit.tiers.test_roster import ids, watched
+from tests.unit.tiers.rosters import ids, watched
 from tests.waiting import until
 from tiers.errors import DiscoveryError
 from tiers.lifecycle.discovery import (

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
+from tests.unit.tiers.rosters import FAST, PRECISE, READY, ids, watched
 from tests.waiting import until
 from tiers.address import normalised
 from tiers.errors import NotPossibleError
-from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary, read_canary
-from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import Operation, OperationOptions
-from tiers.lifecycle.options import SupervisorOptions
 from tiers.lifecycle.roster import Source, all_wanted
 from tiers.lifecycle.supervisor import Supervisor
 from tiers.replica import Replica
-from tiers.spec import ReplicaStatus, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName
 
 pytestmark = pytest.mark.anyio
-FAST = TierName.FAST
-PRECISE = TierName.PRECISE
-READY = ReplicaStatus.READY
 DRAINING = ReplicaStatus.DRAINING
 
 
@@ -36,49 +29,6 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiers.lifecycle.watching.POLL_S", 0.02)
     monkeypatch.setattr("tiers.lifecycle.operations.POLL_S", 0.02)
     monkeypatch.setattr("tiers.lifecycle.roster.RETRY_S", 0.02)
-
-
-@asynccontextmanager
-async def watched(
-    tmp_path: Path,
-    settings: tuple[str, ...] = (),
-    discovery: DiscoveryOptions | None = None,
-    **options: Any,
-) -> AsyncIterator[Supervisor]:
-    """Watch two tiers, whose engines all run elsewhere; the settings name some of the fast one's."""
-    specs = (
-        TierSpec(
-            FAST,
-            max_model_len=2048,
-            max_num_seqs=16,
-            max_in_flight=32,
-            urls=settings,
-            replicas=0,
-        ),
-        TierSpec(
-            PRECISE, max_model_len=8192, max_num_seqs=16, max_in_flight=32, replicas=0
-        ),
-    )
-    fleet = Fleet(specs)
-    supervisor = Supervisor(
-        fleet,
-        SupervisorOptions(
-            tmp_path, discovery=discovery or DiscoveryOptions(), **options
-        ),
-    )
-    supervisor.start([], specs)
-    try:
-        yield supervisor
-    finally:
-        await supervisor.stop()
-
-
-def ids(supervisor: Supervisor, state: ReplicaStatus | None = READY) -> list[str]:
-    return [
-        replica.id
-        for replica in supervisor.fleet.replicas
-        if state in {None, replica.state.status}
-    ]
 
 
 def add(supervisor: Supervisor, url: str, tier: TierName = FAST) -> Replica:

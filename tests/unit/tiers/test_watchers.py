@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines
-from tests.unit.tiers.test_probe import GAUGES
+from tests.unit.tiers.metrics_pages import GAUGES
 from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.lifecycle.options import SupervisorOptions

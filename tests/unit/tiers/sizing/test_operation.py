@@ -48,7 +48,7 @@ def test_one_engine_by_hand() -> None:
         share_by_flow={("", PRECISE): 1.0},
     )
     load = DailyLoad({"": 10.0}, {PRECISE: {"": 0.0}})
-    fleet = in_operation(planned, load, SHORT_PROMPTS, ROUTER_POLICY)
+    fleet = in_operation(planned, load, SHORT_PROMPTS, policy=ROUTER_POLICY)
     assert fleet.tpot_ms == pytest.approx(20 + 20 * 2 / 100, rel=0.1)
     assert fleet.ttft_ms == pytest.approx(30 + 2 / (1 - 0.02), rel=0.1)
 
