@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -16,10 +16,6 @@ BaseAddress = Annotated[EngineAddress, AfterValidator(lambda url: url.rstrip("/"
 class LimitSettings(Section, reloads=AllBut()):
     """What one request may ask."""
 
-    default_temperature: ClassVar[float] = 0.7
-    # the most prompts times ``n`` that one OpenAI request may have
-    max_sequences: ClassVar[int] = 1024
-
     max_prompt_chars: int = Field(
         16_000, ge=1, description="Most characters in a prompt, and in a system prompt."
     )
@@ -31,6 +27,17 @@ class LimitSettings(Section, reloads=AllBut()):
     )
     default_max_tokens: int = Field(
         256, ge=1, description="`max_tokens` of a request that gives none."
+    )
+    default_temperature: float = Field(
+        0.7,
+        ge=0,
+        le=2,
+        description="`temperature` of a `POST /generate` that gives none. OpenAI's endpoints leave it to the engine.",
+    )
+    max_sequences: int = Field(
+        1024,
+        ge=1,
+        description="Most prompts times `n` that one request to OpenAI's endpoints may have.",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import (
     Field,
@@ -36,11 +36,6 @@ class LikeTier(Section):
 class PolicySettings(Section, reloads=AllBut({"profiles", "second_look"})):
     """How a tier is chosen."""
 
-    # share of answers; a tier that loses no more is as good as the highest
-    negligible_loss: ClassVar[float] = 0.005
-    # with which bounds must be met, if a request gives none
-    sla_confidence: ClassVar[float] = 0.9
-
     objective: Literal["best", "cheapest"] = Field(
         "best",
         description="`best`: of the tiers that lose next to nothing, the one that should finish soonest; as the slots of "
@@ -53,10 +48,20 @@ class PolicySettings(Section, reloads=AllBut({"profiles", "second_look"})):
         'number, or `{ like = "balanced" }`: that tier may answer every prompt, lower tiers those on which they lose no '
         "more than it does on average. 0: only tiers that lose next to nothing replace the highest precision.",
     )
+    negligible_loss: Share = Field(
+        0.005,
+        description="Share of answers; a tier that loses no more counts as good as the highest precision.",
+    )
     max_loss: dict[PromptClass, Share] = Field(
         {},
         description="Cap of the quality loss by class, as a share of answers: a tier that may lose more is not used. "
         "Classes without a cap have only the budget.",
+    )
+    sla_confidence: float = Field(
+        0.9,
+        ge=0.5,
+        lt=1,
+        description="Probability with which a tier must meet a request's bounds on times, if the request gives none.",
     )
     give_up: Literal["quality", "latency"] = Field(
         "latency",

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    model_validator,
+)
 
 from router.section import AllBut, Section, runtime_dir
 
@@ -21,20 +27,6 @@ class ServerSettings(
     Section, reloads=AllBut({"cors_origins", "host", "notice", "port", "runtime_dir"})
 ):
     """Where the router listens."""
-
-    # It bounds a request's path and headers together.
-    max_header_bytes: ClassVar[int] = 32768
-    header_timeout_s: ClassVar[float] = 10.0
-    body_timeout_s: ClassVar[float] = 60.0
-    # A client must read something of its answer within this time.
-    write_timeout_s: ClassVar[float] = 30.0
-    # A stream without a first token for this long gets its head, and a comment at this interval; 0: never. A failure is an
-    # error event then, not a status.
-    silence_s: ClassVar[float] = 15.0
-    # A stream is kept this long after its end, or after its connection is lost.
-    resume_s: ClassVar[float] = 30.0
-    # So many bytes of events are kept of each stream.
-    resume_bytes: ClassVar[int] = 1 << 18
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(
@@ -59,6 +51,26 @@ class ServerSettings(
     max_body_bytes: int = Field(
         1 << 20, ge=1024, description="Request bodies over this are refused unread."
     )
+    max_header_bytes: int = Field(
+        32_768,
+        ge=1024,
+        description="A request whose path and headers together have more bytes is refused.",
+    )
+    header_timeout_s: PositiveFloat = Field(
+        10, description="Time in which a request's headers must arrive."
+    )
+    body_timeout_s: PositiveFloat = Field(
+        60, description="Time in which a request's body must arrive."
+    )
+    write_timeout_s: PositiveFloat = Field(
+        30,
+        description="A client that reads nothing of its answer for this long is cut off.",
+    )
+    silence_s: NonNegativeFloat = Field(
+        15,
+        description="A stream without a token for this long gets a comment, so that proxies in between keep it open; 0: "
+        "never. Before the first token, its headers are sent too, so that a later failure is an error event.",
+    )
     max_connections: int = Field(
         4096,
         ge=1,
@@ -69,6 +81,15 @@ class ServerSettings(
         ge=1,
         description="How long idle connections are kept: longer than proxies and clients keep them, so that none "
         "sends a request while the router closes.",
+    )
+    resume_s: PositiveFloat = Field(
+        30,
+        description="How long a resumable stream is kept after its end, or after its connection is lost.",
+    )
+    resume_bytes: int = Field(
+        1 << 18,
+        ge=1024,
+        description="Most bytes of events that are kept of a resumable stream.",
     )
     resume_streams: NonNegativeInt = Field(
         256,

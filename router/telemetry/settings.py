@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt
 
@@ -24,9 +24,12 @@ def _viewer_address(url: str) -> str:
 class TelemetrySettings(Section, reloads=frozenset({"record_prompts", "log_level"})):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
 
-    # So many ended requests are kept in memory, and as many besides that failed or missed their SLA.
-    recent_requests: ClassVar[int] = 500
-
+    recent_requests: int = Field(
+        500,
+        ge=1,
+        description="How many ended requests are kept in memory for the page, `GET /traces` and `GET /live`, and as many "
+        "again that failed, were refused or missed their SLA.",
+    )
     record_prompts: bool = Field(False, description="Record prompts on spans.")
     trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
         "",

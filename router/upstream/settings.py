@@ -15,13 +15,15 @@ from tiers.breaker import BreakerOptions
 class UpstreamSettings(Section, reloads=AllBut()):
     """How the router talks to engines."""
 
-    connect_timeout_s: ClassVar[float] = 5.0
     # retries before the first byte that each request adds to a budget shared by all
     retry_share: ClassVar[float] = 0.2
     # retries in that budget at the start, and at most
     retry_reserve: ClassVar[int] = 50
     breaker: ClassVar[BreakerOptions] = BreakerOptions()
 
+    connect_timeout_s: PositiveFloat = Field(
+        5, description="Time in which a connection to an engine must be made."
+    )
     first_token_timeout_s: PositiveFloat = Field(
         120, description="Time from sending a request to its first token."
     )
@@ -76,9 +78,6 @@ def _secret_header_value(key: SecretStr) -> SecretStr:
 class OverflowSettings(Section, reloads=AllBut()):
     """A server of OpenAI's API that answers what all tiers are too full for."""
 
-    # other times are those of ``UpstreamSettings``
-    first_token_timeout_s: ClassVar[float] = 30.0
-
     url: Annotated[str, AfterValidator(_overflow_address)] = Field(
         "",
         description="Base address, as `https://api.example.com/v1`: https, or http on this machine. Prompts are sent to it "
@@ -96,6 +95,11 @@ class OverflowSettings(Section, reloads=AllBut()):
     )
     max_in_flight: int = Field(
         16, ge=1, description="Most requests that are there at once."
+    )
+
+    first_token_timeout_s: PositiveFloat = Field(
+        30,
+        description="Time from sending a request there to its first token. Its other times are those of `upstream`.",
     )
 
     @model_validator(mode="after")
