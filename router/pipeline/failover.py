@@ -300,10 +300,11 @@ class Continuation:
     def _exclusions(
         self, failed_ids: Collection[str], failing_id: str, broken: EngineBrokeError
     ) -> list[Collection[str]]:
-        """Return the ids of the replicas to leave out, round by round, so that no replica is asked twice.
+        """Return the ids of the replicas to leave out, round by round; each replica is asked in one round at most.
 
-        First come the replicas that have not failed this answer. Those that failed it earlier come next. The one that has
-        just failed comes last, since only its connection may have failed; not if it stalled, for then it would stall again.
+        In the first round replicas are asked that have not failed this answer, in the second those that failed it earlier.
+        The one that has just failed is asked in the last round, because only its connection may have failed. If it stalled
+        there is no such round: it would stall again.
         """
         all_ids = {replica.id for replica in self.failover.fleet.replicas}
         failed_earlier_ids = set(failed_ids) - {failing_id}

@@ -206,7 +206,8 @@ def _market(
 def _taken_share(highest: TierSnapshot | None) -> float:
     """Return the share of slots that is taken of the highest precision that may serve and is ready.
 
-    It is the tier that would answer if loss alone counted, so its next free slot is what a lossier tier can save.
+    It is the tier that would answer if loss alone counted, so its next free slot is what a lossier tier can save. Slots are
+    the sequences that its engines compute at once, and not those that may wait there besides.
     """
     if highest is None:
         return 0.0

@@ -136,9 +136,17 @@ def _value_of(number: regex.Match[str]) -> float:
         divisor = _value_of_digits(number["under"])
         value = value / divisor if divisor else math.nan
     value += float(number["whole"] or 0)
-    value *= 10.0 ** int(number["power"] or 0)
+    value *= _power_of_ten(int(number["power"] or 0))
     is_negative = number["sign"] not in {None, "+"}
     return -value if is_negative else value
+
+
+def _power_of_ten(exponent: int) -> float:
+    """Return 10 to an exponent; infinity beyond the largest float."""
+    try:
+        return 10.0**exponent
+    except OverflowError:
+        return math.inf
 
 
 def _value_of_digits(digits: str) -> float:

@@ -36,7 +36,7 @@ _SAMPLING = {
     "top_p", "vllm_xargs", "watermarking",
 }  # fmt: skip
 # Members with which an answer cannot be continued: they give it a structure, or it tells more than text.
-_NOT_RESUMABLE = {
+_NOT_CONTINUABLE = {
     "echo", "ec_transfer_params", "functions", "guided_choice", "guided_decoding_backend", "guided_grammar",
     "guided_json", "guided_regex", "kv_transfer_params", "logprob_token_ids", "logprobs", "mm_payload",
     "prompt_embeds", "prompt_logprobs", "return_prompt_text", "return_token_ids", "return_token_offsets",
@@ -231,7 +231,7 @@ def _has_plain_answer(document: JsonObject) -> bool:
     options = document.get("stream_options")
     if isinstance(options, dict) and options.get("continuous_usage_stats"):
         return False
-    return not any(map(document.get, document.values.keys() & _NOT_RESUMABLE))
+    return not any(map(document.get, document.values.keys() & _NOT_CONTINUABLE))
 
 
 def _is_plain_format(response_format: Any) -> bool:

@@ -84,7 +84,7 @@ async def _score_texts(
 
 
 @dataclass(frozen=True, slots=True)
-class _Continuation:
+class _ScoredContinuation:
     """An engine's own greedy tokens after a prompt.
 
     Attributes:
@@ -105,7 +105,7 @@ async def _continue(
     *,
     name: str,
     timeout_s: float,
-) -> _Continuation:
+) -> _ScoredContinuation:
     """Have an engine continue a prompt, and score what it generates a second time.
 
     Args:
@@ -125,7 +125,7 @@ async def _continue(
     )
     all_logprobs = await probe.prompt_logprobs(model, (*prompt, *token_ids), timeout_s)
     prefilled = decoded.model_copy(update={"logprobs": all_logprobs[-len(token_ids) :]})
-    return _Continuation(decoded, prefilled, decode_s=decode_s)
+    return _ScoredContinuation(decoded, prefilled, decode_s=decode_s)
 
 
 async def _token_ids(probe: EngineProbe, model: str, fixed: FixedText) -> Sequence[int]:
