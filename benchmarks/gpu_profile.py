@@ -16,7 +16,7 @@ from typing import Any
 from measure import ROOT
 
 from router.policy.profiles import LatencyProfile, SpeedSample
-from router.profiling.latency import fit
+from router.profiling.fit_latency import fit_tier
 from tiers.spec import STANDARD_TIERS, TierName
 
 MEASURED = ROOT / "benchmarks/results/gpu_speed.jsonl"
@@ -66,7 +66,9 @@ def gpu_profile() -> LatencyProfile:
         json.loads(line) for line in MEASURED.read_text("utf-8").splitlines()
     ]
     samples = [sample for row in rows if (sample := read_sample(row)) is not None]
-    fits = [fit(tier, samples, MOST_AT_ONCE, 0.0) for tier in STANDARD_TIERS]
+    fits = [
+        fit_tier(tier, samples, MOST_AT_ONCE, contention=0.0) for tier in STANDARD_TIERS
+    ]
     return LatencyProfile(
         created=datetime.fromisoformat(head["date"]).replace(tzinfo=UTC),
         model=MODEL,

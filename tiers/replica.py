@@ -47,7 +47,8 @@ FOREIGN_POLLS = 8
 KV_BLOCK_TOKENS = 16
 KEPT_ANSWERS = 256  # per replica, to learn its speed from
 HALF_LIFE_S = 60.0  # observed holds lose half of their weight in this time
-# ended holds in the mean; more on a replica with more slots, about one for each slot
+# The mean time for which a slot is held goes back over about this many freed slots, or over as many as are held now if
+# that is more.
 LEAST_MEMORY = 5.0
 
 

@@ -20,7 +20,8 @@ from router.upstream.engine_stream import EngineStream
 from router.upstream.json_object import read_json
 from router.upstream.sse import DONE, SEPARATOR, Chunk, written
 
-# Quotes in a JSON string are escaped, so these stand only where a member of that name does.
+# Within a longer JSON string the quotes would be escaped, so these bytes are the name of a member, or a whole string of
+# just this text.
 _FINGERPRINT = b'"system_fingerprint"'
 
 

@@ -187,7 +187,9 @@ class ResumableStreams:
         stream = ResumableStream(owner, self.bounds.resume_bytes)
         self._streams[stream.id] = stream
         stream.task = asyncio.create_task(_run(stream, work, request_id))
-        self._wait_for_reader(stream)  # its request may end before it reads
+        # The request that opened the stream may end before it reads any of it, so the timer that drops unread streams
+        # starts now.
+        self._wait_for_reader(stream)
         return stream
 
     def _has_place(self, owner: str) -> bool:

@@ -38,7 +38,8 @@ WINDOW_S = 60
 LEASE_S = 180  # The slots of a dead router are free again after this time.
 RENEW_S = 60
 REDIS_CONNECTIONS = 8
-REDIS_RETRY_S = 1  # Time between two attempts after a failure.
+# At this interval refunds are paid, slots are renewed where that is due, and a Redis that failed is tried again.
+REDIS_RETRY_S = 1
 LEDGER_NAME = "qarr:{quotas}:ledger"
 LATE = "late"  # Redis answers with it to a request that comes after its deadline.
 Resource = Literal["requests", "tokens", "concurrent"]

@@ -47,6 +47,7 @@ IGNORED: dict[str, str] = {
     "tiers.*.draft": "what speculative decoding changes in memory and speed is left out",
     "engine.recycle_every_s": "planned engines run without a break",
     "policy.loss_budget": "--loss says how many answers may be lost; a number here counts in 'as set' alone",
+    "policy.negligible_loss": "--loss says how many answers may be lost; this counts in 'as set' alone",
     "policy.max_loss": "--loss bounds the answers lost in all; caps of single classes are left out",
     "policy.prices": _PRICES,
     "policy.max_slowdown": "planned speeds count as known",
@@ -75,8 +76,10 @@ UNRELATED = (
     "server.*", "tls.*", "auth.*", "jwt.*", "state.*", "telemetry.*", "profile.*", "quantizer.*", "openai.*",
     "discovery.interval_s", "model.calibration", "model.calibration_samples", "engine.python", "engine.base_port",
     "engine.api_key", "engine.log_dir", "engine.start_timeout_s", "engine.max_restarts", "engine.hang_s", "engine.drain_s",
-    "engine.check_tolerance", "ray.address", "ray.python", "policy.give_up", "upstream.attempts", "overflow.api_key",
-    "overflow.model", "overflow.name", "overflow.max_in_flight", "lora.max_rank", "budgets.file", "budgets.while_unknown",
+    "engine.check_tolerance", "ray.address", "ray.python", "policy.give_up", "policy.second_look", "policy.sla_confidence",
+    "upstream.attempts", "overflow.api_key",
+    "overflow.model", "overflow.name", "overflow.max_in_flight", "overflow.first_token_timeout_s",
+    "lora.max_rank", "budgets.file", "budgets.while_unknown",
 )  # fmt: skip
 _STANDARD = re.compile(rf"tiers\.({'|'.join(STANDARD_TIERS)})\.")
 

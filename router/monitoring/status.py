@@ -82,7 +82,8 @@ class Status:
         return json_response(health, status_code)
 
     def _health(self) -> dict[str, Any]:
-        # Where requests need keys, these endpoints need none: they show no addresses.
+        # These endpoints answer without a key even where requests need one. Then anybody may read them, so they leave out
+        # addresses.
         inside = not self._keys.required
         health = health_of(
             self._fleet.snapshot(),

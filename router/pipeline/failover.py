@@ -41,7 +41,8 @@ DETOKENIZE = "/detokenize"
 BROKEN_CHARACTER = "\ufffd"
 # sent along before those whose text is wanted: a token's text may depend on those before it
 CONTEXT_TOKENS = 8
-# tokens at the end that may have no text yet: more than the bytes of one character
+# The search for the end of the known text drops fewer tokens than this: a character may be spread over as many tokens as
+# it has bytes, at most four.
 MAX_DROPPED_TOKENS = 8
 DETOKENIZE_TIMEOUT_S = 5.0
 log = logging.getLogger(f"qarr.{__name__}")

@@ -88,7 +88,8 @@ class SharedLoad:
         self._faults = Faults(repeats=False)
         # how many routers have a replica, by its URL, this one among them
         self._routers: dict[str, int] = {}
-        # replicas whose share met the need in the last report
+        # URLs of the replicas of which Redis gave this router, in answer to its last report, at least as many slots as the
+        # report asked for.
         self._sufficient_urls: set[str] = set()
         self._has_exchanged = False  # whether an exchange has ever succeeded
         self._rise_at = 0.0

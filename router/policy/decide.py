@@ -277,7 +277,7 @@ def _estimate(
     )
 
 
-# What is possible.
+# Whether a tier can serve the request at all.
 
 
 def _obstacle_checks(query: RoutingQuery) -> list[ObstacleCheck]:
@@ -400,7 +400,7 @@ def within_context(query: RoutingQuery, fleet: FleetSnapshot) -> RoutingQuery:
     return replace(query, max_tokens=max(min(query.max_tokens, tokens_left), 1))
 
 
-# How fast.
+# The times that are expected of each tier.
 
 
 def _lateness(
@@ -449,7 +449,7 @@ def _cost(
     return engine_ms * drift / 1000 * price
 
 
-# How good.
+# The quality that is expected of each tier's answer.
 
 
 class _Quality(Struct, frozen=True):
@@ -493,7 +493,7 @@ def _quality(
     )
 
 
-# The tier that serves.
+# The choice of the tier that serves.
 
 
 def _serve(comparison: TierComparison, acceptable: Sequence[TierEstimate]) -> Decision:
@@ -902,7 +902,7 @@ def _largest_batch(
     )
 
 
-# Who takes over.
+# The tiers that take over after a failure.
 
 
 def successors(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, assert_never
 
 from msgspec import Struct
 
@@ -340,9 +340,13 @@ class TierEstimate(Struct, frozen=True):
             return math.inf if self.cost is None else self.cost
         if self.times is None:
             return math.inf
-        if sort == "latency":
-            return self.times.ttft_ms
-        return self.times.tpot_ms
+        match sort:
+            case "latency":
+                return self.times.ttft_ms
+            case "throughput":
+                return self.times.tpot_ms
+            case _:
+                assert_never(sort)
 
     @property
     def rate(self) -> Rate | None:

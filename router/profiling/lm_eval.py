@@ -31,7 +31,8 @@ from tiers.spec import TierName
 
 SAMPLES_FILE = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 CLASSES = Path(__file__).with_name("lm_eval_classes.toml")
-MOST_NAMED_TASKS = 8  # in a profile's description
+# The description of a profile names its tasks if they are no more than this; otherwise it says only how many there are.
+MOST_NAMED_TASKS = 8
 HALF = 0.5  # a metric above it calls an answer right
 # Metrics that tell whether an answer is right, the strictest first.
 STRICT = "exact_match pass@1 pass_at_1 prompt_level_strict_acc acc em exact contains acc_norm"

@@ -14,7 +14,8 @@ from router.lifecycle import ServerPhase, ServerState
 from router.server.uvicorn_adapter import STATUS_LINE, RequestCycle
 
 OUT = "qarr.out"  # This key of a scope holds the request's ``Responder``.
-# This key of the message that starts an answer says that its body follows at once.
+# If this key of the message that starts an answer is true, the head is held back, and sent together with the first part
+# of the body, which follows at once.
 HOLD = "qarr.hold"
 CLIENT_GONE = 499  # nginx's status for a request whose client closed the connection.
 _STATUSES_WITHOUT_BODY = {204, 304}

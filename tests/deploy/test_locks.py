@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[2]
     ["x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin"],
 )
 def test_the_routers_lock_resolves(python: str, platform: str, tmp_path: Path) -> None:
-    """There are wheels with the lock's hashes. Nothing is installed."""
+    """There are wheels with the lock's hashes, for macOS from 14 on. Nothing is installed."""
     command = (
         "scripts/uv.py pip install --dry-run --no-deps --require-hashes "
         "--only-binary :all: -r requirements/router.txt "
@@ -27,6 +28,7 @@ def test_the_routers_lock_resolves(python: str, platform: str, tmp_path: Path) -
         [sys.executable, *command.split(), str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
+        env={**os.environ, "MACOSX_DEPLOYMENT_TARGET": "14.0"},
         text=True,
         check=False,
         timeout=100,

@@ -55,7 +55,8 @@ MIN_PROMPTS = 128
 # AWQ needs few samples (arXiv 2306.00978).
 CALIBRATION_SAMPLES = 16
 CALIBRATION_TOKENS = 256
-# Groups of 64 are chosen if more than this share of the calibration prompts has code.
+# If no group size is asked for, and more than this share of the calibration prompts has code, groups have at most 64
+# weights.
 CODE_DOMINATES = 0.5
 CLASSIFIED_CHARS = 4000  # a calibration prompt
 MAX_HUB_ERROR_CHARS = 400

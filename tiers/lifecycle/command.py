@@ -45,7 +45,7 @@ DROPPED = frozenset(
 # and turns the plain name "uni" into that. In the engine's process the start takes two thirds of the time, a token half,
 # and an engine has a process of 0.7 GB less (measured on two cores; docs/decisions/0044-model-in-the-engines-process.md).
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# Keys of the trace collector: only for engines that send spans to it.
+# These variables may hold the credentials of the trace collector; only engines that send spans to it inherit them.
 EXPORTER_KEYS = frozenset(
     {"OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"}
 )

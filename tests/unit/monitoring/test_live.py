@@ -168,7 +168,6 @@ async def test_the_policy_is_shown_as_it_is_now(tmp_path: Path) -> None:
         assert policy["max_loss"] == {"code": 0.25}
         assert policy["sla_confidence"] == 0.8
         assert policy["pointless"] == {}
-        assert policy["live"] == []
         assert policy["negligible_loss"] == 0.005
         assert policy["losses"].keys() == {"fast", "balanced"}
         code = policy["losses"]["fast"]["code"]

@@ -74,7 +74,7 @@ async def test_a_signal_drains(tmp_path: Path) -> None:
             ).status_code != 503:
                 pass
         assert ready.json()["ready"] is False
-        assert ready.json()["reasons"] == ["the router is shutting down"]
+        assert "the router is shutting down" in ready.json()["reasons"]
         assert ready.headers["connection"] == "close"
         refused = await client.post(f"{routers.url}/generate", json={"prompt": "hi"})
         assert refused.status_code == 503
