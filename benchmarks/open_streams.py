@@ -39,7 +39,6 @@ EVERY_S = 0.02  # from one to the next
 OPENING = 250  # streams that are being opened at once
 WARM = 20  # streams that come and go before anything is measured
 END = b"\r\n0\r\n\r\n"  # of an answer in chunks
-MAIN = "from router.settings import ServerSettings as S; S.resume_s = 1; from router.cli.main import main; main()"
 PROMPT = "Can you explain how tides work, and why there are two of them a day?"
 CHAT = {
     "model": "fast",
@@ -202,12 +201,14 @@ def _router(streams: int, **engines: str) -> Iterator[tuple[int, psutil.Process]
         "QARR_TIERS__FAST__MAX_IN_FLIGHT": str(streams + 100),
         "QARR_SERVER__MAX_CONNECTIONS": str(streams + 100),
         "QARR_SERVER__RESUME_STREAMS": str(streams + 100),
+        "QARR_SERVER__RESUME_S": "1",
     }
     os.environ.update(settings)
     port = free_port()
     tiers = [part for tier, url in engines.items() for part in (f"--{tier}", url)]
     with process(
-        [sys.executable, "-c", MAIN, "serve", *tiers, "--port", str(port)], 0
+        [sys.executable, "-m", "router.cli.main", "serve", *tiers, "--port", str(port)],
+        0,
     ) as router:
         wait_for(port, "/readyz")
         yield port, router

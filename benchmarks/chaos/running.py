@@ -34,14 +34,13 @@ ENGINES = {
     "balanced": (60, 20, 0.02),
     "precise": (500, 20_000, 0.0),
 }
-# What is run first in the router's process: it turns constants that are no settings.
-TURNED = """
-from router.server.settings import ServerSettings as S
-S.header_timeout_s = S.body_timeout_s = S.write_timeout_s = S.resume_s = 1
-"""
 SETTINGS = """
 [server]
 keep_alive_s = 3
+header_timeout_s = 1
+body_timeout_s = 1
+write_timeout_s = 1
+resume_s = 1
 resume_streams = 16
 max_body_bytes = 262144
 max_connections = 400
@@ -88,7 +87,7 @@ def running(
     settings: str = SETTINGS,
     shapes: Mapping[str, tuple[int, int, float]] = ENGINES,
     router_environment: Mapping[str, str] | None = None,
-    turned: str = TURNED,
+    turned: str = "",
 ) -> Iterator[Running]:
     """Run three fake engines and a router in front of them; stop them at the end.
 
@@ -97,7 +96,7 @@ def running(
         settings: The router's, as TOML.
         shapes: Of the engines' answers, as ``ENGINES``.
         router_environment: Further variables of the router alone.
-        turned: Python that the router's process runs first.
+        turned: Python that the router's process runs first, to turn constants that are no settings.
     """
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("QARR_", "OTEL_"))
