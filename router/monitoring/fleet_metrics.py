@@ -44,7 +44,8 @@ class FleetMetrics(Collector):
         yield from self._router_families()
         snapshot = self._pipeline.fleet.snapshot()
         yield from self._attempt_families()
-        # A tier without replicas by choice has no series, so that no alert waits for them.
+        # A tier that is configured without replicas has no series: to an alert, its 0 ready replicas would look like a tier
+        # that has failed.
         present_tiers = [tier for tier in snapshot.tiers if not tier.spec.absent]
         yield from self._tier_families(present_tiers)
         yield _predicted_ttft(present_tiers, snapshot)

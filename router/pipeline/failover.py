@@ -82,7 +82,8 @@ class StopStringJoiner:
         self._passed_on = len(context)  # characters of both texts that were sent
         self.passed_over = any(stop in self._earlier for stop in stops)
         self.stopped: str | None = None
-        self.end = 0  # where ``stopped`` ends, in characters after what was sent
+        # Where ``stopped`` ends: characters after the end of ``sent``, the text that the caller had before.
+        self.end = 0
 
     def pass_on(self, text: str, *, last: bool, ended_by: str = "") -> str:
         """Take more of the next engine's text, and return what may be sent; set ``stopped`` once a stop string is complete.

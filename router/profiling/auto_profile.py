@@ -27,7 +27,8 @@ from tiers.fleet import Fleet
 from tiers.spec import ReplicaStatus, TierName, in_order
 
 log = logging.getLogger(f"qarr.{__name__}")
-# Measuring speed has time for so many steps. There are more, but most are shorter.
+# The time for measuring speed, divided by this, is the time that one step may take. A measurement may have more than 40
+# steps, because most take less than that time.
 LATENCY_STEPS = 40
 LONGEST_PROMPT_S = 1.0
 # Few tasks at a time: a request cancels them, but what an engine has begun delays the request.

@@ -451,7 +451,7 @@ def _kept_scales(folder: Path) -> dict[str, Any]:
 
     scales = {}
     for path in folder.glob("*.safetensors"):
-        # What a full disk cut off is searched again.
+        # A file that a full disk has cut short is skipped: the scales of its layer are then searched again.
         with contextlib.suppress(SafetensorError, KeyError):
             scales[path.stem] = load_file(path)["scales"]
     return scales
