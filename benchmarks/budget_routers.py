@@ -33,7 +33,7 @@ from router.auth.api_keys import MICRO, add_key, set_team
 
 KEYS, CONNECTIONS = 5, 32
 TOKENS = 32  # of the stub's answer, of which as many are charged as the request allows
-MOST_S = 0.4  # more than one request costs at any speed that is learned
+MAX_S = 0.4  # more than one request costs at any speed that is learned
 WARM = 20  # times as many requests as before
 TEAM = "bench"
 BODIES = [
@@ -143,7 +143,7 @@ async def run(
     for number in range(KEYS):
         if (
             statuses[f"429 key {number}"]
-            and min(left[f"key {number}"], left["team"]) > MOST_S
+            and min(left[f"key {number}"], left["team"]) > MAX_S
         ):
             faults.append(
                 f"requests of key {number} were refused although there was room for them"

@@ -33,7 +33,7 @@ from router.telemetry.record import Cost
 
 ROOT = str(Path(__file__).resolve().parents[1])
 KEYS, AT_ONCE, PROCESSES = 5, 50, 2
-MOST_US = 1_000_000  # of one request: a second
+MAX_US = 1_000_000  # of one request: a second
 
 
 def callers(run: str, requests: int) -> list[Caller]:
@@ -87,7 +87,7 @@ async def send(where: str, run: str, requests: int, number: int) -> None:
         nonlocal left
         while left > 0:
             left -= 1
-            caller, most = source.choice(who), source.randint(1, MOST_US)
+            caller, most = source.choice(who), source.randint(1, MAX_US)
             try:
                 grant = await reservations.enter(caller.accounts, Cost(most, most // 3))
             except OverBudgetError:

@@ -89,7 +89,7 @@ LOSSES = {tier: losses(PRECISIONS[tier], (), PARAMETERS) for tier in STANDARD_TI
 TABLE = PolicyParameters(LOSSES)
 # shares of answers that may be lost, beside the default of about .003
 BUDGETS = (0.01, 0.02)
-LEAST_ENGINE_TIME_BASES = {Basis.BUDGET, Basis.NEGLIGIBLE, Basis.LEAST_LOSS}
+MIN_ENGINE_TIME_BASES = {Basis.BUDGET, Basis.NEGLIGIBLE, Basis.MIN_LOSS}
 
 
 class Prompt(NamedTuple):
@@ -326,7 +326,7 @@ def by_policy_told_classes(arrival: Arrival, fleet: FleetSnapshot) -> TierName |
 def by_engine_time(arrival: Arrival, fleet: FleetSnapshot) -> TierName | None:
     """Choose as QARR did before: of the tiers whose loss is allowed, the one with the least engine time."""
     decision = decide(arrival.query, fleet, TABLE)
-    if decision.basis not in LEAST_ENGINE_TIME_BASES:
+    if decision.basis not in MIN_ENGINE_TIME_BASES:
         return decision.tier
     return min(_allowed(decision), key=lambda estimate: estimate.order()).tier
 

@@ -24,7 +24,7 @@ PROFILE = ROOT / "benchmarks/results/latency_llama-3.1-8b_h200.json"
 MODEL = "llama-3.1-8b"
 TIERS = {"awq": TierName.FAST, "fp8": TierName.BALANCED, "bf16": TierName.PRECISE}
 CLIENT_TOKENS_S = 10_000  # the client is the slower one from here on
-MOST_AT_ONCE = 128
+MAX_AT_ONCE = 128
 TTFT_STEPS = 1.5
 
 
@@ -44,7 +44,7 @@ def read_sample(row: dict[str, Any]) -> SpeedSample | None:
         )
     if (
         not row["alone"]
-        or row["concurrency"] > MOST_AT_ONCE
+        or row["concurrency"] > MAX_AT_ONCE
         or row["tokens_s"] >= CLIENT_TOKENS_S
     ):
         return None
@@ -67,7 +67,7 @@ def gpu_profile() -> LatencyProfile:
     ]
     samples = [sample for row in rows if (sample := read_sample(row)) is not None]
     fits = [
-        fit_tier(tier, samples, MOST_AT_ONCE, contention=0.0) for tier in STANDARD_TIERS
+        fit_tier(tier, samples, MAX_AT_ONCE, contention=0.0) for tier in STANDARD_TIERS
     ]
     return LatencyProfile(
         created=datetime.fromisoformat(head["date"]).replace(tzinfo=UTC),

@@ -4,7 +4,7 @@
 
 Of the default model's four kinds of layers, summed, in microseconds on one core: the shortest of several passes, the ways
 taking turns. BF16 is the layer as ``precise`` has it, by oneDNN with packed weights. First the 4-bit kernel, both of its
-ways, whose crossover is the plugin's ``MOST_ROWS``; then the FP8 kernel, and what its time is made of. (``-P``:
+ways, whose crossover is the plugin's ``MAX_ROWS``; then the FP8 kernel, and what its time is made of. (``-P``:
 transformers would take ``kernels.py`` in this folder for a package of that name.)
 """
 
@@ -39,7 +39,7 @@ INT4_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128)
 FP8_ROWS = (1, 8, 64, 256, 1024)
 NAMES = ("weight", "weight_scale", "input_scale", "input_scale_ub")
 PASS_S = 0.25  # about how long each way is tried for, at each shape
-MOST_PASSES = 200
+MAX_PASSES = 200
 
 
 def shortest(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -49,7 +49,7 @@ def shortest(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
         way()
     passes, began = 0, time.perf_counter()
     while passes < 5 or (
-        passes < MOST_PASSES and time.perf_counter() - began < PASS_S * len(ways)
+        passes < MAX_PASSES and time.perf_counter() - began < PASS_S * len(ways)
     ):
         for name, way in ways.items():
             started = time.perf_counter()
@@ -82,7 +82,7 @@ def int4_layer(
     kernel.process_weights_after_loading(layer)
 
     def apply(x: torch.Tensor, most: int) -> torch.Tensor:
-        plugin.MOST_ROWS = most
+        plugin.MAX_ROWS = most
         return kernel.apply_weights(layer, x)
 
     return apply

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Kind = tuple[PromptClass, Complexity]
 LOWER_TIERS = STANDARD_TIERS[:2]
 # of a kind in the half that is checked, which at least one of both precisions got right
-LEAST_ANSWERS = 3
+MIN_ANSWERS = 3
 OLD_LEAST = 1e-4  # published losses were at least that
 OLD_UNLIKE = 0.3
 LARGE = 8e9
@@ -80,7 +80,7 @@ def main() -> None:
         f"$ python benchmarks/loss_coverage.py {options.journal.name} --parameters {options.parameters:g}"
     )
     print(
-        f"# {len(tasks)} tasks, {options.splits} splits; {LEAST_ANSWERS} or more answers of a kind in the checked half"
+        f"# {len(tasks)} tasks, {options.splits} splits; {MIN_ANSWERS} or more answers of a kind in the checked half"
     )
     by_tier: dict[str, Coverage] = defaultdict(Coverage)
     for seed in range(options.splits):
@@ -139,7 +139,7 @@ def check(
         (each.prompt_class, each.complexity): each.flips for each in counts
     }
     for each in of_tier(tier, checked):
-        if each.flips.answers < LEAST_ANSWERS:
+        if each.flips.answers < MIN_ANSWERS:
             continue
         kind = each.prompt_class, each.complexity
         loss = expected[kind[0]][kind[1]]

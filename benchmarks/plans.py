@@ -66,7 +66,7 @@ SIGMA = 0.6  # of the logarithm of an answer's length
 # of what an engine serves at most: the load at which latencies are compared
 USUAL = 0.7
 DAY = "0.4,0.6,0.5,2.5"
-LEAST_PART_S = 30.0  # several times as long as an answer
+MIN_PART_S = 30.0  # several times as long as an answer
 PLANNED = "planned"  # the name of the fleet that the plan found
 LLAMA_8B, LLAMA_70B = (
     f"--model {CONFIGS}/{name}.json" for name in ("llama-3.1-8b", "llama-3.3-70b")
@@ -269,9 +269,7 @@ def simulated(
     """Return what becomes of the same requests on each fleet."""
     shares = factors(DAY)
     rates = [planned["requests_per_s"] * share / mean_of(DAY) for share in shares]
-    part_s = max(
-        options.requests / planned["requests_per_s"] / len(shares), LEAST_PART_S
-    )
+    part_s = max(options.requests / planned["requests_per_s"] / len(shares), MIN_PART_S)
     arrivals = requests(
         rates, part_s, setting.values.get("--mix", "chat"), planned, options.seed
     )

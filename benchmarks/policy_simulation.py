@@ -26,7 +26,7 @@ from tiers.spec import ReplicaStatus
 from tiers.speed import (
     ALWAYS_MS,
     BUSY_MEMORY_S,
-    MOST_BESIDE,
+    MAX_BESIDE,
     PREFILL_MEMORY_MS,
     ReplicaLoad,
     Trend,
@@ -491,7 +491,7 @@ class _Router:
     def _there(self) -> list[tuple[TierName, ReplicaState]]:
         """Return the replicas that are there, each with what its neighbours have left to do, as ``tiers.fleet`` has it."""
         there = [(r, r.load(self._now)) for r in self._replicas if r.seen is not None]
-        others, looked_for = max(len(there) - 1, 1), len(there) <= MOST_BESIDE
+        others, looked_for = max(len(there) - 1, 1), len(there) <= MAX_BESIDE
         left = {
             r.id: r.speed.left_ms(load, r.spec.max_num_seqs, self._fleet.output_share)
             for r, load in there

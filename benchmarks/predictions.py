@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (12, 24, 48, 64)
 LONG = 0.25  # share of requests that are several prompts at once
-MOST_CHARS = 4000
+MAX_CHARS = 4000
 WARM_S = 60.0
 PHASES = (  # requests a second, seconds
     ("start", 0.5, WARM_S),
@@ -205,7 +205,7 @@ def _plan(seed: int) -> tuple[list[Arrival], list[str]]:
                     ]
                 )
             plan.append(
-                replace(arrival, at_s=began + arrival.at_s, text=text[:MOST_CHARS])
+                replace(arrival, at_s=began + arrival.at_s, text=text[:MAX_CHARS])
             )
             names.append(name)
         began += seconds

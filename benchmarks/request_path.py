@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 OWN = re.compile(r"/((?:router|tiers|classifier)(?:/[a-z_]+(?=/))?)[^/]*")
 LIBRARY = re.compile(r".*/(?:site-packages|python3\.\d+)/([A-Za-z_0-9]+)")
 SHOWN = ("non-streaming", "saturated")
-LEAST_SHARE = 0.005  # of what is shown by itself
+MIN_SHARE = 0.005  # of what is shown by itself
 
 
 def component(file: str, checkout: Path) -> str:
@@ -135,7 +135,7 @@ def measured(
     found.pop("uvloop, and the system", None)  # the loop's own time holds its waits
     whole = sum(s for s in found.values() if s > 0)
     return cpu_us, {
-        name: cpu_us * s / whole for name, s in found.items() if s > LEAST_SHARE * whole
+        name: cpu_us * s / whole for name, s in found.items() if s > MIN_SHARE * whole
     }
 
 

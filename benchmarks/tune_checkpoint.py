@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STEPS = 30
 LEARNING_RATE = 5e-5
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 PROMPTS = Path(__file__).resolve().parents[1] / "tiers/checkpoints/calibration.jsonl"
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for line in PROMPTS.read_text("utf-8").splitlines()[:STEPS]:
         token_ids = tokenizer(json.loads(line)["text"], return_tensors="pt").input_ids[
-            :, :MOST_TOKENS
+            :, :MAX_TOKENS
         ]
         model(token_ids, labels=token_ids).loss.backward()
         optimizer.step()

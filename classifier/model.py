@@ -44,10 +44,12 @@ LABELS = {
 # The beginning and the end of a longer text are read, and nothing between them.
 HEAD_CHARS = 950
 TAIL_CHARS = 350
-LEAST = 1e-3  # fastText does not name outputs that are less probable, which saves time.
+MIN_NAMED_PROBABILITY = (
+    1e-3  # fastText does not name outputs that are less probable, which saves time.
+)
 # Probabilities are kept this far from 0 and 1, so that their log-odds are finite.
-SMALLEST = 1e-4
-MOST = 30.0  # Log-odds are cut here, so that ``exp`` does not overflow.
+PROBABILITY_MARGIN = 1e-4
+MAX_LOG_ODDS = 30.0  # Log-odds are cut here, so that ``exp`` does not overflow.
 _PARTS = re.compile(r"[^\W\d_]+|\d|\n|[^\w\s]+|_+")
 # ``_PARTS`` for ASCII, faster
 _ASCII_PARTS = re.compile(r"[a-z]+|[0-9]|\n|[^a-z0-9_\s\x1c-\x1f]+|_+", re.ASCII)
@@ -120,7 +122,8 @@ class Model:
                 first + added for first, added in zip(log_odds, second, strict=True)
             ]
         probabilities = [
-            1 / (1 + exp(-max(-MOST, min(value, MOST)))) for value in log_odds[:CLASSES]
+            1 / (1 + exp(-max(-MAX_LOG_ODDS, min(value, MAX_LOG_ODDS))))
+            for value in log_odds[:CLASSES]
         ]
         has_code = probabilities[HAS]
         if has_code < _EVEN:
@@ -138,7 +141,7 @@ class Model:
         )
 
     def read(
-        self, line: str, threshold: float = LEAST
+        self, line: str, threshold: float = MIN_NAMED_PROBABILITY
     ) -> tuple[list[float], str | None]:
         """Return the log-odds of each output for a line, and the likeliest programming language."""
         log_odds = list(self.unnamed_log_odds)
@@ -149,7 +152,8 @@ class Model:
             number = LABELS.get(label)
             if number is not None:
                 uncalibrated = log(
-                    max(probability, SMALLEST) / max(1 - probability, SMALLEST)
+                    max(probability, PROBABILITY_MARGIN)
+                    / max(1 - probability, PROBABILITY_MARGIN)
                 )
                 log_odds[number] = (
                     self.slope[number] * uncalibrated + self.shift[number]
@@ -230,7 +234,9 @@ def model_of(
     fast: Any, slope: Sequence[float], shift: Sequence[float], about: Mapping[str, Any]
 ) -> Model:
     """Return fastText's model with its calibration."""
-    unnamed_log_odds = [a * log(LEAST) + b for a, b in zip(slope, shift, strict=True)]
+    unnamed_log_odds = [
+        a * log(MIN_NAMED_PROBABILITY) + b for a, b in zip(slope, shift, strict=True)
+    ]
     return Model(
         fast=fast,
         slope=tuple(slope),

@@ -24,7 +24,7 @@ from router.accounting.charging import Charging
 from router.accounting.database import Database
 from router.accounting.ledgers import ledger_of
 from router.accounting.reservations import Reservations
-from router.accounting.usage import UsageLog
+from router.accounting.usage_log import UsageLog
 from router.aio import end_tasks
 from router.api.admin import Admin, reload_route
 from router.api.asgi import ClientGoneError
@@ -49,7 +49,7 @@ from router.monitoring.metrics import Metrics
 from router.monitoring.otlp import otlp_metrics
 from router.monitoring.page import Page
 from router.monitoring.status import Status
-from router.monitoring.usage import Labels, UsageEndpoint
+from router.monitoring.usage_metrics import Labels, UsageEndpoint
 from router.pipeline.admission import Admission
 from router.pipeline.failover import Failover
 from router.pipeline.overflow import Overflow
@@ -67,9 +67,9 @@ from router.settings import Settings
 from router.telemetry.logs import Logging
 from router.telemetry.record import log_outcome
 from router.telemetry.tracing import Telemetry
-from router.upstream.client import Upstream
 from router.upstream.overflow import OverflowClient
 from router.upstream.transport import EngineTransport
+from router.upstream.upstream import Upstream
 from tiers.background import lasting
 from tiers.fleet import Fleet
 from tiers.lifecycle.operations import Operations
@@ -77,7 +77,7 @@ from tiers.lifecycle.operations import Operations
 log = logging.getLogger(f"qarr.{__name__}")
 
 DECISION_LOG_BYTES = 100 << 20  # the decision log is rotated once its file is so large
-LEAST_REQUESTS = 64  # engines may have so many at once, however few engines there are
+MIN_REQUESTS = 64  # engines may have so many at once, however few engines there are
 
 
 class EntryPoints(NamedTuple):
@@ -129,7 +129,7 @@ class App:
         self._transport = transport
         self._upstream = Upstream(
             fleet,
-            transport.alike(LEAST_REQUESTS),
+            transport.alike(MIN_REQUESTS),
             options=settings.upstream,
             telemetry=telemetry,
             policy=policy,

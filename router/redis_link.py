@@ -46,9 +46,18 @@ REDIS_TIMEOUT_S = 2.0  # It is longer than a busy event loop keeps an answer wai
 UNAVAILABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
 # Codes of error replies that say why Redis does not serve.
 CODES = (
-    "READONLY", "LOADING", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "OOM", "MISCONF", "BUSY", "NOPERM", "NOAUTH",
+    "READONLY",
+    "LOADING",
+    "MASTERDOWN",
+    "NOREPLICAS",
+    "CLUSTERDOWN",
+    "OOM",
+    "MISCONF",
+    "BUSY",
+    "NOPERM",
+    "NOAUTH",
     "WRONGPASS",
-)  # fmt: skip
+)
 # With these a Redis says that it is no master, or not yet; another one may be it by now.
 NO_MASTER = {"READONLY", "LOADING", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN"}
 NO_SCRIPTS = "NOSCRIPTS"

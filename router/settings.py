@@ -69,9 +69,13 @@ _TABLE_NEEDED = (
     'a table is needed; an environment variable holds it as JSON, as in {"a": 1}'
 )
 _NEEDED = {
-    "tuple_type": _LIST_NEEDED, "list_type": _LIST_NEEDED, "frozen_set_type": _LIST_NEEDED,
-    "dict_type": _TABLE_NEEDED, "mapping_type": _TABLE_NEEDED, "model_type": _TABLE_NEEDED,
-}  # fmt: skip
+    "tuple_type": _LIST_NEEDED,
+    "list_type": _LIST_NEEDED,
+    "frozen_set_type": _LIST_NEEDED,
+    "dict_type": _TABLE_NEEDED,
+    "mapping_type": _TABLE_NEEDED,
+    "model_type": _TABLE_NEEDED,
+}
 _PASSWORD = re.compile(r"//[^/\s]*@")
 
 

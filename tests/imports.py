@@ -18,6 +18,7 @@ RANKS = (
     {"upstream"},
     {"accounting"},
     {"pipeline", "profiling"},
+    {"verification"},
     {"api"},
     {"monitoring", "middleware"},
     {"app"},

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WINDOW = 20  # attempts in the share of failures
-ENOUGH = 8  # attempts before the share counts
-MOST_DOUBLINGS = 60  # a pause doubled more often would leave a float's range
+MIN_ATTEMPTS = 8  # attempts before the share counts
+MAX_DOUBLINGS = 60  # a pause doubled more often would leave a float's range
 
 
 class BreakerState(StrEnum):
@@ -151,7 +151,7 @@ class Breaker:
             return True
         attempts = len(self._successes)
         return (
-            attempts >= ENOUGH
+            attempts >= MIN_ATTEMPTS
             and self._successes.count(False) / attempts >= self.options.failure_share
         )
 
@@ -191,5 +191,5 @@ class Breaker:
 
     def _pause_s(self) -> float:
         """Return the length of the pause after a failure now."""
-        doublings = min(self._pauses, MOST_DOUBLINGS)
+        doublings = min(self._pauses, MAX_DOUBLINGS)
         return min(self.options.pause_s * 2.0**doublings, self.options.longest_pause_s)

@@ -32,7 +32,7 @@ from tiers.replica import FleetOptions, Replica, SentPrompt, SlotShare, Totals, 
 from tiers.snapshot import FleetLoad, FleetSnapshot, TierSnapshot, Trends, load_of
 from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
 from tiers.speed import (
-    MOST_BESIDE,
+    MAX_BESIDE,
     AnswerSample,
     PredictedTimes,
     ReplicaLoad,
@@ -599,7 +599,7 @@ class Fleet:
         totals = self._totals
         replica_count = len(self.replicas)
         load = FleetLoad(now, busy=totals.busy, others=max(replica_count - 1, 1))
-        if not totals.contended or replica_count > MOST_BESIDE:
+        if not totals.contended or replica_count > MAX_BESIDE:
             return load
         left_ms = self._left_ms(load)
         return FleetLoad(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LEARN_POLL_S = 2.0
 # Between two replicas it rests for this multiple of the time that learning took: in a large fleet many are due at once.
 REST_FACTOR = 9.0
-ENOUGH = 32  # answers before anything is learned
+MIN_ANSWERS = 32  # answers before anything is learned
 # learn again at this multiple of the answers of the last time; trends follow later changes
 RELEARN_FACTOR = 1.5
 CONTENTIONS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
@@ -72,7 +72,7 @@ def learn(
         if answer.sequences < max_num_seqs and answer.ttft_ms > 0
     ]
     decoded = [answer for answer in seen if answer.tpot_ms]
-    if len(begun) < ENOUGH or len(decoded) < ENOUGH:
+    if len(begun) < MIN_ANSWERS or len(decoded) < MIN_ANSWERS:
         return None
     if idle is not None:
         begun += _idle_beginnings(idle, max_num_seqs)
@@ -259,7 +259,9 @@ class LiveSpeed:
         speed = replica.state.speed
         if speed is not None and not speed.learned:
             self._idle[replica.id] = speed
-        enough_answers = max(ENOUGH, RELEARN_FACTOR * self._answers.get(replica.id, 0))
+        enough_answers = max(
+            MIN_ANSWERS, RELEARN_FACTOR * self._answers.get(replica.id, 0)
+        )
         if replica.answers.noted < enough_answers:
             return False
         self._answers[replica.id] = replica.answers.noted

@@ -24,7 +24,7 @@ BLOCK_BYTES = 256
 BLOCK_TOKENS = 64
 # remembered where an engine does not report the size of its KV cache: 65,536 tokens
 UNKNOWN_BLOCKS = 1024
-MOST_BLOCKS = 16_384  # about 2 MB for each replica, whatever its KV cache holds
+MAX_BLOCKS = 16_384  # about 2 MB for each replica, whatever its KV cache holds
 LONGEST_BLOCKS = 4096  # per prompt: 1 MB of text; what follows counts as not cached
 
 
@@ -162,7 +162,7 @@ class PrefixMemory:
             kv_tokens: Size of the replica's KV cache; 0: unknown.
         """
         used = self._used
-        capacity = min(kv_tokens // BLOCK_TOKENS or UNKNOWN_BLOCKS, MOST_BLOCKS)
+        capacity = min(kv_tokens // BLOCK_TOKENS or UNKNOWN_BLOCKS, MAX_BLOCKS)
         self._clock += 1
         now = self._clock
         for block in reversed(prefix.blocks[:capacity]):

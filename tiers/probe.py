@@ -50,7 +50,7 @@ COMPLETIONS = "/v1/completions"
 # bounds a complete answer that is no generation: the client's own timeouts start over with every byte
 ANSWER_S = 30.0
 LOAD_S = 300.0  # bounds the time in which an adapter is loaded or unloaded
-MOST_BYTES = 16 << 20  # longer answers are refused
+MAX_BYTES = 16 << 20  # longer answers are refused
 SHOWN_CHARS = 500  # so much of an engine's answer is shown in an error
 
 
@@ -497,9 +497,9 @@ class EngineProbe:
         is_done = False
         async for piece in response.aiter_bytes():
             size += len(piece)
-            if size > MOST_BYTES:
+            if size > MAX_BYTES:
                 raise ProbeError(
-                    f"{self.url}{path} answers more than {MOST_BYTES} bytes"
+                    f"{self.url}{path} answers more than {MAX_BYTES} bytes"
                 )
             *lines, unfinished_line = (unfinished_line + piece).split(b"\n")
             for line in lines:
@@ -581,9 +581,9 @@ class EngineProbe:
         content = bytearray()
         async for piece in response.aiter_bytes():
             content += piece
-            if len(content) > MOST_BYTES:
+            if len(content) > MAX_BYTES:
                 raise ProbeError(
-                    f"{self.url}{path} answers more than {MOST_BYTES} bytes"
+                    f"{self.url}{path} answers more than {MAX_BYTES} bytes"
                 )
         return bytes(content)
 

@@ -49,7 +49,7 @@ KEPT_ANSWERS = 256  # per replica, to learn its speed from
 HALF_LIFE_S = 60.0  # observed holds lose half of their weight in this time
 # The mean time for which a slot is held goes back over about this many freed slots, or over as many as are held now if
 # that is more.
-LEAST_MEMORY = 5.0
+MIN_MEMORY = 5.0
 
 
 class PeerLoad(NamedTuple):
@@ -165,7 +165,7 @@ class Turnover:
         self.freed *= remaining_share
         self.at = now
         if freed:
-            memory = max(LEAST_MEMORY, held)
+            memory = max(MIN_MEMORY, held)
             kept_share = (1 - 1 / memory) ** freed
             self.held_s *= kept_share
             self.freed = self.freed * kept_share + (1 - kept_share) * memory

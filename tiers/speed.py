@@ -28,9 +28,9 @@ HALF_LIFE_S = 60.0
 PREFILL_MEMORY_MS = 20_000.0  # time constant of the rate of prompt tokens
 BUSY_MEMORY_S = 60.0  # time constant of the mean number of busy replicas
 # replicas on one machine; in a larger fleet, the time that each has left is not predicted
-MOST_BESIDE = 8
+MAX_BESIDE = 8
 # highest share of time spent on prompts; beyond it the engine cannot keep up anyway
-MOST_PREFILL = 0.8
+MAX_PREFILL = 0.8
 ALWAYS_MS = 1e12
 # spread of log(seen / predicted) before any answer: about a third either way
 UNMEASURED_SPREAD = 0.3
@@ -188,7 +188,7 @@ class SpeedModel:
             )
         prefill_share = self.prefill_ms_per_token * load.prefill_rate * slowdown
         return PredictedTimes(
-            ttft_ms, step_ms * slowdown / (1 - min(MOST_PREFILL, prefill_share))
+            ttft_ms, step_ms * slowdown / (1 - min(MAX_PREFILL, prefill_share))
         )
 
     def engine_ms(self, prompt_tokens: int, output_tokens: float, batch: int) -> float:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.unit.cancelling import REQUESTS, WAYS, CutRouter, cut_router, scenarios  # noqa: E402
 
-MOST_AWAITS = 40
+MAX_AWAITS = 40
 AT_ONCE = 24
 
 
@@ -40,7 +40,7 @@ async def cut_off(router: CutRouter, rounds: int, dice: random.Random) -> list[s
     """Cut requests off, each at another await; return what was wrong."""
     cut, complete, wrong = Counter[str](), 0, list[str]()
     every = scenarios()
-    known = dict.fromkeys((scenario.name for scenario in every), MOST_AWAITS)
+    known = dict.fromkeys((scenario.name for scenario in every), MAX_AWAITS)
     for _ in range(rounds):
         scenario, way = dice.choice(every), dice.choice(WAYS)
         at = dice.randint(1, known[scenario.name])

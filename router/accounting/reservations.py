@@ -40,7 +40,7 @@ log = logging.getLogger(f"qarr.{__name__}")
 RENEW_S = 60.0
 RETRY_S = 1.0  # Time between two attempts after a failure.
 # The use of this many accounts' periods is remembered for an outage.
-MOST_KNOWN = 40_000
+MAX_KNOWN = 40_000
 LOST = (*UNAVAILABLE, sqlite3.Error)
 
 
@@ -202,8 +202,8 @@ class Reservations:
 
     def _remember(self, used: Used) -> None:
         self._known |= used
-        if len(self._known) > MOST_KNOWN:
-            for place in list(self._known)[: MOST_KNOWN // 2]:
+        if len(self._known) > MAX_KNOWN:
+            for place in list(self._known)[: MAX_KNOWN // 2]:
                 del self._known[place]
 
     def _lose(self, error: BaseException) -> None:

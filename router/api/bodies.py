@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -31,8 +31,12 @@ from tiers.speed import SpeedModel
 
 # Members of OpenRouter's object that mean nothing here, or promise what cannot be kept.
 UNSUPPORTED_PREFERENCES = (
-    "zdr", "enforce_distillable_text", "max_price", "preferred_min_throughput", "preferred_max_latency",
-)  # fmt: skip
+    "zdr",
+    "enforce_distillable_text",
+    "max_price",
+    "preferred_min_throughput",
+    "preferred_max_latency",
+)
 
 
 class ProviderBody(BaseModel):
@@ -69,7 +73,7 @@ def provider_allowed(tiers: Sequence[TierName]) -> dict[str, str]:
     return {
         "provider": f"null or an object with any of {', '.join(ProviderBody.model_fields)}",
         "provider.quantizations": f"a list of {', '.join(QUANTIZATIONS)}",
-        "provider.sort": "price, throughput or latency",
+        "provider.sort": " or ".join(get_args(Sort)),
         "provider.order": f"a list of one of {names}",
         "provider.only": f"a list of {names}",
         "provider.ignore": f"a list of {names}",
@@ -491,10 +495,17 @@ def _rounded(share: float | None) -> float | None:
     return None if share is None else round(share, 3)
 
 
-_UNKNOWN_SPEED = dict.fromkeys((
-    "ttft_base_ms", "prefill_ms_per_token", "tpot_ms", "speed_profiled", "speed_source", "step_base_ms",
-    "step_ms_per_sequence",
-))  # fmt: skip
+_UNKNOWN_SPEED = dict.fromkeys(
+    (
+        "ttft_base_ms",
+        "prefill_ms_per_token",
+        "tpot_ms",
+        "speed_profiled",
+        "speed_source",
+        "step_base_ms",
+        "step_ms_per_sequence",
+    )
+)
 
 
 def _render_speed(speed: SpeedModel | None, tpot_trend: float) -> Mapping[str, Any]:

@@ -53,7 +53,7 @@ Receiver = Responder | ResumableStream  # what takes the events of a streamed an
 class Encoder(Protocol):
     """Makes an answer's chunks the events of one endpoint, each with the empty line after it."""
 
-    def feed(self, chunks: Sequence[Chunk]) -> bool:
+    def encode(self, chunks: Sequence[Chunk]) -> bool:
         """Send the events for chunks that came together; tell whether the client takes more now."""
 
     def end(self) -> list[bytes]:
@@ -186,7 +186,7 @@ class Answering:
                 )
             encoder = self.endpoint.encoder(call, active, out)
             try:
-                await answer.relay(encoder.feed, out.drain)
+                await answer.relay(encoder.encode, out.drain)
                 last_events = encoder.end()
             except UpstreamError as error:
                 answer.error = error

@@ -58,7 +58,7 @@ from router.pipeline.request import (
 from router.policy.render import render_decision
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
-from router.upstream.progress import Continuable
+from router.upstream.progress import ContinuationTerms
 from router.upstream.sse import SEPARATOR, Chunk
 from tiers.fleet import Fleet
 
@@ -230,7 +230,7 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
             chat=messages,
             asks_token_ids=True,
             implied=_implied_by(body),
-            continuable=Continuable(max_tokens, sampling, priority),
+            continuation_terms=ContinuationTerms(max_tokens, sampling, priority),
             adapter=body.adapter,
         ),  # always streamed from the engine, so that an engine that stalls is noticed
         max_tokens=max_tokens,
@@ -392,7 +392,7 @@ class TextEvents:
         if call.is_resumable:
             self._last_number = None
 
-    def feed(self, chunks: Sequence[Chunk]) -> bool:
+    def encode(self, chunks: Sequence[Chunk]) -> bool:
         events = []
         number = self._last_number
         for chunk in chunks:
@@ -404,7 +404,7 @@ class TextEvents:
                 event = b"id: %d\n" % number + event
             events.append(event)
         self._last_number = number
-        return self._out.feed(events)
+        return self._out.write(events)
 
     def end(self) -> list[bytes]:
         return [
@@ -431,11 +431,11 @@ async def _unstreamed(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
     assert isinstance(answer, EngineStream)
     texts: list[str] = []
 
-    def feed(chunks: Sequence[Chunk]) -> bool:
+    def receive(chunks: Sequence[Chunk]) -> bool:
         texts.extend(chunk.text for chunk in chunks)
         return True
 
-    await answer.relay(feed, partial(sleep, 0))
+    await answer.relay(receive, partial(sleep, 0))
     body = {"text": "".join(texts), **closing(answer), **call.context.ids}
     return to_json(body), "application/json"
 

@@ -38,9 +38,22 @@ _CHOICES.update((tier, ModelChoice(tier)) for tier in STANDARD_TIERS)
 
 # Parameters of vLLM's chat completions, by OpenAI's and OpenRouter's names. Tools need an engine that is started for them.
 PARAMETERS = (
-    "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "min_p", "presence_penalty", "repetition_penalty",
-    "response_format", "seed", "stop", "structured_outputs", "temperature", "top_k", "top_logprobs", "top_p",
-)  # fmt: skip
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "max_tokens",
+    "min_p",
+    "presence_penalty",
+    "repetition_penalty",
+    "response_format",
+    "seed",
+    "stop",
+    "structured_outputs",
+    "temperature",
+    "top_k",
+    "top_logprobs",
+    "top_p",
+)
 # vLLM 0.32 refuses these parameters with a draft, in its SamplingParams.
 UNDRAFTABLE = ("min_p", "logit_bias")
 # OpenRouter's best and worst status.

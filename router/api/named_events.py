@@ -281,7 +281,7 @@ class PassedEvents:
         self._last_event = b""  # ends the stream, and is held back
         self._latest_sent = b""  # an error's number follows the one in this event
 
-    def feed(self, chunks: Sequence[Chunk]) -> bool:
+    def encode(self, chunks: Sequence[Chunk]) -> bool:
         events = [written(chunk.raw) for chunk in chunks if not chunk.last]
         if chunks[-1].last:
             self._last_event = chunks[-1].raw
@@ -289,7 +289,7 @@ class PassedEvents:
             if not event.startswith(b":"):
                 self._latest_sent = event
                 break
-        return self._out.feed(events)
+        return self._out.write(events)
 
     def end(self) -> list[bytes]:
         last_event = self._last_event

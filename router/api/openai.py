@@ -43,7 +43,7 @@ from router.pipeline.request import (
 from router.upstream.engine_request import (
     DEFAULT_COMPLETION,
     EngineRequest,
-    continuable_of,
+    continuation_terms_of,
     may_ask_token_ids,
     may_be_silent,
     messages_in,
@@ -188,13 +188,13 @@ def _engine_request(
     """Return what an engine is sent: the caller's body, and what of it the router needs to know."""
     is_chat = path == CHAT
     is_streamed = as_boolean(document.get("stream"))
-    continuable = None
+    continuation_terms = None
     asks_token_ids = False
     if is_streamed:
-        continuable = continuable_of(
+        continuation_terms = continuation_terms_of(
             document, priority or 0, choices=choices, chat=is_chat
         )
-        asks_token_ids = continuable is not None or (
+        asks_token_ids = continuation_terms is not None or (
             is_chat and may_ask_token_ids(document)
         )
     return EngineRequest(
@@ -208,7 +208,7 @@ def _engine_request(
         chat=messages_in(document),
         asks_token_ids=asks_token_ids,
         may_be_silent=may_be_silent(document),
-        continuable=continuable,
+        continuation_terms=continuation_terms,
         adapter=adapter,
     )
 

@@ -32,8 +32,15 @@ class RelayedEvents:
     """
 
     __slots__ = (
-        "_answer", "_first_event", "_has_sent_usage", "_hides_token_ids", "_is_chat", "_out", "_report", "_wants_usage",
-    )  # fmt: skip
+        "_answer",
+        "_first_event",
+        "_has_sent_usage",
+        "_hides_token_ids",
+        "_is_chat",
+        "_out",
+        "_report",
+        "_wants_usage",
+    )
 
     def __init__(self, call: Call, active: ActiveRequest, out: Receiver) -> None:
         assert isinstance(active.answer, EngineStream)
@@ -46,14 +53,14 @@ class RelayedEvents:
         self._first_event = b""  # what other engines add is made to look like this
         self._has_sent_usage = False
 
-    def feed(self, chunks: Sequence[Chunk]) -> bool:
+    def encode(self, chunks: Sequence[Chunk]) -> bool:
         """Send what came together, but for events that the caller would not have got from the engine."""
         events = []
         for chunk in chunks:
             event = self._event(chunk)
             if event is not None:
                 events.append(written(event))
-        return self._out.feed(events)
+        return self._out.write(events)
 
     def end(self) -> list[bytes]:
         """Return the events that end an answer.

@@ -20,10 +20,16 @@ PART_TOKENS = 1000
 SYSTEM_ROLES = ("system", "developer")
 # Known types of parts. Any other name is the caller's own text, which is not recorded.
 KINDS = (
-    "image_url", "input_audio", "audio_url", "video_url", "file",
-    "input_image", "input_file",  # the Responses API's
-    "image", "document",  # Anthropic's
-)  # fmt: skip
+    "image_url",
+    "input_audio",
+    "audio_url",
+    "video_url",
+    "file",
+    "input_image",
+    "input_file",  # the Responses API's
+    "image",
+    "document",  # Anthropic's
+)
 
 
 def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:

@@ -18,13 +18,13 @@ from router.api.paths import ErrorForm, error_form
 from router.api.problems import NoEmbeddingsError
 from router.auth.quota import Quotas
 from router.settings import Settings
-from router.upstream.client import Pool, Upstream, no_answer, refusal
 from router.upstream.errors import (
     EngineFailedError,
     EngineUnreachableError,
     NoSlotError,
     UpstreamError,
 )
+from router.upstream.upstream import Pool, Upstream, no_answer, refusal
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName

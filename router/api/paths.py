@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 PAGE = "/"
-MOST_LISTED = 1000  # entries of a list in one answer
+MAX_LISTED = 1000  # entries of a list in one answer
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"

@@ -212,8 +212,12 @@ _OPENAI_TYPES = {
     429: "rate_limit_error",
 }
 _ANTHROPIC_TYPES = _OPENAI_TYPES | {
-    404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _CALLERS_MISTAKE = "invalid_request_error"
 
 
@@ -502,14 +506,14 @@ def _lasting(
 
 def _too_long(decision: Decision) -> FieldProblem:
     query = decision.query
-    longest_context = decision.longest_context or 0
-    room = longest_context - query.prompt_tokens
+    exceeded_context = decision.exceeded_context or 0
+    room = exceeded_context - query.prompt_tokens
     if room > 0:
         problem = f"{query.max_tokens} tokens after a prompt of {query.prompt_tokens}: {decision.reason}"
         return FieldProblem(
             "max_tokens", problem, f"at most {room}, or a shorter prompt"
         )
-    allowed = f"less than {longest_context} tokens; 'truncate' removes the oldest or the middle"
+    allowed = f"less than {exceeded_context} tokens; 'truncate' removes the oldest or the middle"
     return FieldProblem(
         "prompt", f"{query.prompt_tokens} tokens: {decision.reason}", allowed
     )
@@ -544,56 +548,116 @@ def _invalid_body(error: InvalidBodyError) -> Problem:
 PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     InvalidBodyError: _invalid_body,
     BodyTooLargeError: _at_field(
-        413, "body-too-large", "The request body is too large",
-        field_problem=lambda error: FieldProblem("body", str(error), f"at most {error.limit} bytes"),
+        413,
+        "body-too-large",
+        "The request body is too large",
+        field_problem=lambda error: FieldProblem(
+            "body", str(error), f"at most {error.limit} bytes"
+        ),
     ),
     UnknownCodingError: _plain(
-        415, "unknown-coding", "The request body cannot be decoded", headers={"accept-encoding": ", ".join(CODINGS)}
+        415,
+        "unknown-coding",
+        "The request body cannot be decoded",
+        headers={"accept-encoding": ", ".join(CODINGS)},
     ),
     UnauthorizedError: _plain(
-        401, "unauthorized", "A valid key is needed",
-        openai=OpenAIStatus(401, "invalid_api_key"), headers={"www-authenticate": "Bearer"},
+        401,
+        "unauthorized",
+        "A valid key is needed",
+        openai=OpenAIStatus(401, "invalid_api_key"),
+        headers={"www-authenticate": "Bearer"},
     ),
-    IssuerUnreachableError: _plain(503, "issuer-away", "The token cannot be checked now", retry_after_s=ISSUER_RETRY_S),
-    BudgetUnknownError: _plain(503, "budget-unknown", "The budget's use is not known now", retry_after_s=BUSY_RETRY_S),
+    IssuerUnreachableError: _plain(
+        503,
+        "issuer-away",
+        "The token cannot be checked now",
+        retry_after_s=ISSUER_RETRY_S,
+    ),
+    BudgetUnknownError: _plain(
+        503,
+        "budget-unknown",
+        "The budget's use is not known now",
+        retry_after_s=BUSY_RETRY_S,
+    ),
     BeyondKeyError: _at_field(
-        403, "beyond-key", "The key does not allow this",
-        field_problem=lambda error: FieldProblem(error.field, f"{error.requested} is beyond this key", error.allowed),
+        403,
+        "beyond-key",
+        "The key does not allow this",
+        field_problem=lambda error: FieldProblem(
+            error.field, f"{error.requested} is beyond this key", error.allowed
+        ),
     ),
     OverQuotaError: _over_quota,
     OverBudgetError: _over_budget,
     NoPriceError: _plain(503, "no-price", "The key's budget needs a price"),
     RequestRefusedError: _refused,
     EngineRefusedError: _at_field(
-        422, "engine-refused", "The engine refused the request",
-        field_problem=lambda error: FieldProblem("prompt", error.detail, "what the engine accepts"),
+        422,
+        "engine-refused",
+        "The engine refused the request",
+        field_problem=lambda error: FieldProblem(
+            "prompt", error.detail, "what the engine accepts"
+        ),
     ),
-    NoSlotError: _plain(503, "at-capacity", _REFUSALS[Refusal.AT_CAPACITY].title, retry_after_s=BUSY_RETRY_S),
+    NoSlotError: _plain(
+        503,
+        "at-capacity",
+        _REFUSALS[Refusal.AT_CAPACITY].title,
+        retry_after_s=BUSY_RETRY_S,
+    ),
     HTTPException: _http,
     NotAdminError: _plain(403, "not-admin", "This needs an operator's key"),
-    UnknownReplicaError: _plain(404, "replica-not-found", "There is no such replica or operation"),
+    UnknownReplicaError: _plain(
+        404, "replica-not-found", "There is no such replica or operation"
+    ),
     ReloadError: _plain(409, "not-reloaded", "The settings were not reloaded"),
     NotPossibleError: _plain(409, "not-possible", "This cannot be done now"),
     DrainingError: _plain(
-        503, "draining", "The router is shutting down", retry_after_s=BUSY_RETRY_S, headers={"connection": "close"}
+        503,
+        "draining",
+        "The router is shutting down",
+        retry_after_s=BUSY_RETRY_S,
+        headers={"connection": "close"},
     ),
     UnknownModelError: _plain(404, "model-not-found", "There is no such model"),
-    NoEmbeddingsError: _plain(404, "embeddings-not-served", "No engine here serves embeddings"),
+    NoEmbeddingsError: _plain(
+        404, "embeddings-not-served", "No engine here serves embeddings"
+    ),
     NotStoredError: _plain(404, "response-not-stored", "Responses are not stored"),
     NotHttpError: _plain(400, "not-http", "The request is not valid HTTP"),
-    ForeignHostError: _plain(421, "foreign-host", "The host name is not one of this router's"),
-    ForeignPageError: _plain(403, "foreign-page", "A web page of another origin sent this"),
-    HeadTooLargeError: _plain(431, "head-too-large", "The request's path and headers are too large"),
-    RequestTooSlowError: _plain(408, "too-slow", "The request was not received in time"),
+    ForeignHostError: _plain(
+        421, "foreign-host", "The host name is not one of this router's"
+    ),
+    ForeignPageError: _plain(
+        403, "foreign-page", "A web page of another origin sent this"
+    ),
+    HeadTooLargeError: _plain(
+        431, "head-too-large", "The request's path and headers are too large"
+    ),
+    RequestTooSlowError: _plain(
+        408, "too-slow", "The request was not received in time"
+    ),
     TooManyConnectionsError: _plain(
-        503, "too-many-connections", "Too many connections are open", retry_after_s=BUSY_RETRY_S
+        503,
+        "too-many-connections",
+        "Too many connections are open",
+        retry_after_s=BUSY_RETRY_S,
     ),
     UnknownStreamError: _plain(404, "stream-not-found", "There is no such stream"),
     UnknownTraceError: _plain(404, "trace-not-found", "This trace is not kept here"),
-    StreamGoneError: _plain(410, "stream-gone", "The rest of the stream is no longer kept"),
-    ResumedElsewhereError: _plain(409, "resumed-elsewhere", "Another connection resumed this stream"),
-    EngineTooSlowError: _plain(504, "engine-too-slow", "The engine did not finish in time"),
+    StreamGoneError: _plain(
+        410, "stream-gone", "The rest of the stream is no longer kept"
+    ),
+    ResumedElsewhereError: _plain(
+        409, "resumed-elsewhere", "Another connection resumed this stream"
+    ),
+    EngineTooSlowError: _plain(
+        504, "engine-too-slow", "The engine did not finish in time"
+    ),
     NoEngineAnsweredError: _no_engine_answered,
-    EngineBrokeError: _plain(502, "stream-broken", "The answer is incomplete: its engine failed"),
+    EngineBrokeError: _plain(
+        502, "stream-broken", "The answer is incomplete: its engine failed"
+    ),
     UpstreamError: _plain(502, "upstream-error", "The engine failed"),
-}  # fmt: skip
+}

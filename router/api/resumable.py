@@ -42,9 +42,24 @@ class ResumableStream:
     """One stream and its kept events. Events are numbered from 1."""
 
     __slots__ = (
-        "_expiry", "_fault", "_has_room", "_is_ending", "_kept_bytes", "_kept_events", "_last_read", "_max_bytes",
-        "_waiting_events", "headers", "id", "news", "oldest", "over", "owner", "reader", "task",
-    )  # fmt: skip
+        "_expiry",
+        "_fault",
+        "_has_room",
+        "_is_ending",
+        "_kept_bytes",
+        "_kept_events",
+        "_last_read",
+        "_max_bytes",
+        "_waiting_events",
+        "headers",
+        "id",
+        "news",
+        "oldest",
+        "over",
+        "owner",
+        "reader",
+        "task",
+    )
 
     def __init__(self, owner: str, max_bytes: int) -> None:
         self.id = secrets.token_urlsafe(12)  # secret: only the caller knows it
@@ -75,7 +90,7 @@ class ResumableStream:
         self.headers = headers
         self.news.set()
 
-    def feed(self, events: Sequence[bytes]) -> bool:
+    def write(self, events: Sequence[bytes]) -> bool:
         """Add events to the stream; tell whether it takes more now."""
         self._waiting_events += events
         return self._keep()

@@ -23,7 +23,7 @@ from router.api.openai_prompt import (
 )
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.request import Call, Truncate
-from router.policy.decide import longest_context
+from router.policy.decide import longest_context_for
 from tiers.spec import TemplateTokens
 
 # tokens that a cut text may be shorter than it could be: to come nearer takes many more counts
@@ -182,7 +182,7 @@ async def cutter_for(call: Call, pipeline: Pipeline, size: int) -> Cutter | None
     template = pipeline.fleet.template
     features = await apart(size, call.prompt.classify, pipeline.counter)
     query = call.query(features, template)
-    room = longest_context(query, pipeline.fleet.snapshot()) - query.max_tokens
+    room = longest_context_for(query, pipeline.fleet.snapshot()) - query.max_tokens
     if truncate is None or room <= 0 or query.prompt_tokens <= room:
         return None
     return Cutter(

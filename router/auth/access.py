@@ -20,7 +20,7 @@ from router.auth.api_keys import (
     read_content,
     version_of,
 )
-from router.auth.tokens import MOST_TOKEN_CHARS, TokenVerifier
+from router.auth.tokens import MAX_TOKEN_CHARS, TokenVerifier
 from router.settings import Settings
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -126,7 +126,7 @@ class KeyStore:
         if (
             self.tokens is not None
             and key.count(".") == 2  # noqa: PLR2004
-            and len(key) <= MOST_TOKEN_CHARS
+            and len(key) <= MAX_TOKEN_CHARS
         ):
             return self.tokens.find(key, self.teams)
         caller = self._callers_by_hash.get(hash_key(key))

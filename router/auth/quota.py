@@ -1,7 +1,7 @@
 """Quotas by key: requests and tokens a minute, and requests at once; in this process, or shared over Redis.
 
 The minute is a window that slides in steps of a second, so no 60 seconds, wherever they start, ever hold more than the
-quota. A request takes in advance one request, its prompt and highest output tokens, and a slot (one of the requests at
+quota. A request takes in advance one request, its prompt and highest output tokens, and a place (one of the requests at
 once), all or nothing, and gives back what it did not use. While Redis does not answer, this process counts alone and no
 request waits; Redis gets back later what it may have counted for these requests.
 """
@@ -35,10 +35,10 @@ from tiers.background import Faults
 
 log = logging.getLogger(f"qarr.{__name__}")
 WINDOW_S = 60
-LEASE_S = 180  # The slots of a dead router are free again after this time.
+LEASE_S = 180  # The places of a dead router are free again after this time.
 RENEW_S = 60
 REDIS_CONNECTIONS = 8
-# At this interval refunds are paid, slots are renewed where that is due, and a Redis that failed is tried again.
+# At this interval refunds are paid, places are renewed where that is due, and a Redis that failed is tried again.
 REDIS_RETRY_S = 1
 LEDGER_NAME = "qarr:{quotas}:ledger"
 LATE = "late"  # Redis answers with it to a request that comes after its deadline.
@@ -100,7 +100,7 @@ class QuotaState(NamedTuple):
 
 
 class Refund(NamedTuple):
-    """What a request took and gives back to a ledger: its slot, and of a second's counts what was not used.
+    """What a request took and gives back to a ledger: its place, and of a second's counts what was not used.
 
     Attributes:
         second: The ledger's second in which it was taken; None if it is not known, because Redis' answer did not come.
@@ -112,7 +112,7 @@ class Refund(NamedTuple):
     second: int | None
     requests: int
     tokens: int
-    slot: str
+    place: str
     due: float = 0.0
 
 
@@ -147,7 +147,7 @@ class Quotas:
         self._lost = False  # Whether Redis is lost, so that this process counts alone.
         # The name of the ledger in Redis, empty until Redis is asked. If it changes, Redis has lost the ledger.
         self._name = ""
-        # The ids of keys, by the slots that they hold in Redis.
+        # The ids of keys, by the places that they hold in Redis.
         self._open: dict[str, str] = {}
         self._refunds: dict[str, Refund] = {}
         self._timeouts: set[asyncio.Timeout] = set()
@@ -177,9 +177,9 @@ class Quotas:
             raise OverQuotaError(
                 "tokens", limit, requested_tokens=tokens, retry_after_s=None
             )
-        slot = secrets.token_hex(8)
+        place = secrets.token_hex(8)
         demand = Refund(
-            caller.key_id, second=None, requests=1, tokens=tokens, slot=slot
+            caller.key_id, second=None, requests=1, tokens=tokens, place=place
         )
         quota_state: QuotaState | None = None
         if self._shared is not None and not self._lost:
@@ -190,7 +190,7 @@ class Quotas:
         in_redis = quota_state is not None
         if quota_state is None:
             quota_state = self._local.acquire(
-                caller.key_id, quota, tokens=tokens, slot=slot
+                caller.key_id, quota, tokens=tokens, place=place
             )
         headers.update(limit_headers(quota, quota_state))
         if quota_state.denied is not None:
@@ -202,14 +202,14 @@ class Quotas:
                 retry_after_s=quota_state.wait_s,
             )
         if in_redis:
-            self._open[slot] = caller.key_id
+            self._open[place] = caller.key_id
         return QuotaGrant(self, demand._replace(second=quota_state.second), in_redis)
 
     async def settle(self, unused: Refund, *, in_redis: bool) -> None:
         if not in_redis or self._shared is None:
             self._local.give_back(unused)
             return
-        del self._open[unused.slot]
+        del self._open[unused.place]
         await self._work.finish(self._give_back(self._shared, unused))
 
     async def aclose(self) -> None:
@@ -231,10 +231,10 @@ class Quotas:
                 if not self._name:
                     self._name, _ = await shared.link.name_of(LEDGER_NAME)
                 return await shared.acquire(
-                    demand.key_id, quota, tokens=demand.tokens, slot=demand.slot
+                    demand.key_id, quota, tokens=demand.tokens, place=demand.place
                 )
         except UNAVAILABLE as error:
-            self._refunds[demand.slot] = demand._replace(due=due)
+            self._refunds[demand.place] = demand._replace(due=due)
             self._lose(shared, error)
             return None
 
@@ -255,7 +255,7 @@ class Quotas:
             await self._give_back(shared, demand._replace(second=state.second))
 
     async def _give_back(self, shared: RedisQuotaLedger, unused: Refund) -> None:
-        self._refunds[unused.slot] = unused
+        self._refunds[unused.place] = unused
         if not self._lost:
             try:
                 await self._refund(shared, unused)
@@ -265,7 +265,7 @@ class Quotas:
     async def _refund(self, shared: RedisQuotaLedger, unused: Refund) -> None:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
             await shared.give_back(unused)
-        self._refunds.pop(unused.slot, None)
+        self._refunds.pop(unused.place, None)
 
     def _lose(self, shared: RedisQuotaLedger, error: BaseException) -> None:
         """Count alone from now on, and let no request wait for Redis any longer."""
@@ -288,20 +288,20 @@ class Quotas:
                 await self._maintain(shared)
             except UNAVAILABLE as error:
                 self._lose(shared, error)
-            except Exception as error:  # noqa: BLE001  whatever it is, slots must still be renewed
+            except Exception as error:  # noqa: BLE001  whatever it is, places must still be renewed
                 logged_faults.log(
-                    error, "slots could not be renewed in Redis; trying again"
+                    error, "places could not be renewed in Redis; trying again"
                 )
 
     async def _maintain(self, shared: RedisQuotaLedger) -> None:
-        """Pay refunds and renew slots; if Redis serves again, or has lost its ledger, restore what is open first."""
+        """Pay refunds and renew places; if Redis serves again, or has lost its ledger, restore what is open first."""
         name, _ = await shared.link.name_of(LEDGER_NAME)
         if self._name and name != self._name:
             self._lost = True  # Until Redis holds again what is open.
             log.warning("Redis has lost what quotas have used: it begins anew")
         self._name = name
         if self._lost:
-            # Nothing is given back there meanwhile, so every slot that is restored is still in use.
+            # Nothing is given back there meanwhile, so every place that is restored is still in use.
             await shared.renew(self._open, restore=True)
         # While some are paid, others may become due.
         while due_refunds := [
@@ -323,10 +323,10 @@ class Quotas:
 
 @dataclass(slots=True)
 class _Counts:
-    """One key's use: [requests, tokens] by second, and the slots taken."""
+    """One key's use: [requests, tokens] by second, and the places taken."""
 
     seconds: dict[int, list[int]] = field(default_factory=dict)
-    slots: set[str] = field(default_factory=set)
+    places: set[str] = field(default_factory=set)
 
     def add(self, second: int, requests: int, tokens: int) -> None:
         used = self.seconds.setdefault(second, [0, 0])
@@ -351,22 +351,22 @@ class LocalLedger:
         self._now = now
         self._counts_by_key: dict[str, _Counts] = defaultdict(_Counts)
 
-    def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
+    def acquire(self, key_id: str, quota: Quota, tokens: int, place: str) -> QuotaState:
         now = self._now()
         second = int(now)
         counts = self._counts_by_key[key_id]
         counts.move_window(second)
         state = window_state(
-            quota, counts.seconds, slots=len(counts.slots), tokens=tokens, now=now
+            quota, counts.seconds, places=len(counts.places), tokens=tokens, now=now
         )
         if state.denied is None:
-            counts.slots.add(slot)
+            counts.places.add(place)
             counts.add(second, requests=1, tokens=tokens)
         return state
 
     def give_back(self, unused: Refund) -> None:
         counts = self._counts_by_key[unused.key_id]
-        counts.slots.discard(unused.slot)
+        counts.places.discard(unused.place)
         if unused.tokens < 0:
             counts.add(int(self._now()), requests=0, tokens=-unused.tokens)
         elif unused.second in counts.seconds:
@@ -376,16 +376,16 @@ class LocalLedger:
 def window_state(
     quota: Quota,
     seconds: Mapping[int, Sequence[int]],
-    slots: int,
+    places: int,
     tokens: int,
     now: float,
 ) -> QuotaState:
     """Tell whether one more request is within a quota, and what will be used; ``seconds``: requests and tokens by second."""
     requests_used = sum(used[0] for used in seconds.values())
     tokens_used = sum(used[1] for used in seconds.values())
-    max_requests, max_tokens, max_slots = quota
+    max_requests, max_tokens, max_places = quota
     denied: Resource | None = None
-    if max_slots is not None and slots >= max_slots:
+    if max_places is not None and places >= max_places:
         denied = "concurrent"
         wait_s = 1.0
     elif max_requests is not None and requests_used >= max_requests:
@@ -432,16 +432,16 @@ class RedisQuotaLedger:
         self._renew = Script.read(__file__, "quota_renew.lua")
 
     async def acquire(
-        self, key_id: str, quota: Quota, tokens: int, slot: str
+        self, key_id: str, quota: Quota, tokens: int, place: str
     ) -> QuotaState:
-        """Take one request, its tokens and a slot, all or nothing; ``TimeoutError`` if Redis came to it too late."""
+        """Take one request, its tokens and a place, all or nothing; ``TimeoutError`` if Redis came to it too late."""
         gives_up_at = time.monotonic() + REDIS_TIMEOUT_S
         names = _names(key_id)
         limits = [_argument_of(limit) for limit in quota]
         # If Redis' clock was set ahead, the second attempt knows its time.
         for _ in range(2):
             deadline = await self.link.time_at(gives_up_at, names[0])
-            script_args = [*limits, tokens, slot, WINDOW_S, LEASE_S, deadline]
+            script_args = [*limits, tokens, place, WINDOW_S, LEASE_S, deadline]
             *values, redis_time = await self.link.run(self._take, names, script_args)
             self.link.learn_time(float(redis_time), names[0])
             if values[0] != LATE:
@@ -456,21 +456,23 @@ class RedisQuotaLedger:
             second,
             unused.requests,
             unused.tokens,
-            unused.slot,
+            unused.place,
             WINDOW_S + 2,
             LEASE_S,
         ]
         await self.link.run(self._give_back, _names(unused.key_id), script_args)
 
-    async def renew(self, slots: Mapping[str, str], *, restore: bool = False) -> None:
-        """Let slots (with the ids of their keys) be held for another lease; ``restore``: also those that Redis has lost."""
-        slots_by_key: dict[str, list[str]] = defaultdict(list)
-        for slot, key_id in slots.items():
-            slots_by_key[key_id].append(slot)
+    async def renew(self, places: Mapping[str, str], *, restore: bool = False) -> None:
+        """Let places (with the ids of their keys) be held for another lease; ``restore``: also those that Redis has lost."""
+        places_by_key: dict[str, list[str]] = defaultdict(list)
+        for place, key_id in places.items():
+            places_by_key[key_id].append(place)
         mode = "restore" if restore else ""
-        for key_id, key_slots in slots_by_key.items():
-            _, slots_name = _names(key_id)
-            await self.link.run(self._renew, [slots_name], [LEASE_S, mode, *key_slots])
+        for key_id, key_places in places_by_key.items():
+            _, places_name = _names(key_id)
+            await self.link.run(
+                self._renew, [places_name], [LEASE_S, mode, *key_places]
+            )
 
     async def aclose(self) -> None:
         await self.link.aclose()
@@ -496,7 +498,7 @@ def _state_in(values: Sequence[Any]) -> QuotaState:
 
 
 def _names(key_id: str) -> list[str]:
-    """Return the names of a key's counts and slots; the braces keep them on one node of a cluster."""
+    """Return the names of a key's counts and places; the braces keep them on one node of a cluster."""
     return [f"qarr:{{{key_id}}}:counts", f"qarr:{{{key_id}}}:places"]
 
 

@@ -1,5 +1,5 @@
--- KEYS: counts, places (slots). ARGV: second ('': the one in which the slot was taken), requests, tokens (below 0: used
--- beyond what was taken, just now), slot, expiry, lease. A second call for the same slot gives nothing back, so a caller who
+-- KEYS: counts, places. ARGV: second ('': the one in which the place was taken), requests, tokens (below 0: used
+-- beyond what was taken, just now), place, expiry, lease. A second call for the same place gives nothing back, so a caller who
 -- does not know whether the first one counted may repeat it.
 local expires = redis.call('ZSCORE', KEYS[2], ARGV[4])
 if not expires then return end

@@ -1,4 +1,4 @@
--- KEYS: places (slots). ARGV: lease, 'restore' or '', slots. Without 'restore' a slot that is not held is not held again: it
+-- KEYS: places. ARGV: lease, 'restore' or '', places. Without 'restore' a place that is not held is not held again: it
 -- may have been given back meanwhile.
 local time = redis.call('TIME')
 local ends = tonumber(time[1]) + tonumber(time[2]) / 1e6 + tonumber(ARGV[1])

@@ -1,7 +1,7 @@
--- KEYS: counts, places (slots). ARGV: requests, tokens and concurrent limit (-1: none), tokens asked, slot, window, lease,
+-- KEYS: counts, places. ARGV: requests, tokens and concurrent limit (-1: none), tokens asked, place, window, lease,
 -- and the time until which the caller waits for the answer. Answers the fields of QuotaState, and the time by Redis' clock.
 -- That clock counts, so that routers whose clocks differ agree. If it was set back, counts of future seconds count as used
--- just now, and a slot ends with its lease.
+-- just now, and a place ends with its lease.
 local time = redis.call('TIME')
 local second, now = tonumber(time[1]), tonumber(time[1]) + tonumber(time[2]) / 1e6
 if now > tonumber(ARGV[8]) then return {'late', 0, 0, '0', second, tostring(now)} end
@@ -26,10 +26,10 @@ for i = 1, #flat, 2 do
 end
 if #old > 0 then redis.call('HDEL', KEYS[1], unpack(old)) end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
-for _, slot in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now + tonumber(ARGV[7]), 'inf')) do
-  redis.call('ZADD', KEYS[2], now + tonumber(ARGV[7]), slot)
+for _, place in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now + tonumber(ARGV[7]), 'inf')) do
+  redis.call('ZADD', KEYS[2], now + tonumber(ARGV[7]), place)
 end
-local slots = redis.call('ZCARD', KEYS[2])
+local places = redis.call('ZCARD', KEYS[2])
 local denied, wait = '', second + window + 1 - now
 local function wait_for(which, excess)
   table.sort(found, function(a, b) return a[1] < b[1] end)
@@ -41,7 +41,7 @@ local function wait_for(which, excess)
   end
   return window
 end
-if limits[3] >= 0 and slots >= limits[3] then
+if limits[3] >= 0 and places >= limits[3] then
   denied, wait = 'concurrent', 1
 elseif limits[1] >= 0 and used[1] >= limits[1] then
   denied, wait = 'requests', wait_for(1, used[1] + 1 - limits[1])

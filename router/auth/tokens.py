@@ -39,15 +39,15 @@ from tiers.errors import TrustError
 from tiers.trust import client_context, tls_fault
 
 log = logging.getLogger(f"qarr.{__name__}")
-AGAIN_S = 10.0  # Least time between two fetches.
+MIN_REFETCH_INTERVAL_S = 10.0  # Least time between two fetches.
 FETCH_S = 5.0  # Most time that a fetch takes, and that requests wait for it.
 REFRESH_S = 300.0  # Time between two fetches that nobody waits for.
 # The last keys stay in force for this time while the issuer does not answer.
-KEEP_S = 86_400.0
+MAX_KEY_AGE_S = 86_400.0
 LEEWAY_S = 30.0  # The issuer's clock and the router's may differ by this much.
-MOST_BYTES = 1 << 18  # Largest JWKS.
-MOST_TOKEN_CHARS = 8192
-MOST_REMEMBERED = 4096  # Most checked tokens that are remembered.
+MAX_BYTES = 1 << 18  # Largest JWKS.
+MAX_TOKEN_CHARS = 8192
+MAX_REMEMBERED = 4096  # Most checked tokens that are remembered.
 # Fields of a key's record that are not rights.
 NOT_RIGHTS = {"id", "name", "sha256", "created", "revoked", "expires"}
 PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9@._|-]{1,56}")
@@ -123,7 +123,7 @@ class TokenVerifier:
                 return caller
         claims = self._claims(token)
         caller = self._caller(claims)
-        if len(self._checked_tokens) >= MOST_REMEMBERED:
+        if len(self._checked_tokens) >= MAX_REMEMBERED:
             oldest = next(iter(self._checked_tokens))
             del self._checked_tokens[oldest]
         self._checked_tokens[digest] = (claims["exp"] + LEEWAY_S, caller)
@@ -138,7 +138,10 @@ class TokenVerifier:
         )
 
     async def renew(self) -> None:
-        """Read the keys again, because one is not known: at most every ``AGAIN_S``; wait for it for ``FETCH_S``."""
+        """Read the keys again, because one is not known: at most every ``MIN_REFETCH_INTERVAL_S``.
+
+        Wait for them for ``FETCH_S``.
+        """
         self._begin()
         if self._fetching is not None:
             await asyncio.wait({self._fetching}, timeout=FETCH_S)
@@ -157,7 +160,7 @@ class TokenVerifier:
     def _begin(self) -> None:
         """Read the keys in the background, unless that goes on or was done a moment ago."""
         now = self._now()
-        least_interval_s = AGAIN_S if self._url is not None else 0.0
+        least_interval_s = MIN_REFETCH_INTERVAL_S if self._url is not None else 0.0
         if self._fetching is not None:
             return
         if self._tried_at is not None and now - self._tried_at < least_interval_s:
@@ -210,7 +213,9 @@ class TokenVerifier:
     @property
     def in_force(self) -> bool:
         """Whether tokens can be checked: the issuer's keys were read, within a day if it does not answer."""
-        return self._read_at is not None and self._now() - self._read_at <= KEEP_S
+        return (
+            self._read_at is not None and self._now() - self._read_at <= MAX_KEY_AGE_S
+        )
 
     def _claims(self, token: str) -> Mapping[str, Any]:
         """Check a token and return its claims; ``UnauthorizedError`` if it is not valid."""
@@ -228,10 +233,14 @@ class TokenVerifier:
                     f"the token's algorithm is not allowed; allowed are {allowed}"
                 )
             claims: dict[str, Any] = jwt.decode(
-                token, signer.key, algorithms=[algorithm],
-                audience=settings.audience, issuer=settings.issuer, leeway=LEEWAY_S,
+                token,
+                signer.key,
+                algorithms=[algorithm],
+                audience=settings.audience,
+                issuer=settings.issuer,
+                leeway=LEEWAY_S,
                 options={"require": ["exp", "iss", "aud", settings.claims.name]},
-            )  # fmt: skip
+            )
             return {**claims, "exp": float(claims["exp"])}
         except jwt.MissingRequiredClaimError as error:
             raise UnauthorizedError(
@@ -347,10 +356,8 @@ async def fetch(url: str, ca: Path | None = None) -> bytes:
                 raise IssuerError(f"{url} answers HTTP {answer.status_code}")
             async for part in answer.aiter_bytes():
                 document += part
-                if len(document) > MOST_BYTES:
-                    raise IssuerError(
-                        f"{url} answers with more than {MOST_BYTES} bytes"
-                    )
+                if len(document) > MAX_BYTES:
+                    raise IssuerError(f"{url} answers with more than {MAX_BYTES} bytes")
     except TrustError as error:
         raise IssuerError(f"{url} cannot be asked: {error}") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -37,7 +37,7 @@ from router.cli.common import (
     tiers_option,
 )
 from router.cli.key_followers import KeyFollowers, SeenRouter
-from router.cli.usage import keys_usage
+from router.cli.keys_usage import keys_usage
 from router.settings import Settings, load_settings
 from tiers.spec import TierName
 

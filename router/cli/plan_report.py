@@ -20,7 +20,7 @@ from router.cli.plan_result import (
     alone_name,
 )
 from tiers.plan import machine_name
-from tiers.sizing.capacity import MOST_BUSY_SHARE
+from tiers.sizing.capacity import MAX_BUSY_SHARE
 from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.hardware import GpuKind
 from tiers.sizing.largest import shown_load
@@ -43,7 +43,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "hardware": ", ".join(gpu.name for gpu in fleet_plan.gpus) or machine_name(),
         "gpus": [_gpu_json(gpu, count) for gpu, count in fleet_plan.gpus.items()],
         "speed": target.speed,
-        "engines_busy": MOST_BUSY_SHARE,
+        "engines_busy": MAX_BUSY_SHARE,
         "losses": _source_of_losses(report),
         "prices": fleet_plan.prices,
         **asdict(report.demand),
@@ -91,7 +91,7 @@ def show(report: PlanReport) -> None:
     print_table(_engines_table(report))
     if fleet_plan.largest:
         say(
-            f"\nThe largest loads{_course_words(fleet_plan.load)}, engines {MOST_BUSY_SHARE:.0%} busy:",
+            f"\nThe largest loads{_course_words(fleet_plan.load)}, engines {MAX_BUSY_SHARE:.0%} busy:",
             soft_wrap=False,
         )
         print_table(_largest_table(report))
@@ -268,8 +268,8 @@ def _source_of_speeds(report: PlanReport) -> str:
     if speed is None:
         return "not known"
     if speed == ROOFLINE:
-        return f"computed (roofline), not measured; engines {MOST_BUSY_SHARE:.0%} busy"
-    return f"{speed}; engines {MOST_BUSY_SHARE:.0%} busy"
+        return f"computed (roofline), not measured; engines {MAX_BUSY_SHARE:.0%} busy"
+    return f"{speed}; engines {MAX_BUSY_SHARE:.0%} busy"
 
 
 def _ignored_lines(fleet_plan: FleetPlan) -> list[str]:

@@ -26,9 +26,16 @@ _ELSEWHERE = "engines that run elsewhere do not count, not even in 'as set'"
 _PRICES = "--prices says what GPUs cost"
 
 # These settings enter every plan.
-ENTERS = frozenset({
-    "tiers.*.replicas", "tiers.*.tensor_parallel", "model.name", "model.store", "policy.objective", "policy.profiles",
-})  # fmt: skip
+ENTERS = frozenset(
+    {
+        "tiers.*.replicas",
+        "tiers.*.tensor_parallel",
+        "model.name",
+        "model.store",
+        "policy.objective",
+        "policy.profiles",
+    }
+)
 IGNORED: dict[str, str] = {
     "tiers.*.max_in_flight": _WAITING,
     "tiers.*.urls": _ELSEWHERE,
@@ -73,14 +80,42 @@ IGNORED_ON_A_PROCESSOR: dict[str, str] = {
 }
 # Settings that change nothing of what a plan says.
 UNRELATED = (
-    "server.*", "tls.*", "auth.*", "jwt.*", "state.*", "telemetry.*", "profile.*", "quantizer.*", "openai.*",
-    "discovery.interval_s", "model.calibration", "model.calibration_samples", "engine.python", "engine.base_port",
-    "engine.api_key", "engine.log_dir", "engine.start_timeout_s", "engine.max_restarts", "engine.hang_s", "engine.drain_s",
-    "engine.check_tolerance", "ray.address", "ray.python", "policy.give_up", "policy.second_look", "policy.sla_confidence",
-    "upstream.attempts", "overflow.api_key",
-    "overflow.model", "overflow.name", "overflow.max_in_flight", "overflow.first_token_timeout_s",
-    "lora.max_rank", "budgets.file", "budgets.while_unknown",
-)  # fmt: skip
+    "server.*",
+    "tls.*",
+    "auth.*",
+    "jwt.*",
+    "state.*",
+    "telemetry.*",
+    "profile.*",
+    "quantizer.*",
+    "openai.*",
+    "discovery.interval_s",
+    "model.calibration",
+    "model.calibration_samples",
+    "engine.python",
+    "engine.base_port",
+    "engine.api_key",
+    "engine.log_dir",
+    "engine.start_timeout_s",
+    "engine.max_restarts",
+    "engine.hang_s",
+    "engine.drain_s",
+    "engine.check_tolerance",
+    "ray.address",
+    "ray.python",
+    "policy.give_up",
+    "policy.second_look",
+    "policy.sla_confidence",
+    "upstream.attempts",
+    "overflow.api_key",
+    "overflow.model",
+    "overflow.name",
+    "overflow.max_in_flight",
+    "overflow.first_token_timeout_s",
+    "lora.max_rank",
+    "budgets.file",
+    "budgets.while_unknown",
+)
 _STANDARD = re.compile(rf"tiers\.({'|'.join(STANDARD_TIERS)})\.")
 
 

@@ -39,7 +39,7 @@ from tiers.checkpoints.prepare import (
 from tiers.lifecycle.engine_args import check_own
 from tiers.spec import TierName
 
-MOST_REPLICAS = 64  # a tier, on one machine
+MAX_REPLICAS = 64  # a tier, on one machine
 
 
 def _dns_address(url: str) -> str:
@@ -109,7 +109,7 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
     replicas: int | None = Field(
         None,
         ge=0,
-        le=MOST_REPLICAS,
+        le=MAX_REPLICAS,
         description="How many engines are started here; unset: one, or none with `urls` or `dns`. 0 without these leaves "
         "the tier out, unless `discovery.file` names it.",
     )

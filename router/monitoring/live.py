@@ -28,7 +28,7 @@ from router.api.asgi import (
     start_message,
 )
 from router.api.bodies import json_response, render_fleet
-from router.api.paths import MOST_LISTED
+from router.api.paths import MAX_LISTED
 from router.auth.access import KeyStore
 from router.auth.api_keys import Caller
 from router.lifecycle import ServerState
@@ -50,9 +50,9 @@ from tiers.spec import TierName
 TICK_S = 1.0
 KEEP_ALIVE_S = 15.0
 FIRST_RECORDS = 50
-MOST_SHOWN = 200
+MAX_SHOWN = 200
 # Most events that wait for a slow reader; it misses the oldest of more.
-MOST_BEHIND = 500
+MAX_BEHIND = 500
 NO_STORE = {"cache-control": "no-store"}
 STREAM_HEADERS = {**NO_STORE, "x-accel-buffering": "no"}
 # The names of the registry's totals, by their names in the snapshot.
@@ -74,7 +74,7 @@ class Reader:
 
     def __init__(self, caller: Caller) -> None:
         self.caller = caller
-        self._events: deque[bytes] = deque(maxlen=MOST_BEHIND)
+        self._events: deque[bytes] = deque(maxlen=MAX_BEHIND)
         self._has_news = asyncio.Event()
         self._is_over = False
 
@@ -213,8 +213,7 @@ class Live:
         )
         totals = {name: registry.totals[total] for name, total in TOTALS.items()}
         in_flight = [
-            render_open(request, now)
-            for request in islice(visible_requests, MOST_SHOWN)
+            render_open(request, now) for request in islice(visible_requests, MAX_SHOWN)
         ]
         return {
             "at": round(time.time(), 3),
@@ -430,11 +429,11 @@ def _limit(request: Request) -> int:
     text = request.query_params.get("limit", "100")
     limit = 0
     # int() refuses thousands of digits with an error of its own.
-    is_short = len(text) <= len(str(MOST_LISTED))
+    is_short = len(text) <= len(str(MAX_LISTED))
     if is_short and text.isascii() and text.isdecimal():
         limit = int(text)
-    if not 1 <= limit <= MOST_LISTED:
-        raise HTTPException(400, f"limit: a number from 1 to {MOST_LISTED} is allowed")
+    if not 1 <= limit <= MAX_LISTED:
+        raise HTTPException(400, f"limit: a number from 1 to {MAX_LISTED} is allowed")
     return limit
 
 

@@ -22,13 +22,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.accounting.charging import Charging
-from router.accounting.usage import UsageLog
+from router.accounting.usage_log import UsageLog
 from router.api.asgi import context_of
 from router.monitoring.families import Sample, counter, gauge, single_counter
 from router.monitoring.fleet_metrics import FleetMetrics
 from router.monitoring.gen_ai import GenAiMetrics
 from router.monitoring.request_metrics import RequestMetrics
-from router.monitoring.usage import Labels, UsageMetrics
+from router.monitoring.usage_metrics import Labels, UsageMetrics
 from router.pipeline.pipeline import Pipeline
 from router.policy.table import PolicyStore
 from router.redis_link import CAUSES, RedisState

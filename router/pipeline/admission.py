@@ -35,7 +35,7 @@ from router.policy.decision import (
 )
 from router.policy.table import PolicyStore
 from router.telemetry.record import JOURNEY
-from router.upstream.client import lease_for
+from router.upstream.upstream import lease_for
 from tiers.choice import Demand
 from tiers.fleet import Fleet, Lease
 from tiers.spec import TierName, TierSpec

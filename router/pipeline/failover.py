@@ -20,9 +20,8 @@ from pydantic_core import to_json
 from router.policy.decision import Decision
 from router.policy.table import PolicyStore
 from router.telemetry.tracing import Telemetry
-from router.upstream.client import Upstream
 from router.upstream.engine_request import EngineRequest
-from router.upstream.engine_stream import Drain, EngineStream, Feed
+from router.upstream.engine_stream import Drain, EngineStream, ReceiveChunks
 from router.upstream.errors import (
     EngineBrokeError,
     EngineStalledError,
@@ -31,8 +30,9 @@ from router.upstream.errors import (
     without_trace,
 )
 from router.upstream.json_object import read_json
-from router.upstream.progress import AnswerProgress, Continuable
+from router.upstream.progress import AnswerProgress, ContinuationTerms
 from router.upstream.sse import Chunk
+from router.upstream.upstream import Upstream
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName
@@ -146,12 +146,12 @@ class _Seam:
 
     joiner: StopStringJoiner
     progress: AnswerProgress
-    continuable: Continuable
-    out: Feed
+    terms: ContinuationTerms
+    out: ReceiveChunks
     begins: int  # characters of the answer before it
     sent: int  # characters of the answer so far
 
-    def feed(self, chunks: Sequence[Chunk]) -> bool:
+    def receive(self, chunks: Sequence[Chunk]) -> bool:
         """Pass on what the part adds to the answer; tell whether it may send more now."""
         joiner = self.joiner
         joined_chunks = []
@@ -161,7 +161,7 @@ class _Seam:
             finish_reason = chunk.finish_reason
             stop_reason = chunk.stop_reason
             ended_by = ""
-            if isinstance(stop_reason, str) and not self.continuable.includes_stop:
+            if isinstance(stop_reason, str) and not self.terms.includes_stop:
                 ended_by = stop_reason
             text = joiner.pass_on(
                 chunk.text, last=finish_reason is not None, ended_by=ended_by
@@ -219,13 +219,17 @@ class Continuation:
     failover: Failover
     decision: Decision
     request: EngineRequest
-    continuable: Continuable
+    terms: ContinuationTerms
     progress: AnswerProgress
 
     async def relay(
-        self, answer: EngineStream, broken: EngineBrokeError, feed: Feed, drain: Drain
+        self,
+        answer: EngineStream,
+        broken: EngineBrokeError,
+        receive: ReceiveChunks,
+        drain: Drain,
     ) -> None:
-        """Let ``feed`` have the rest of an answer; raise ``broken``, or what broke last, if nobody can continue it."""
+        """Let ``receive`` have the rest of an answer; raise ``broken``, or what broke last, if nobody can continue it."""
         progress = self.progress
         failing = answer
         failed_replica_ids = set[str]()
@@ -255,7 +259,7 @@ class Continuation:
             )
             if part is None:  # every token had come
                 progress.finish_reason = "length"
-                feed(
+                receive(
                     (Chunk(text=joiner.pass_on("", last=True), finish_reason="length"),)
                 )
                 return
@@ -266,8 +270,8 @@ class Continuation:
             seam = _Seam(
                 joiner=joiner,
                 progress=progress,
-                continuable=self.continuable,
-                out=feed,
+                terms=self.terms,
+                out=receive,
                 begins=sent_characters,
                 sent=sent_characters,
             )
@@ -287,14 +291,14 @@ class Continuation:
         if not await self._go_to_known_text(sent_characters, failed_replica_id):
             return None
         text = self.progress.text
-        continuable = self.continuable
+        terms = self.terms
         joiner = StopStringJoiner(
             text[:sent_characters],
             text[sent_characters:],
-            continuable.stops,
-            include=continuable.includes_stop,
+            terms.stops,
+            include=terms.includes_stop,
         )
-        if joiner.passed_over and continuable.min_tokens:
+        if joiner.passed_over and terms.min_tokens:
             # with min_tokens, nobody knows whether a stop string that was passed over counts
             return None
         return joiner
@@ -353,8 +357,8 @@ class Continuation:
         progress = self.progress
         output_tokens = len(progress.output_ids)
         tokens_left = None
-        if self.continuable.max_tokens is not None:
-            tokens_left = self.continuable.max_tokens - output_tokens
+        if self.terms.max_tokens is not None:
+            tokens_left = self.terms.max_tokens - output_tokens
         return _Remainder(
             token_ids=[*progress.prompt_ids, *progress.output_ids],
             output_tokens=output_tokens,
@@ -387,7 +391,7 @@ class Continuation:
             max_tokens, remainder.tokens_left or failover.default_max_tokens
         )
         request = _request_to_continue(
-            self.request, self.continuable, remainder, max_tokens=max_tokens
+            self.request, self.terms, remainder, max_tokens=max_tokens
         )
         query = replace(
             self.decision.query, prompt_tokens=length, max_tokens=expected_tokens
@@ -428,13 +432,11 @@ class Continuation:
 
     def _is_continuable(self) -> bool:
         progress = self.progress
-        continuable = self.continuable
-        if not progress.continuable or not progress.prompt_ids:
+        terms = self.terms
+        if not progress.is_continuable or not progress.prompt_ids:
             return False
         # Below min_tokens, nobody knows which of the next engine's tokens is the first that may complete a stop string.
-        return not continuable.stops or continuable.min_tokens <= len(
-            progress.output_ids
-        )
+        return not terms.stops or terms.min_tokens <= len(progress.output_ids)
 
     def _replicas_to_ask(self, failed_replica_id: str) -> list[Replica]:
         """Return the ready replicas, and last the one that has failed: only its connection may have failed."""
@@ -561,7 +563,7 @@ class Continuation:
 
 async def _flow(part: EngineStream, seam: _Seam, drain: Drain) -> None:
     """Pass on an engine's part of an answer, to its end or to a stop string that begins before it."""
-    while not await part.flow(seam.feed) and seam.joiner.stopped is None:
+    while not await part.flow(seam.receive) and seam.joiner.stopped is None:
         await drain()
     await part.aclose()
 
@@ -590,23 +592,21 @@ def _readings(text: str, context_text: str | None) -> tuple[str, ...]:
 
 def _request_to_continue(
     origin: EngineRequest,
-    continuable: Continuable,
+    terms: ContinuationTerms,
     remainder: _Remainder,
     max_tokens: int,
 ) -> EngineRequest:
     """Return the request to the next engine: to complete the ids of the prompt and of the output so far."""
-    sampling = dict(continuable.sampling)
+    sampling = dict(terms.sampling)
     if "min_tokens" in sampling:
-        sampling["min_tokens"] = max(
-            continuable.min_tokens - remainder.output_tokens, 0
-        )
+        sampling["min_tokens"] = max(terms.min_tokens - remainder.output_tokens, 0)
     return EngineRequest(
         document={**sampling, "prompt": remainder.token_ids, "max_tokens": max_tokens},
         path="/v1/completions",
         operation="text_completion",
         request_id=f"{origin.request_id}-c{remainder.number}",
         # above new requests of its class: its caller is in the middle of an answer
-        priority=continuable.priority - 1,
+        priority=terms.priority - 1,
         asks_token_ids=True,
         adapter=origin.adapter,
         continued_tokens=remainder.output_tokens,

@@ -211,12 +211,15 @@ class Pipeline:
             active.decision, engine_request, sent_at, lease=grant.lease
         )
         active.answer = answer
-        if isinstance(answer, EngineStream) and engine_request.continuable is not None:
+        if (
+            isinstance(answer, EngineStream)
+            and engine_request.continuation_terms is not None
+        ):
             continuation = Continuation(
                 failover=self.failover,
                 decision=active.decision,
                 request=engine_request,
-                continuable=engine_request.continuable,
+                terms=engine_request.continuation_terms,
                 progress=answer.progress,
             )
             answer.continuation = continuation.relay

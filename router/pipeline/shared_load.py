@@ -39,11 +39,11 @@ from tiers.replica import PeerLoad, Replica, SlotShare
 from tiers.spec import ReplicaStatus, TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
-EVERY_S = 0.5  # between two reports
+REPORT_INTERVAL_S = 0.5  # between two reports
 WAITING_POLL_S = 0.1  # between two checks for requests that have begun to wait
-LIFE_S = 3  # a report counts for so long
-RISE_EVERY_S = 1.0  # without Redis, between two rises by a slot
-TURN_S = 5  # between two rotations of the slots of an uneven rest
+REPORT_LIFETIME_S = 3  # a report counts for so long
+RISE_INTERVAL_S = 1.0  # without Redis, between two rises by a slot
+ROTATION_INTERVAL_S = 5  # between two rotations of the slots of an uneven rest
 ROUTERS = "qarr:{fleet}:routers:2"  # the number changes with what is in it
 
 
@@ -139,7 +139,13 @@ class SharedLoad:
             # if Redis' clock was set ahead, the first attempt is in vain, but learns its time
             for _ in range(2):
                 until = await self._link.time_at(began + REDIS_TIMEOUT_S, ROUTERS)
-                args = [self._id, until, LIFE_S, TURN_S, to_json(reports)]
+                args = [
+                    self._id,
+                    until,
+                    REPORT_LIFETIME_S,
+                    ROTATION_INTERVAL_S,
+                    to_json(reports),
+                ]
                 redis_time, content = await self._link.run(
                     self._exchange, [ROUTERS], args
                 )
@@ -153,7 +159,9 @@ class SharedLoad:
         if self._is_cut_off:
             self._link.state.recover()
             log.info("redis serves again: the load of other routers counts again")
-        return self._take(reports, answers, began + LIFE_S, are_all_known=are_all_known)
+        return self._take(
+            reports, answers, began + REPORT_LIFETIME_S, are_all_known=are_all_known
+        )
 
     def _reports(self, now: float) -> dict[str, _Report]:
         """Return this router's load on each replica, by the replica's URL."""
@@ -241,7 +249,7 @@ class SharedLoad:
         has_served = self._link.state.serves
         self._link.state.fail(error)
         if has_served:
-            self._rise_at = now + LIFE_S
+            self._rise_at = now + REPORT_LIFETIME_S
             log.warning(
                 "redis does not serve (%s): each router goes by its own view",
                 outage(error),
@@ -251,13 +259,13 @@ class SharedLoad:
             return
         may_rise = now >= self._rise_at
         if may_rise:
-            self._rise_at = now + RISE_EVERY_S
+            self._rise_at = now + RISE_INTERVAL_S
         for replica in self._fleet.replicas:
             if replica.others.share is not None:
                 slots = self._slots_without_redis(
                     replica, replica.others.share, may_rise=may_rise
                 )
-                replica.note_share(SlotShare(slots, now + LIFE_S))
+                replica.note_share(SlotShare(slots, now + REPORT_LIFETIME_S))
 
     def _slots_without_redis(
         self, replica: Replica, share: SlotShare, *, may_rise: bool
@@ -285,7 +293,7 @@ class SharedLoad:
 
     async def _pause(self) -> None:
         """Wait until the next report is due: soon if requests have begun to wait for slots that others may have."""
-        until = time.monotonic() + EVERY_S
+        until = time.monotonic() + REPORT_INTERVAL_S
         while time.monotonic() < until:
             await asyncio.sleep(WAITING_POLL_S)
             self._fleet.refresh(time.monotonic())

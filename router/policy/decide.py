@@ -365,7 +365,7 @@ def _check_context(spec: TierSpec, query: RoutingQuery) -> Obstacle | None:
     return Refusal.TOO_LONG
 
 
-def longest_context(query: RoutingQuery, fleet: FleetSnapshot) -> int:
+def longest_context_for(query: RoutingQuery, fleet: FleetSnapshot) -> int:
     """Return the longest context of the tiers that may serve a request of any length; of those that are ready, if any is.
 
     Neither load nor bounds count. 0: no tier may.
@@ -396,7 +396,7 @@ def within_context(query: RoutingQuery, fleet: FleetSnapshot) -> RoutingQuery:
         [tier.spec.max_model_len for tier in fleet.tiers]
     ):
         return query
-    tokens_left = longest_context(query, fleet) - query.prompt_tokens
+    tokens_left = longest_context_for(query, fleet) - query.prompt_tokens
     return replace(query, max_tokens=max(min(query.max_tokens, tokens_left), 1))
 
 
@@ -615,10 +615,10 @@ def _basis(
     if chosen.loss.mean > negligible_loss:
         if len(fit) > 1:
             return Basis.BUDGET
-        return Basis.LEAST_LOSS
+        return Basis.MIN_LOSS
     rivals = [estimate for estimate in acceptable if estimate is not chosen]
     if all(rival.loss.mean > negligible_loss for rival in rivals):
-        return Basis.LEAST_LOSS
+        return Basis.MIN_LOSS
     return Basis.NEGLIGIBLE
 
 
@@ -781,19 +781,19 @@ def _refuse(
     refusal = Refusal.SLA_UNMET
     if not is_possible:
         refusal = _likeliest_to_pass(configured)
-    longest_context = None
+    exceeded_context = None
     # Contexts are worth naming if no tier could serve the request as it is, whatever the load.
     if all(estimate.obstacle in CALLERS_OWN for estimate in configured):
-        longest_context = _longest_exceeded(comparison.considered, tiers)
+        exceeded_context = _longest_exceeded(comparison.considered, tiers)
     return Decision(
         tier=None,
-        reason=refusal_reason(comparison, longest_context),
+        reason=refusal_reason(comparison, exceeded_context),
         query=comparison.query,
         comparison=comparison,
         basis=Basis.REFUSED,
         refusal=refusal,
         retry_after_s=min(waits_s, default=None),
-        longest_context=longest_context,
+        exceeded_context=exceeded_context,
     )
 
 

@@ -202,7 +202,7 @@ class Basis(StrEnum):
 
     HINT = "hint"
     SORT = "sort"
-    LEAST_LOSS = "least_loss"
+    MIN_LOSS = "least_loss"
     NEGLIGIBLE = "negligible"
     BUDGET = "budget"
     SMALL_TALK = "small_talk"
@@ -424,8 +424,8 @@ class Decision(Struct, frozen=True):
         degraded: What the request asks for or its class needs, and is not expected, or not known, to get.
         refusal: Why there is no tier; None where there is one.
         retry_after_s: Of a refusal: predicted seconds until it could be served; None: never, as far as is known.
-        longest_context: The tokens that the longest context takes of the tiers that the request is too long for; None: it is
-            not refused for that alone.
+        exceeded_context: The longest context of the tiers that the request is too long for, in tokens; None: it is not
+            refused for that alone.
         are_times_impossible: It is served though no tier meets its bounds on times at any load.
     """
 
@@ -437,7 +437,7 @@ class Decision(Struct, frozen=True):
     degraded: tuple[Degraded, ...] = ()
     refusal: Refusal | None = None
     retry_after_s: float | None = None
-    longest_context: int | None = None
+    exceeded_context: int | None = None
     are_times_impossible: bool = False
 
     def estimate(self, tier: TierName) -> TierEstimate:

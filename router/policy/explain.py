@@ -48,10 +48,27 @@ def verdict(comparison: TierComparison, estimate: TierEstimate) -> str:
         return _against(comparison, estimate)
     if chosen is None:
         return "not asked for"
+    sort = comparison.query.sort
+    if comparison.basis is Basis.SORT and sort is not None:
+        return f"would do, {_sort_comparison(estimate, chosen, sort)}"
     if estimate.loss.mean > estimate.allowed_loss and comparison.scarcity < 1:
         wrong_share = of_100(estimate.loss.stated_high)
         return f"may get up to {wrong_share} answers wrong, and engine time is not scarce enough for that"
     return f"would do, {_comparison(estimate, chosen)}"
+
+
+def _sort_comparison(estimate: TierEstimate, chosen: TierEstimate, sort: Sort) -> str:
+    """Return why a tier was not taken by the order that the request asks for, to follow "would do"."""
+    value = estimate.order(sort)
+    if value < math.inf:
+        chosen_value = chosen.order(sort)
+        unit = SORTED_BY[sort]
+        return (
+            f"but {value:.2g} {unit} are expected, of {chosen.tier} {chosen_value:.2g}"
+        )
+    if chosen.order(sort) < math.inf:
+        return "but its speed is not measured"
+    return f"but {chosen.tier} was taken: neither's speed is measured"
 
 
 def _comparison(estimate: TierEstimate, chosen: TierEstimate) -> str:
@@ -91,12 +108,12 @@ def reason(comparison: TierComparison, chosen: TierEstimate) -> str:
     return text
 
 
-def refusal_reason(comparison: TierComparison, longest_context: int | None) -> str:
+def refusal_reason(comparison: TierComparison, exceeded_context: int | None) -> str:
     """Return why no tier serves a request, for a person.
 
     Args:
         comparison: The tiers as they were compared.
-        longest_context: Of the tiers for which the request alone is too long, in tokens; None: there are others, or none.
+        exceeded_context: Of the tiers for which the request alone is too long, in tokens; None: there are others, or none.
     """
     verdicts = [
         f"{estimate.tier} {verdict(comparison, estimate)}"
@@ -109,10 +126,10 @@ def refusal_reason(comparison: TierComparison, longest_context: int | None) -> s
     if comparison.query.require and suitable_tiers:
         suitable = " and ".join(suitable_tiers)
         text += f"; {suitable} can, and tier_policy 'prefer' lets another tier serve"
-    if longest_context is None:
+    if exceeded_context is None:
         return text
     # Libraries know these words.
-    return f"This model's maximum context length is {longest_context} tokens: {text}"
+    return f"This model's maximum context length is {exceeded_context} tokens: {text}"
 
 
 def _why(comparison: TierComparison, chosen: TierEstimate) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # size of the smallest models whose losses are published by task
 PUBLISHED_PARAMETERS = 7e9
 SIZE_EXPONENT = 0.2261
-MOST_STEPS = 1.0  # a task counts as at most so many steps more complex
+MAX_STEPS = 1.0  # a task counts as at most so many steps more complex
 LARGEST_MEAN = 0.5  # share of answers: no precision that is served loses more than half
 
 
@@ -84,7 +84,7 @@ def _mean(row: str, kind: Kind, parameters: float | None) -> float:
     if parameters is None or parameters >= PUBLISHED_PARAMETERS:
         return own_loss
     harder_loss = by_complexity[min(position + 1, len(by_complexity) - 1)]
-    step = min(_decades_below(parameters), MOST_STEPS)
+    step = min(_decades_below(parameters), MAX_STEPS)
     growth: float = (PUBLISHED_PARAMETERS / parameters) ** SIZE_EXPONENT
     return _between(own_loss, harder_loss, step) * growth
 

@@ -47,7 +47,7 @@ PROFILE_POLL_S = 2.0
 # A kind is too hard for the model, and is measured no further, if of this many tasks a precision gets fewer than one right.
 HOPELESS = 10
 # Share of answers. A larger bound is likely to be meant as a share of tokens, which earlier releases counted.
-MOST_MEANT = 0.05
+MAX_MEANT = 0.05
 POINTLESS_BATCH = 4  # speeds are compared for a lone sequence, and for so many at once
 WHERE_IT_PAYS = (
     "That is usual for small models on a CPU; on a GPU reading the weights takes most of the time, so fewer bits are "
@@ -351,7 +351,7 @@ def policy_table(
 
 
 def _warn_of_large_bound(name: str, bound: float) -> None:
-    if bound > MOST_MEANT:
+    if bound > MAX_MEANT:
         log.warning(
             "%s = %g lets %s answers get worse: it counts answers, not tokens",
             name,

@@ -21,7 +21,7 @@ from tiers.speed import ReplicaLoad, SpeedModel
 # An answer whose tokens took less than this share of the smallest batch's median time came in one piece.
 BUNCHED = 0.1
 KNEE_PAYS = 0.7  # a knee must reduce the line's squared error to less than this share
-LEAST_VALUES = 2  # batches, and prompt lengths, that a fit needs
+MIN_VALUES = 2  # batches, and prompt lengths, that a fit needs
 
 
 class TimePrediction(NamedTuple):
@@ -134,7 +134,7 @@ def _fit_alone(
     ]
     batches = {sample.batch for sample in decoded_samples}
     lengths = {sample.prompt_tokens for sample in prefilled_samples}
-    if len(batches) < LEAST_VALUES or len(lengths) < LEAST_VALUES:
+    if len(batches) < MIN_VALUES or len(lengths) < MIN_VALUES:
         raise ProfileError(
             f"too few samples of {tier}: no two batches, or no two prompt lengths"
         )

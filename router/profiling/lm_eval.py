@@ -32,7 +32,7 @@ from tiers.spec import TierName
 SAMPLES_FILE = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 CLASSES = Path(__file__).with_name("lm_eval_classes.toml")
 # The description of a profile names its tasks if they are no more than this; otherwise it says only how many there are.
-MOST_NAMED_TASKS = 8
+MAX_NAMED_TASKS = 8
 HALF = 0.5  # a metric above it calls an answer right
 # Metrics that tell whether an answer is right, the strictest first.
 STRICT = "exact_match pass@1 pass_at_1 prompt_level_strict_acc acc em exact contains acc_norm"
@@ -188,7 +188,7 @@ def _count_unpaired(tier: TierName, answers: AnswersByTask) -> int:
 def _describe_tasks(answers: Iterable[tuple[TierName, str]]) -> str:
     """Name the harness tasks that were answered, or say how many if they are many."""
     task_names = {task.split(" ")[0] for _, task in answers}
-    if len(task_names) > MOST_NAMED_TASKS:
+    if len(task_names) > MAX_NAMED_TASKS:
         return f"{len(task_names)} tasks"
     return ", ".join(sorted(task_names))
 

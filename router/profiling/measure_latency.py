@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 from router.policy.profiles import LatencyProfile, ProfileError, SpeedSample
-from router.profiling.fit_latency import LEAST_VALUES, fit_tiers
+from router.profiling.fit_latency import MIN_VALUES, fit_tiers
 from router.profiling.measuring_client import (
     FleetState,
     MeasuringClient,
@@ -297,7 +297,7 @@ class _LatencyMeasurement:
         self, length: int, measured_ttfts: list[tuple[int, float]], end_s: float
     ) -> bool:
         """Tell whether a prompt is expected to take too long, by the two lengths before it, which are always measured."""
-        if len(measured_ttfts) < LEAST_VALUES:
+        if len(measured_ttfts) < MIN_VALUES:
             return False
         shorter, shorter_ms = measured_ttfts[-2]
         longer, longer_ms = measured_ttfts[-1]
@@ -320,7 +320,7 @@ class _LatencyMeasurement:
         for number, batch in enumerate(BATCHES):
             if batch > self._fleet.tiers[tier].max_num_seqs:
                 break
-            is_needed = number < LEAST_VALUES
+            is_needed = number < MIN_VALUES
             if not is_needed and self._spent_s + self._plan.step_s > end_s:
                 break
             # A larger batch is slower: one of 8 is expected to need twice as long.

@@ -68,5 +68,8 @@ def allow_files(connections: int) -> None:
         log.warning(
             "this process may open %d files, and server.max_connections = %d needs %d: it takes %d connections; raise the "
             "limit (ulimit -n) or lower the setting",
-            wanted, connections, needed, ConnectionLimit.of(connections, wanted).served,
-        )  # fmt: skip
+            wanted,
+            connections,
+            needed,
+            ConnectionLimit.of(connections, wanted).served,
+        )

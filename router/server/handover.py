@@ -29,7 +29,7 @@ HELLO = b"take over 1\n"
 READY = b"ready\n"
 LEAVING = b"leaving\n"
 TAKEN = b"taken\n"
-MOST_PEERS = 16  # New routers that may be connected at once.
+MAX_PEERS = 16  # New routers that may be connected at once.
 ANSWER_S = 10.0  # The old router answers at once, or never.
 MAX_LINE_BYTES = 200
 _CREDENTIALS = struct.Struct("3i")  # ``ucred`` of <linux/socket.h>: pid, uid, gid.
@@ -149,7 +149,7 @@ def _listening_at(path: Path) -> socket.socket:
         own_path.unlink(missing_ok=True)
         control.bind(str(own_path))
         own_path.chmod(0o600)
-        control.listen(MOST_PEERS)
+        control.listen(MAX_PEERS)
         own_path.replace(path)
     except OSError:
         control.close()
@@ -182,7 +182,7 @@ class _Handover:
         loop = asyncio.get_running_loop()
         while True:
             connection, _ = await loop.sock_accept(self._control)
-            if len(self.peers) >= MOST_PEERS:
+            if len(self.peers) >= MAX_PEERS:
                 next(iter(self.peers)).cancel()
             task = asyncio.create_task(
                 self._answer(connection), name="hand over to one"

@@ -109,5 +109,6 @@ class Listener:
             self._warned_at = now
             log.warning(
                 "new connections wait (%s): if there are too few files, raise the limit (ulimit -n) or lower "
-                "server.max_connections", why,
-            )  # fmt: skip
+                "server.max_connections",
+                why,
+            )

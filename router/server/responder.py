@@ -184,7 +184,7 @@ class Responder:
         """Send a comment in a stream that has begun, unless its client takes no more."""
         cycle = self.cycle
         if self.streams and not cycle.flow.write_paused and not cycle.response_complete:
-            self.feed((KEEP_ALIVE,))
+            self.write((KEEP_ALIVE,))
 
     def _stop_silence_timer(self) -> None:
         if self._silence_timer is not None:
@@ -202,7 +202,7 @@ class Responder:
         if self._early_stream is not None:
             await asyncio.wait({self._early_stream})
 
-    def feed(self, events: Sequence[bytes]) -> bool:
+    def write(self, events: Sequence[bytes]) -> bool:
         """Send events of a stream that has begun, its head with the first; tell whether the client takes more now."""
         cycle = self.cycle
         if cycle.disconnected:

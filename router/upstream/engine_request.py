@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pydantic_core import to_json
 
 from router.upstream.json_object import JsonObject, NotJsonError, as_integer
-from router.upstream.progress import Continuable
+from router.upstream.progress import ContinuationTerms
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
 from tiers.replica import Replica
 
@@ -30,18 +30,55 @@ _NUMBERS = {
 }
 # Members of a request that say how tokens are chosen: they hold for its continuation as well.
 _SAMPLING = {
-    "allowed_token_ids", "bad_words", "cache_salt", "frequency_penalty", "ignore_eos", "include_stop_str_in_output",
-    "logit_bias", "min_p", "min_tokens", "presence_penalty", "repetition_detection", "repetition_penalty", "seed",
-    "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids", "temperature", "top_k",
-    "top_p", "vllm_xargs", "watermarking",
-}  # fmt: skip
+    "allowed_token_ids",
+    "bad_words",
+    "cache_salt",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_detection",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+    "vllm_xargs",
+    "watermarking",
+}
 # Members with which an answer cannot be continued: they give it a structure, or it tells more than text.
 _NOT_CONTINUABLE = {
-    "echo", "ec_transfer_params", "functions", "guided_choice", "guided_decoding_backend", "guided_grammar",
-    "guided_json", "guided_regex", "kv_transfer_params", "logprob_token_ids", "logprobs", "mm_payload",
-    "prompt_embeds", "prompt_logprobs", "return_prompt_text", "return_token_ids", "return_token_offsets",
-    "return_tokens_as_token_ids", "structured_outputs", "suffix", "tools", "top_logprobs", "use_beam_search",
-}  # fmt: skip
+    "echo",
+    "ec_transfer_params",
+    "functions",
+    "guided_choice",
+    "guided_decoding_backend",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "kv_transfer_params",
+    "logprob_token_ids",
+    "logprobs",
+    "mm_payload",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "return_prompt_text",
+    "return_token_ids",
+    "return_token_offsets",
+    "return_tokens_as_token_ids",
+    "structured_outputs",
+    "suffix",
+    "tools",
+    "top_logprobs",
+    "use_beam_search",
+}
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
@@ -61,7 +98,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
             text.
         may_be_silent: Whether an engine may compute for minutes without a word, as for a tool call.
         implied: Members of a document of our own that its caller has not asked for.
-        continuable: What another engine needs to go on with a broken answer; None: none may.
+        continuation_terms: What another engine needs to go on with a broken answer; None: none may.
         adapter: The LoRA adapter that answers; None: the model itself.
         continued_tokens: Tokens of the answer so far, if this goes on with one.
     """
@@ -79,7 +116,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     asks_token_ids: bool = False
     may_be_silent: bool = False
     implied: tuple[str, ...] = ()
-    continuable: Continuable | None = None
+    continuation_terms: ContinuationTerms | None = None
     adapter: str | None = None
     continued_tokens: int = 0
 
@@ -101,15 +138,15 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
             or self.document["max_tokens"] == max_tokens
         ):
             return self
-        continuable = (
+        continuation_terms = (
             None
-            if self.continuable is None
-            else replace(self.continuable, max_tokens=max_tokens)
+            if self.continuation_terms is None
+            else replace(self.continuation_terms, max_tokens=max_tokens)
         )
         return replace(
             self,
             document={**self.document, "max_tokens": max_tokens},
-            continuable=continuable,
+            continuation_terms=continuation_terms,
         )
 
     def body(self, replica: Replica) -> bytes:
@@ -204,9 +241,9 @@ def messages_in(document: JsonObject) -> Sequence[Any] | None:
     return None
 
 
-def continuable_of(
+def continuation_terms_of(
     document: JsonObject, priority: int, *, choices: int, chat: bool
-) -> Continuable | None:
+) -> ContinuationTerms | None:
     """Return what continuing the streamed answer of a request needs; None where it must not be continued."""
     if choices != 1 or not _has_plain_answer(document):
         return None
@@ -221,7 +258,7 @@ def continuable_of(
         for name, value in document.values.items()
         if name in _SAMPLING and value is not None
     }
-    return Continuable(max_tokens, sampling, priority)
+    return ContinuationTerms(max_tokens, sampling, priority)
 
 
 def _has_plain_answer(document: JsonObject) -> bool:

@@ -37,7 +37,7 @@ from tiers.replica import SentPrompt
 from tiers.spec import TierName, TierSpec
 
 # receives events that came together; tells whether it takes more now
-Feed = Callable[[Sequence[Chunk]], bool]
+ReceiveChunks = Callable[[Sequence[Chunk]], bool]
 Drain = Callable[[], Awaitable[None]]  # waits until the receiver takes more
 
 NOTED_EVERY_S = 0.1  # noting each chunk by itself costs twice as much
@@ -229,14 +229,18 @@ class EngineStream(EngineAnswer):
 
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
         super().__init__(attempt)
-        self.continuable = request.continuable is not None
+        self.may_be_continued = request.continuation_terms is not None
         self.continuation: (
-            Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]]
+            Callable[
+                [EngineStream, EngineBrokeError, ReceiveChunks, Drain], Awaitable[None]
+            ]
             | None
         ) = None
         self.failed_over = False
         characters_held_back = (
-            0 if request.continuable is None else request.continuable.held_back
+            0
+            if request.continuation_terms is None
+            else request.continuation_terms.held_back
         )
         self._progress = AnswerProgress(characters_held_back)
         self._unnoted: list[Chunk] = []  # chunks that are not in ``_progress`` yet
@@ -248,7 +252,9 @@ class EngineStream(EngineAnswer):
         self._parser = EventParser(request.answers)
         self._phase = StreamPhase.OPENING
         self._held_chunks: list[Chunk] = []  # chunks that no receiver has got yet
-        self._receive: Feed | None = None  # the receiver, while the answer is relayed
+        self._pass_on: ReceiveChunks | None = (
+            None  # the receiver, while the answer is relayed
+        )
         self._receiver_errors: list[Exception] = []  # at most one
         # whether an event of the answer has come, whatever it holds
         self._has_events = False
@@ -299,12 +305,14 @@ class EngineStream(EngineAnswer):
         """Tell whether another engine could go on from what has come: it needs the prompt's ids, and text alone."""
         progress = self.progress
         return (
-            self.continuable and progress.continuable and len(progress.prompt_ids) > 0
+            self.may_be_continued
+            and progress.is_continuable
+            and len(progress.prompt_ids) > 0
         )
 
     async def _pump(self) -> None:
-        """Let ``feed`` have what the engine sends, until it wants no more or the stream has ended."""
-        has_body_ended = await self._body.pump(self.feed)
+        """Let ``receive`` have what the engine sends, until it wants no more or the stream has ended."""
+        has_body_ended = await self._body.pump(self.receive)
         if has_body_ended and not self._parser.ended:
             raise EngineBrokeError(ENDED_EARLY)
 
@@ -327,7 +335,7 @@ class EngineStream(EngineAnswer):
             self._was_silent = True
         return patience_s
 
-    async def relay(self, receive: Feed, drain: Drain) -> None:
+    async def relay(self, receive: ReceiveChunks, drain: Drain) -> None:
         """Let ``receive`` have all of it as it comes, from whichever engine; return after its end.
 
         ``EngineBrokeError``: the engine failed, or no token came in time, and no other could go on.
@@ -344,7 +352,7 @@ class EngineStream(EngineAnswer):
         finally:
             del broken  # break the reference cycle between the exception and this frame
 
-    async def flow(self, receive: Feed) -> bool:
+    async def flow(self, receive: ReceiveChunks) -> bool:
         """Let ``receive`` have what this engine sends, as it comes; False: it takes no more now, True: that was the end.
 
         ``EngineBrokeError``: the engine failed, or no token came in time. What came before was passed on.
@@ -357,12 +365,12 @@ class EngineStream(EngineAnswer):
                 return False
         if not parser.ended:
             self._phase = StreamPhase.RELAYING
-            self._receive = receive
+            self._pass_on = receive
             try:
                 await self._pump()
             finally:
                 # break the reference cycle: the receiver leads back here
-                self._receive = None
+                self._pass_on = None
         if self._receiver_errors:
             raise self._receiver_errors.pop()
         parser.check()
@@ -374,7 +382,7 @@ class EngineStream(EngineAnswer):
         self.complete = True
         return True
 
-    def feed(self, data: bytes) -> bool:
+    def receive(self, data: bytes) -> bool:
         """Parse a part of the stream, note what it holds, and hold it back or pass it on; tell whether to go on now.
 
         It runs for each token, so what is noted of a chunk is noted here, in one loop.
@@ -394,7 +402,7 @@ class EngineStream(EngineAnswer):
                 # an engine that does not tell its tokens sends about one at a time
                 chunk_tokens = chunk_tokens or 1
             tokens += chunk_tokens
-        if self.continuable:
+        if self.may_be_continued:
             self._unnoted += chunks
         if tokens and not self.usage:
             self.output_tokens += tokens
@@ -437,19 +445,19 @@ class EngineStream(EngineAnswer):
             if now >= self._note_at:
                 self._report_tokens(now)
                 self._note_progress()
-        assert self._receive is not None
+        assert self._pass_on is not None
         try:
-            return self._receive(chunks) and not self._parser.ended
+            return self._pass_on(chunks) and not self._parser.ended
         except Exception as error:  # noqa: BLE001  raised in ``flow``: the engine's connection is not to blame
             self._receiver_errors.append(error)
             return False
 
     async def _fail_over(
-        self, broken: EngineBrokeError, receive: Feed, drain: Drain
+        self, broken: EngineBrokeError, receive: ReceiveChunks, drain: Drain
     ) -> None:
         """Let other engines go on with the answer; raise ``broken``, or what broke last, if none can."""
         progress = self.progress
-        if self.continuation is None or not self.continuable:
+        if self.continuation is None or not self.may_be_continued:
             raise broken
         self.failed_over = True
 

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 # depth of lists and objects that the parser of our own bodies (jiter) and vLLM's allow
-MOST_NESTED = 200
+MAX_NESTED = 200
 
 
 def read_json(text: bytes | str) -> Any:
@@ -86,10 +86,10 @@ class JsonObject:
         if not isinstance(values, dict):
             raise NotJsonError("not a JSON object")
         if (
-            body.count(b"[") + body.count(b"{") > MOST_NESTED
-            and _nested(values.values()) >= MOST_NESTED
+            body.count(b"[") + body.count(b"{") > MAX_NESTED
+            and _nested(values.values()) >= MAX_NESTED
         ):
-            raise NotJsonError(f"nested more than {MOST_NESTED} deep")
+            raise NotJsonError(f"nested more than {MAX_NESTED} deep")
         return JsonObject(body, values)
 
     @cached_property

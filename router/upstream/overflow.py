@@ -23,7 +23,6 @@ from pydantic_core import to_json
 
 from router.telemetry.record import Hop
 from router.telemetry.tracing import Telemetry
-from router.upstream.client import MAX_ERROR_BYTES, give_up, status_error
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import (
     Attempt,
@@ -44,26 +43,55 @@ from router.upstream.json_object import JsonObject, read_json
 from router.upstream.settings import OverflowSettings, UpstreamSettings
 from router.upstream.sse import COMPLETION_FORMAT, WholeAnswer, decoded
 from router.upstream.transport import Body, EngineTransport, Origin, body_of, json_post
+from router.upstream.upstream import MAX_ERROR_BYTES, give_up, status_error
 from tiers.breaker import Breaker
 from tiers.spec import OVERFLOW, TierName, TierSpec
 
 _SHARED = {
-    "frequency_penalty", "logprobs", "max_tokens", "model", "n", "presence_penalty", "seed", "stop", "stream",
-    "stream_options", "temperature", "top_p",
-}  # fmt: skip
+    "frequency_penalty",
+    "logprobs",
+    "max_tokens",
+    "model",
+    "n",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+}
 _CHAT = _SHARED | {
-    "function_call", "functions", "max_completion_tokens", "messages", "parallel_tool_calls", "reasoning_effort",
-    "response_format", "tool_choice", "tools", "top_logprobs", "verbosity",
-}  # fmt: skip
+    "function_call",
+    "functions",
+    "max_completion_tokens",
+    "messages",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "response_format",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "verbosity",
+}
 # A chat's limit of output tokens, by its present name, which OpenAI's newer models insist on, and by its older one.
 LIMIT = "max_completion_tokens"
 OLDER_LIMIT = "max_tokens"
 _COMPLETION = _SHARED | {"best_of", "echo", "prompt", "suffix"}
 # Members without effect on the answer; some tell who asks, make the server keep the answer, or change what it costs.
 _LEFT_OUT = {
-    "cache_salt", "metadata", "priority", "prompt_cache_key", "provider", "qarr", "request_id", "safety_identifier",
-    "service_tier", "store", "user",
-}  # fmt: skip
+    "cache_salt",
+    "metadata",
+    "priority",
+    "prompt_cache_key",
+    "provider",
+    "qarr",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
 # Values of vLLM's parameters that change nothing (vLLM 0.32, SamplingParams and its OpenAI protocol).
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -486,5 +514,5 @@ def _codes_of(status: int, content: bytes) -> str:
 
 def _stream(attempt: Attempt, request: EngineRequest) -> EngineStream:
     answer = EngineStream(attempt, request)
-    answer.continuable = False
+    answer.may_be_continued = False
     return answer

@@ -40,7 +40,7 @@ class AnswerProgress:
         output_ids: Ids of all tokens that came.
         received_characters: Characters that came.
         finish_reason: Why the answer ended; None: it is not known yet.
-        continuable: Whether what came so far can be continued.
+        is_continuable: Whether what came so far can be continued.
         counted: Whether the engine has told the tokens of all that came.
         silent: Tokens that came alone and without any text, by their number: parts of characters, and special ones.
         begun: Where the engine that computes has begun.
@@ -51,7 +51,7 @@ class AnswerProgress:
     output_ids: array[int] = field(default_factory=_no_ids)
     received_characters: int = 0
     finish_reason: str | None = None
-    continuable: bool = True
+    is_continuable: bool = True
     counted: bool = True
     silent: list[int] = field(default_factory=list)
     begun: Point = BEGINNING
@@ -130,7 +130,7 @@ class AnswerProgress:
 
         ``counted``: the engine has told the tokens of that output.
         """
-        self.continuable = False
+        self.is_continuable = False
         self.counted = self.counted and counted
 
     def rest_at(self, tokens: int, text: str) -> None:
@@ -167,7 +167,7 @@ class AnswerProgress:
         }
 
 
-class Continuable(Struct, frozen=True):
+class ContinuationTerms(Struct, frozen=True):
     """What a request says of its answer's continuation.
 
     Attributes:

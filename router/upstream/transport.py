@@ -93,10 +93,28 @@ class Body(httpx.AsyncByteStream):
     """
 
     __slots__ = (
-        "_connection", "_head_only", "buffered", "complete", "ended_at", "ends_at_close", "fault", "from_sending",
-        "headers", "on_body", "over", "parser", "parts", "patience", "read_timeout_s", "reusable", "sink", "status",
-        "timer", "waiter", "waiting_since",
-    )  # fmt: skip
+        "_connection",
+        "_head_only",
+        "buffered",
+        "complete",
+        "ended_at",
+        "ends_at_close",
+        "fault",
+        "from_sending",
+        "headers",
+        "on_body",
+        "over",
+        "parser",
+        "parts",
+        "patience",
+        "read_timeout_s",
+        "reusable",
+        "sink",
+        "status",
+        "timer",
+        "waiter",
+        "waiting_since",
+    )
 
     def __init__(
         self, connection: Connection, *, head_only: bool, limit_s: float | None
@@ -547,7 +565,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
     ) -> None:
         self._idle: dict[Origin, deque[Connection]] = {}
         self._connections: set[Connection] = set()
-        self._slots = asyncio.Semaphore(max_requests) if max_requests else None
+        self._permits = asyncio.Semaphore(max_requests) if max_requests else None
         self._max_requests = max_requests
         self._closed_old_at = 0.0
         self._ca = ca
@@ -563,9 +581,9 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     def allow(self, max_requests: int) -> None:
         """Raise the bound on requests at once; a lower one changes nothing."""
-        if self._slots is not None:
+        if self._permits is not None:
             for _ in range(max_requests - self._max_requests):
-                self._slots.release()
+                self._permits.release()
             self._max_requests = max(max_requests, self._max_requests)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -601,12 +619,12 @@ class EngineTransport(httpx.AsyncBaseTransport):
         """
         if self._closed:
             raise RuntimeError("the transport is closed")
-        slots = self._slots
-        if slots is not None:
-            if slots.locked():
-                await self._wait_for_slot(slots, times.get("pool"))
+        permits = self._permits
+        if permits is not None:
+            if permits.locked():
+                await self._wait_for_permit(permits, times.get("pool"))
             else:
-                await slots.acquire()
+                await permits.acquire()
         read_timeout_s = times.get("read")
         connection: Connection | None = None
         try:
@@ -626,8 +644,8 @@ class EngineTransport(httpx.AsyncBaseTransport):
         except BaseException:
             if connection is not None:
                 self._discard(connection)
-            if slots is not None:
-                slots.release()
+            if permits is not None:
+                permits.release()
             raise
         return answer
 
@@ -670,12 +688,12 @@ class EngineTransport(httpx.AsyncBaseTransport):
             connection.close()
         self._idle.clear()
 
-    async def _wait_for_slot(
-        self, slots: asyncio.Semaphore, limit_s: float | None
+    async def _wait_for_permit(
+        self, permits: asyncio.Semaphore, limit_s: float | None
     ) -> None:
         try:
             async with asyncio.timeout(limit_s):
-                await slots.acquire()
+                await permits.acquire()
         except TimeoutError:
             raise httpx.PoolTimeout(
                 f"no connection was free within {limit_s:g} s"
@@ -758,9 +776,9 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return self._ssl
 
     def _release(self, connection: Connection, *, ended: bool = False) -> None:
-        """Keep a connection for further requests, if it can carry them; ``ended``: its slot went back when it was read."""
-        if self._slots is not None and not ended:
-            self._slots.release()
+        """Keep a connection for further requests, if it can carry them; ``ended``: its permit went back when it was read."""
+        if self._permits is not None and not ended:
+            self._permits.release()
         if not connection.rest():
             return
         if self._closed:

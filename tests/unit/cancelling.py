@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message
 from router.api.endpoint import Answering
 from router.auth.api_keys import add_key
 from router.server.responder import OUT
-from router.upstream.client import PASSED_AT_ONCE
 from router.upstream.transport import ConnectionState
+from router.upstream.upstream import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack
 from tests.unit.sent_responder import SentResponder
@@ -53,7 +53,7 @@ class Taken(SentResponder):
         ):
             self.task = None
 
-    def feed(self, _events: Any) -> bool:
+    def write(self, _events: Any) -> bool:
         return True
 
 

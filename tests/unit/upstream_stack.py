@@ -20,12 +20,12 @@ from router.policy.decision import Decision, RoutingQuery
 from router.policy.table import PolicyStore
 from router.settings import Settings
 from router.telemetry.tracing import Telemetry
-from router.upstream.client import Upstream
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
-from router.upstream.progress import Continuable
+from router.upstream.progress import ContinuationTerms
 from router.upstream.sse import Chunk
 from router.upstream.transport import EngineTransport
+from router.upstream.upstream import Upstream
 from tests import waiting
 from tests.fakes.engine import Behaviour, FakeEngine
 from tests.turned import turned
@@ -60,7 +60,7 @@ HI = EngineRequest(
     priority=0,
     wants_usage=True,
     chat=[{"role": "user", "content": "hi"}],
-    continuable=Continuable(100, {"temperature": 0.0}, 0),
+    continuation_terms=ContinuationTerms(100, {"temperature": 0.0}, 0),
 )
 
 

@@ -47,7 +47,7 @@ BF16_128 = 0x4300
 ROWS_ALIGNED = 16  # ATen's kernel takes output widths that are a multiple of this
 GROUP_SIZES = (32, 64, 128, 256)
 # up to so many rows ATen's int4 kernel is faster than dequantizing: benchmarks/results/kernels.txt
-MOST_ROWS = 48
+MAX_ROWS = 48
 
 E4M3_LARGEST = 448.0
 E4M3_SMALLEST_NORMAL = 2.0**-6  # smaller e4m3 numbers have the spacing of this one
@@ -374,7 +374,7 @@ def int4_kernel() -> type:
             if not self.is_own:
                 return super().apply_weights(layer, x, bias)
             rows = x.reshape(-1, x.shape[-1])
-            if rows.shape[0] > MOST_ROWS:
+            if rows.shape[0] > MAX_ROWS:
                 return self._multiply_many_rows(x, bias)
             packed, offsets, _ = self._get_weight_params(layer)
             product = aten._weight_int4pack_mm_for_cpu(

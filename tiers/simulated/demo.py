@@ -44,7 +44,7 @@ PLAN = (
     "qarr plan --model tests/unit/tiers/sizing/configs/llama-3.1-8b.json --gpus 3xL4 --load 3.5/s --prompt 220 "
     "--output 110 --max-num-seqs 8"
 )
-MOST_PER_S = 100
+MAX_PER_S = 100
 # Between these numbers of sequences a step's time is a straight line.
 SMALL_BATCH = 1
 LARGE_BATCH = 8
@@ -213,10 +213,10 @@ def rate_of(text: str) -> float:
     """
     with contextlib.suppress(ValueError):
         rate = float(text.removesuffix("/s"))
-        if 0 <= rate <= MOST_PER_S:
+        if 0 <= rate <= MAX_PER_S:
             return rate
     raise TierError(
-        f"--load {text}: 0 to {MOST_PER_S} requests a second are allowed, as in 5/s"
+        f"--load {text}: 0 to {MAX_PER_S} requests a second are allowed, as in 5/s"
     )
 
 

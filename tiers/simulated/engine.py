@@ -51,7 +51,7 @@ COMPLETION_TOKENS = 16  # where a request names no limit, as in vLLM
 # The lengths of answers that end by themselves are log-normally distributed.
 MEDIAN_TOKENS = 110
 SPREAD = 0.6  # standard deviation of the logarithm
-MOST_TOKENS = 400
+MAX_TOKENS = 400
 CACHED_EVENTS = 4096
 # If the simulated clock lags by more, the time is given up, and told as lost.
 BEHIND_S = 0.05
@@ -148,7 +148,7 @@ class SimulatedEngine(Surface):
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         chat = request.url.path.endswith("/chat/completions")
-        usual_limit = MOST_TOKENS if chat else COMPLETION_TOKENS
+        usual_limit = MAX_TOKENS if chat else COMPLETION_TOKENS
         max_tokens = int(body.get("max_tokens") or usual_limit)
         usual_tokens = _usual_tokens(body)
         is_cut_off = bool(body.get("ignore_eos")) or max_tokens <= usual_tokens
@@ -283,7 +283,7 @@ def _usual_tokens(body: dict[str, Any]) -> int:
     """Return the length of an answer that ends by itself: as varied as answers are, the same for the same prompt."""
     chance = random.Random(str(body.get("messages", body.get("prompt"))))  # noqa: S311  no secret
     tokens = int(chance.lognormvariate(0, SPREAD) * MEDIAN_TOKENS) + 1
-    return min(tokens, MOST_TOKENS)
+    return min(tokens, MAX_TOKENS)
 
 
 def _text(start: int, tokens: int) -> str:

@@ -3,7 +3,7 @@
 An engine that decodes ``b`` sequences at once computes each one's prompt once, while the others wait. So an answer of ``n``
 tokens takes ``n * step(b) + b * prefill``, and the engine serves ``b`` requests in that time; the time between two tokens is
 that divided by ``n``. ``b`` is the largest batch for which there is KV cache, that the settings allow, and that keeps the
-bounds on TTFT and TPOT. Engines are planned to be busy for ``MOST_BUSY_SHARE`` of the time: arrivals come in bursts.
+bounds on TTFT and TPOT. Engines are planned to be busy for ``MAX_BUSY_SHARE`` of the time: arrivals come in bursts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tiers.sizing.architecture import Architecture
     from tiers.sizing.hardware import GpuKind
 
-MOST_BUSY_SHARE = 0.8
+MAX_BUSY_SHARE = 0.8
 ENGINE_SIZES = (1, 2, 4, 8, 16)  # GPUs of one engine
 
 

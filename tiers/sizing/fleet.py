@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tiers.errors import PlanError
-from tiers.sizing.capacity import MOST_BUSY_SHARE, EnginePlan
+from tiers.sizing.capacity import MAX_BUSY_SHARE, EnginePlan
 from tiers.spec import PRECISIONS, TierName
 
 # An engine that shares a machine and gets a smaller share of the requests is not needed.
-LEAST_SHARE = 1e-6
+MIN_SHARE = 1e-6
 # A fleet for which no load is named is planned for this share of the most that its GPUs carry.
 SHARE_OF_LARGEST = 0.8
 # What a GPU is worth that no load needs, as a share of the answers.
@@ -68,7 +68,7 @@ class EngineType:
     @property
     def rate(self) -> float:
         """Return the requests a second that one engine serves, as busy as planned."""
-        return MOST_BUSY_SHARE * (self.plan.requests_per_s or 0.0)
+        return MAX_BUSY_SHARE * (self.plan.requests_per_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +320,7 @@ class _FleetProgram:
         """Return the fleet that a solution describes."""
         share_by_flow = self._share_by_flow(solution)
         used_flows = [
-            flow for flow, share in share_by_flow.items() if share > LEAST_SHARE
+            flow for flow, share in share_by_flow.items() if share > MIN_SHARE
         ]
         counts = self._counts(solution, {tier for _, tier in used_flows})
         price = sum(engine.price * count for engine, count in counts)

@@ -1,6 +1,6 @@
 """The largest load that GPUs carry: by one precision alone, by any mix within the loss budget, or by given engines.
 
-At the peak of the day engines are as busy as planned (``tiers.sizing.capacity.MOST_BUSY_SHARE``), and each keeps the bounds
+At the peak of the day engines are as busy as planned (``tiers.sizing.capacity.MAX_BUSY_SHARE``), and each keeps the bounds
 on TTFT and TPOT.
 """
 

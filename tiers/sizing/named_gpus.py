@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 GIB_IN_GB = (1 << 30) / 1e9
-MOST_GPUS_OF_A_KIND = 100_000
+MAX_GPUS_OF_A_KIND = 100_000
 _COUNTED = re.compile(
     r"\s*(?:(\d+)\s*[x*]\s*|(\d{1,3})\s+(?=[a-z]))?(\S.*?)\s*", re.IGNORECASE
 )
@@ -202,9 +202,9 @@ def _count_and_name(text: str) -> tuple[int | None, str]:
 
 
 def _checked_count(count: int, where: str) -> int:
-    if not 1 <= count <= MOST_GPUS_OF_A_KIND:
+    if not 1 <= count <= MAX_GPUS_OF_A_KIND:
         raise PlanError(
-            f"{where}: the number of GPUs must be from 1 to {MOST_GPUS_OF_A_KIND:,}; leave it out for as many as are needed"
+            f"{where}: the number of GPUs must be from 1 to {MAX_GPUS_OF_A_KIND:,}; leave it out for as many as are needed"
         )
     return count
 

@@ -18,8 +18,8 @@ from tiers.spec import PRECISIONS, TierName
 if TYPE_CHECKING:
     from classifier import PromptClass
 
-LEAST_SHOWN_SHARE = 0.005  # share of a kind's requests
-LEAST_SHOWN_LOSS = 5e-5  # share of all answers
+MIN_SHOWN_SHARE = 0.005  # share of a kind's requests
+MIN_SHOWN_LOSS = 5e-5  # share of all answers
 SAME_PRICE = 0.005  # half a cent: the smallest difference that is shown
 NAMES = {"awq-int4": "4 bits", "fp8": "FP8", "bf16": "BF16"}
 
@@ -42,7 +42,7 @@ def _cost_words(fleet: PlannedFleet, currency: str | None) -> str:
 
 
 def _loss_words(lost_share: float) -> str:
-    if lost_share < LEAST_SHOWN_LOSS:
+    if lost_share < MIN_SHOWN_LOSS:
         return "none"
     return f"{lost_share * 100:.2g} answers of 100"
 
@@ -207,7 +207,7 @@ def _tiers_cell(shares: Mapping[TierName, float]) -> str:
     if not sum_of_shares:
         return ""
     parts = {tier: share / sum_of_shares for tier, share in shares.items()}
-    shown = {tier: part for tier, part in parts.items() if part > LEAST_SHOWN_SHARE}
+    shown = {tier: part for tier, part in parts.items() if part > MIN_SHOWN_SHARE}
     if len(shown) == 1:
         return " ".join(shown)
     return " ".join(f"{tier} {part:.0%}" for tier, part in shown.items())

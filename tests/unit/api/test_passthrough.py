@@ -13,7 +13,7 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from router.upstream.client import PASSED_AT_ONCE
+from router.upstream.upstream import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack
 from tests.waiting import until

@@ -397,7 +397,7 @@ async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
             event = b"data: " + b"x" * 100 + b"\n\n"
             if made == 1000:
                 await stream.end([event])
-            elif not stream.feed([event]):
+            elif not stream.write([event]):
                 await stream.drain()
 
     stream = streams.open("key", work, "request")
@@ -430,11 +430,11 @@ async def test_a_stream_that_is_read_is_not_ended_by_readers_before() -> None:
     async def work(stream: ResumableStream) -> None:
         stream.begin({})
 
-        def feed_until_told_to_end() -> bool:
-            stream.feed([b"data: x\n\n"])
+        def write_until_told_to_end() -> bool:
+            stream.write([b"data: x\n\n"])
             return gate.is_set()
 
-        await until(feed_until_told_to_end, poll_s=0.01)
+        await until(write_until_told_to_end, poll_s=0.01)
         await stream.end([b"data: end\n\n"])
 
     async def stuck(_message: Any) -> None:
@@ -462,7 +462,7 @@ async def test_who_reads_a_stream_that_is_dropped_is_told() -> None:
 
     async def work(stream: ResumableStream) -> None:
         stream.begin({})
-        stream.feed([b"data: x\n\n"])
+        stream.write([b"data: x\n\n"])
         await asyncio.Event().wait()
 
     stream = streams.open("key", work, "request")

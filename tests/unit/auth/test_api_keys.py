@@ -295,7 +295,7 @@ async def test_tokens_are_taken_in_advance_and_given_back(
 
 
 @pytest.mark.anyio
-async def test_slots_are_given_back(tmp_path: Path, keys_file: Path) -> None:
+async def test_places_are_given_back(tmp_path: Path, keys_file: Path) -> None:
     """With one request at once, the next is let in as soon as the previous one has ended, however it ended."""
     key, _ = add_key(keys_file, "ci", concurrent_requests=1)
     async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:

@@ -216,13 +216,13 @@ async def sharing(redis_server: RedisServer) -> AsyncIterator[tuple[Quotas, Any]
 
 
 async def held(operator: Any, who: Caller) -> tuple[int, int, int]:
-    """Return the slots, requests and tokens that Redis counts for a caller."""
-    counts, slots = _names(who.key_id)
+    """Return the places, requests and tokens that Redis counts for a caller."""
+    counts, places = _names(who.key_id)
     amounts = Counter[str]()
     for field, amount in (await operator.hgetall(counts)).items():
         # A field is a second and "r" for requests or "t" for tokens.
         amounts[field[-1]] += int(amount)
-    return await operator.zcard(slots), amounts["r"], amounts["t"]
+    return await operator.zcard(places), amounts["r"], amounts["t"]
 
 
 async def test_a_router_without_redis_counts_alone(redis_server: RedisServer) -> None:
@@ -300,7 +300,7 @@ async def test_what_redis_did_not_answer_never_counts(
 async def test_what_redis_did_in_time_but_could_not_say_is_given_back(
     redis_server: RedisServer,
 ) -> None:
-    """A slot that Redis gave, and whose answer came too late, is free again once Redis answers."""
+    """A place that Redis gave, and whose answer came too late, is free again once Redis answers."""
     who = caller("unheard", requests=100, tokens=1000, at_once=1)
     async with sharing(redis_server) as (quotas, operator):
         entering = asyncio.create_task(quotas.enter(who, 50, {}))
@@ -309,9 +309,9 @@ async def test_what_redis_did_in_time_but_could_not_say_is_given_back(
                 await asyncio.sleep(0)
         await entering
         assert quotas._shared is not None
-        (slot,) = await operator.zrange(_names(who.key_id)[1], 0, -1)
+        (place,) = await operator.zrange(_names(who.key_id)[1], 0, -1)
         await quotas._shared.give_back(
-            Refund(who.key_id, None, requests=1, tokens=50, slot=slot)
+            Refund(who.key_id, None, requests=1, tokens=50, place=place)
         )
         assert await held(operator, who) == (0, 0, 0)
 
@@ -341,7 +341,7 @@ async def test_nobody_waits_for_a_redis_that_hangs(
 async def test_what_was_taken_before_an_outage_is_given_back_after_it(
     redis_server: RedisServer,
 ) -> None:
-    """Requests that end while Redis hangs do not wait for it, and their slots and tokens are there once it is back."""
+    """Requests that end while Redis hangs do not wait for it, and their places and tokens are there once it is back."""
     who = caller("spanning", tokens=1000, at_once=3)
     async with sharing(redis_server) as (quotas, operator):
         grants = [await quotas.enter(who, 100, {}) for _ in range(3)]
@@ -389,33 +389,33 @@ async def test_a_clock_that_is_set_back_keeps_nobody_out(
     now = time.time()
     clock = Clock()
     ledger = LocalLedger(clock)
-    for slot in range(3):
-        ledger.acquire("k", who.quota, 1, slot=str(slot))
+    for place in range(3):
+        ledger.acquire("k", who.quota, 1, place=str(place))
         ledger.give_back(
-            Refund("k", int(clock.now), requests=0, tokens=0, slot=str(slot))
+            Refund("k", int(clock.now), requests=0, tokens=0, place=str(place))
         )
     clock.now -= 3600
-    usage = ledger.acquire("k", who.quota, 1, slot="x")
+    usage = ledger.acquire("k", who.quota, 1, place="x")
     assert usage.denied == "requests"
     assert usage.wait_s <= WINDOW_S + 1
     async with sharing(redis_server) as (quotas, operator):
-        counts, slots = _names(who.key_id)
+        counts, places = _names(who.key_id)
         await operator.hset(
             counts, mapping={f"{int(now) + 3600}r": 2, f"{int(now) + 3600}t": 2}
         )
-        await operator.zadd(slots, {"dead": now + 3600})
+        await operator.zadd(places, {"dead": now + 3600})
         assert await enters(quotas, who)
         with pytest.raises(OverQuotaError) as over:
             await quotas.enter(who, 1, {})
         assert over.value.resource == "requests"
         assert (over.value.retry_after_s or 0) <= WINDOW_S + 1
-        assert await operator.zscore(slots, "dead") < now + 600
+        assert await operator.zscore(places, "dead") < now + 600
 
 
-async def test_slots_of_a_dead_router_come_back(
+async def test_places_of_a_dead_router_come_back(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A router that dies keeps no slot for long; one that lives keeps those of its long requests."""
+    """A router that dies keeps no place for long; one that lives keeps those of its long requests."""
     monkeypatch.setattr("router.auth.quota.LEASE_S", 3)
     monkeypatch.setattr("router.auth.quota.RENEW_S", 0.3)
     who = caller("dead", at_once=1)
@@ -455,10 +455,10 @@ async def test_what_is_used_beyond_counts_when_it_is_used(
         await quotas.aclose()
 
 
-async def test_a_client_that_is_cancelled_twice_leaves_no_slot(
+async def test_a_client_that_is_cancelled_twice_leaves_no_place(
     redis_server: RedisServer,
 ) -> None:
-    """Whenever a client is cancelled, and again while its slot is given back, slot and counts are free for the next."""
+    """Whenever a client is cancelled, and again while its place is given back, place and counts are free for the next."""
     who = caller("twice cancelled", requests=1000, at_once=1)
     async with sharing(redis_server) as (quotas, operator):
         for turn in range(100):
@@ -497,7 +497,7 @@ async def test_quotas_follow_a_failover(
             ) as operator:
                 await until(
                     lambda: _holds(operator, who, 2),
-                    "the slots of open requests to be held there",
+                    "the places of open requests to be held there",
                 )
                 assert await quotas.enter(who, 1, {})
                 with pytest.raises(OverQuotaError):
@@ -510,14 +510,14 @@ async def test_quotas_follow_a_failover(
             await quotas.aclose()
 
 
-async def _holds(operator: Any, who: Caller, slots: int) -> bool:
-    return (await held(operator, who))[0] == slots
+async def _holds(operator: Any, who: Caller, places: int) -> bool:
+    return (await held(operator, who))[0] == places
 
 
-async def test_slots_of_open_requests_are_held_again_in_a_redis_that_was_emptied(
+async def test_places_of_open_requests_are_held_again_in_a_redis_that_was_emptied(
     own_redis: RedisServer,
 ) -> None:
-    """A request that has ended meanwhile takes no slot again, and the loss is noticed although no request comes."""
+    """A request that has ended meanwhile takes no place again, and the loss is noticed although no request comes."""
     who = caller("emptied", at_once=2)
     async with sharing(own_redis) as (quotas, operator):
         stays, ends = [await quotas.enter(who, 1, {}) for _ in range(2)]
@@ -528,7 +528,7 @@ async def test_slots_of_open_requests_are_held_again_in_a_redis_that_was_emptied
         await ends.settle(1)
         await until(
             lambda: _holds(operator, who, 1),
-            "the slot of the open request to be held again",
+            "the place of the open request to be held again",
         )
         await until(lambda: not quotas._lost)
         assert await enters(quotas, who)

@@ -301,14 +301,14 @@ async def test_rotated_keys_are_fetched_when_a_token_names_them(
         assert tokens.find(token).name == "alice"
         issuer.rotate("second")
         await asyncio.gather(*(tokens.renew() for _ in range(20)))
-        # Within AGAIN_S there is one fetch, however many tokens come.
+        # Within MIN_REFETCH_INTERVAL_S there is one fetch, however many tokens come.
         assert issuer.fetches == 1
-        clock.at += module.AGAIN_S
+        clock.at += module.MIN_REFETCH_INTERVAL_S
         await asyncio.gather(*(tokens.renew() for _ in range(20)))
         assert issuer.fetches == 2
         assert tokens.find(issuer.sign()).name == "alice"
         issuer.answers.clear()
-        clock.at += module.AGAIN_S
+        clock.at += module.MIN_REFETCH_INTERVAL_S
         monkeypatch.setattr(module, "FETCH_S", 0.2)
         await tokens.renew()
         assert tokens.find(issuer.sign()).name == "alice"
@@ -317,14 +317,14 @@ async def test_rotated_keys_are_fetched_when_a_token_names_them(
 
 
 async def test_keys_do_not_stay_in_force_for_ever() -> None:
-    """When the issuer has been away for longer than ``KEEP_S``, its tokens are refused, remembered ones too."""
+    """When the issuer has been away for longer than ``MAX_KEY_AGE_S``, its tokens are refused, remembered ones too."""
     clock = Clock()
     async with issuing() as (issuer, url):
         tokens = TokenVerifier(settings_of(url), clock)
         await tokens.renew()
         token = issuer.sign()
         issuer.status = 500
-        clock.at += module.KEEP_S
+        clock.at += module.MAX_KEY_AGE_S
         tokens.look()
         await tokens.renew()
         assert tokens.find(token).name == "alice"
@@ -332,7 +332,7 @@ async def test_keys_do_not_stay_in_force_for_ever() -> None:
         with pytest.raises(UnknownSignerError, match="cannot be read now"):
             tokens.find(token)
         issuer.status = 200
-        clock.at += module.AGAIN_S
+        clock.at += module.MIN_REFETCH_INTERVAL_S
         await tokens.renew()
         assert tokens.find(token).name == "alice"
 
@@ -400,14 +400,14 @@ async def test_while_the_issuer_is_away_tokens_are_asked_for_again(
                 "the keys of the tokens' issuer (jwt.jwks) cannot be read"
             ]
             issuer.status = 200
-            clock.at += module.AGAIN_S
+            clock.at += module.MIN_REFETCH_INTERVAL_S
             await tokens.renew()
             assert access.find(issuer.sign()).name == "alice"
             assert access.notes == []
             assert access.ready is True
             issuer.status = 500
             issuer.rotate("next")
-            clock.at += module.AGAIN_S
+            clock.at += module.MIN_REFETCH_INTERVAL_S
 
 
 async def test_an_issuer_is_taken_over_by_a_reload(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tiers.simulated.gpu import Job, Scheduler
 from tiers.spec import PRECISIONS, STANDARD_TIERS
 
 PROMPTS = 60
-LEAST_SHARE = 0.1  # each tier serves at least this share of the requests
+MIN_SHARE = 0.1  # each tier serves at least this share of the requests
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
@@ -233,7 +233,7 @@ def test_the_load_of_the_demo_is_one_at_which_three_precisions_pay(
     planned = plan_json["plan"]
     assert len(demo["shares"]) == 3
     assert demo["gpus"] == {GPU: 3}
-    assert min(demo["shares"].values()) > LEAST_SHARE
+    assert min(demo["shares"].values()) > MIN_SHARE
     assert demo["cost_per_hour"] == planned["cost_per_hour"]
     assert plan_json["alone"]["precise"] is None
     assert demo["answers_lost"] < plan_json["alone"]["fast"]["answers_lost"] / 4

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from router.api.paths import MOST_LISTED
+from router.api.paths import MAX_LISTED
 from router.auth.api_keys import ANONYMOUS
-from router.monitoring.live import MOST_BEHIND, Reader
+from router.monitoring.live import MAX_BEHIND, Reader
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS
 
@@ -32,12 +32,12 @@ async def test_a_reader_gets_what_waits_in_one_piece() -> None:
 async def test_a_slow_reader_misses_the_oldest() -> None:
     """What waits for a reader that does not read is bounded."""
     reader = Reader(ANONYMOUS)
-    for number in range(MOST_BEHIND + 2):
+    for number in range(MAX_BEHIND + 2):
         reader.put(f"{number} ".encode())
     waiting = (await anext(reader.events())).split()
-    assert len(waiting) == MOST_BEHIND
+    assert len(waiting) == MAX_BEHIND
     assert waiting[0] == b"2"
-    assert waiting[-1] == str(MOST_BEHIND + 1).encode()
+    assert waiting[-1] == str(MAX_BEHIND + 1).encode()
 
 
 async def test_a_reader_that_is_ended_reads_the_rest() -> None:
@@ -132,9 +132,9 @@ async def test_the_limit_of_a_list_is_checked(tmp_path: Path) -> None:
                 assert answer.status_code == 400, (path, text[:9])
                 assert (
                     answer.json()["detail"]
-                    == f"limit: a number from 1 to {MOST_LISTED} is allowed"
+                    == f"limit: a number from 1 to {MAX_LISTED} is allowed"
                 )
-            for text in ("1", str(MOST_LISTED)):
+            for text in ("1", str(MAX_LISTED)):
                 answer = await stack.client.get(
                     stack.url + path, params={"limit": text}
                 )

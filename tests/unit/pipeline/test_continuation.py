@@ -8,7 +8,7 @@ import pytest
 
 from router.pipeline.failover import Continuation, Failover
 from router.upstream.errors import EngineBrokeError, NoEngineAnsweredError
-from router.upstream.progress import AnswerProgress, Continuable
+from router.upstream.progress import AnswerProgress, ContinuationTerms
 from tests.fakes.engine import Behaviour
 from tests.unit.upstream_stack import HI, UpstreamStack, upstream_stack
 from tiers.spec import STANDARD_TIERS
@@ -31,7 +31,7 @@ def continuation(stack: UpstreamStack) -> Continuation:
         failover=failover,
         decision=stack.decision(FAST),
         request=HI,
-        continuable=Continuable(100, {}, 0),
+        terms=ContinuationTerms(100, {}, 0),
         progress=AnswerProgress(
             prompt_ids=array("I", [1, 2]), output_ids=array("I", [3, 4, 5])
         ),

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from router.aio import end_tasks
-from router.pipeline.shared_load import EVERY_S, ROUTERS, SharedLoad
+from router.pipeline.shared_load import REPORT_INTERVAL_S, ROUTERS, SharedLoad
 from router.redis_link import UNAVAILABLE
 from tests.conftest import RedisServer
 from tests.waiting import until
@@ -31,8 +31,8 @@ LIMIT = 4
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let routers tell more often, and what they tell be old sooner."""
-    monkeypatch.setattr("router.pipeline.shared_load.EVERY_S", 0.2)
-    monkeypatch.setattr("router.pipeline.shared_load.LIFE_S", 2)
+    monkeypatch.setattr("router.pipeline.shared_load.REPORT_INTERVAL_S", 0.2)
+    monkeypatch.setattr("router.pipeline.shared_load.REPORT_LIFETIME_S", 2)
 
 
 def make_fleet(replicas: int = 2, limit: int = LIMIT) -> Fleet:
@@ -149,7 +149,7 @@ async def test_routers_do_not_prolong_a_pause_for_one_another(
 ) -> None:
     """They tell one another of it again and again, out of step; it ends for all of them when it would have for one."""
     async with routers(redis_server.url, 1) as (one,):
-        await asyncio.sleep(EVERY_S / 3)
+        await asyncio.sleep(REPORT_INTERVAL_S / 3)
         async with routers(redis_server.url, 1) as (two,):
             now = asyncio.get_running_loop().time
             for _ in range(3):
@@ -328,7 +328,7 @@ async def test_what_nobody_foresaw_does_not_end_the_loop(
     task = asyncio.create_task(shared.run())
     try:
         await until(lambda: fleet.replicas[0].others.share is None)
-        await asyncio.sleep(3 * EVERY_S)
+        await asyncio.sleep(3 * REPORT_INTERVAL_S)
         broken = False
         await until(
             lambda: (
@@ -458,7 +458,7 @@ async def test_the_odd_place_goes_round(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a limit does not divide evenly, each router in turn has the place that is left."""
-    monkeypatch.setattr("router.pipeline.shared_load.TURN_S", 1)
+    monkeypatch.setattr("router.pipeline.shared_load.ROTATION_INTERVAL_S", 1)
     async with routers(redis_server.url, 3, waiting=lambda: 9) as fleets:
         for fleet in fleets:
             await until(lambda fleet=fleet: fleet.replicas[0].state.limit == 2)  # type: ignore[misc]

@@ -397,7 +397,7 @@ def test_at_idle_nothing_is_given_up() -> None:
             replace(PROFILED, loss_budget=budget),
         )
         assert decision.tier == PRECISE
-        assert decision.basis == Basis.LEAST_LOSS
+        assert decision.basis == Basis.MIN_LOSS
     assert decision.reason == (
         "code, moderate: fast may get up to 25 of 100 answers wrong that precise gets right (measured on 40 answers); "
         "balanced up to 3.8 of 100"

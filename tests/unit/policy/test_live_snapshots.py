@@ -25,7 +25,7 @@ from tiers.snapshot import FleetSnapshot, Gauges
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 from tiers.speed import (
     ALWAYS_MS,
-    MOST_BESIDE,
+    MAX_BESIDE,
     PREFILL_MEMORY_MS,
     ReplicaLoad,
     SpeedModel,
@@ -73,7 +73,7 @@ def copied(
     contended = any(
         r.state.speed is not None and r.state.speed.contention for r in fleet.replicas
     )
-    if contended and len(fleet.replicas) <= MOST_BESIDE:
+    if contended and len(fleet.replicas) <= MAX_BESIDE:
         usually = min(fleet._totals.busy_lately(now) / len(fleet.replicas), 1.0)
         left = [
             s.left_ms(alone(r, now), r.spec.max_num_seqs, fleet.output_share)

@@ -103,8 +103,8 @@ async def test_a_stream_has_chunks_and_its_head_waits_only_where_it_may() -> Non
         wire.written
         == b"HTTP/1.1 200 OK\r\ndate: today\r\ntransfer-encoding: chunked\r\n\r\n"
     )
-    assert client.feed([b"hel", b"lo"])
-    assert client.feed([]), "an empty chunk would end the body"
+    assert client.write([b"hel", b"lo"])
+    assert client.write([]), "an empty chunk would end the body"
     await client.send({"type": BODY, "body": b"", "more_body": True})
     await client.send({"type": BODY, "body": b"!" * 16, "more_body": False})
     assert wire.pieces[1:] == [
@@ -115,7 +115,7 @@ async def test_a_stream_has_chunks_and_its_head_waits_only_where_it_may() -> Non
     client = client_on(held)
     await client.send({"type": START, "status": 200, "headers": [], HOLD: True})
     assert not held.pieces
-    client.feed([b"a"])
+    client.write([b"a"])
     assert len(held.pieces) == 1
     assert held.written.endswith(b"\r\n\r\n1\r\na\r\n")
 
@@ -201,7 +201,7 @@ async def test_a_client_that_takes_no_more_is_waited_for() -> None:
     client = client_on(wire)
     await client.send({"type": START, "status": 200})
     client.cycle.flow.write_paused = True
-    assert not client.feed([b"a"]), "the client is said to take more"
+    assert not client.write([b"a"]), "the client is said to take more"
     sending = asyncio.create_task(
         client.send({"type": BODY, "body": b"b", "more_body": True})
     )
@@ -224,7 +224,7 @@ async def test_a_client_that_leaves_ends_the_task_that_asked_for_it() -> None:
     await asyncio.wait({serving})
     assert serving.cancelled()
     assert client.cycle.disconnected
-    assert not client.feed([b"a"])
+    assert not client.write([b"a"])
     await client.send({"type": START, "status": 200})
     assert not wire.pieces
     client.task = None
@@ -264,7 +264,7 @@ async def test_a_head_passes_the_layers_around_the_application_and_a_body_does_n
     assert out.streams == streams
     await out.respond({"type": BODY, "body": b"a", "more_body": True})
     assert not out.complete
-    assert out.feed([b"b", b"c"])
+    assert out.write([b"b", b"c"])
     await out.drain()
     await out.end([b"d", b"e"])
     assert out.complete is True

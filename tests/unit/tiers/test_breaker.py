@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiers.breaker import ENOUGH, Breaker, BreakerOptions, BreakerState
+from tiers.breaker import MIN_ATTEMPTS, Breaker, BreakerOptions, BreakerState
 
 CLOSED, OPEN, HALF_OPEN = BreakerState
 OPTIONS = BreakerOptions(
@@ -37,7 +37,7 @@ def test_failures_in_a_row_open_it() -> None:
 def test_a_share_of_failures_opens_it() -> None:
     """Half of the last attempts, once there are enough of them to mean anything."""
     breaker = Breaker(OPTIONS)
-    for number in range(ENOUGH - 1):
+    for number in range(MIN_ATTEMPTS - 1):
         if number % 2:
             breaker.failed(0, probe=0)
         else:

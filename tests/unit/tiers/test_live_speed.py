@@ -15,7 +15,7 @@ from tests.fakes.engine import Behaviour
 from tests.unit.measuring_router import measuring_router
 from tests.waiting import until
 from tiers.fleet import Fleet
-from tiers.live_speed import ENOUGH, LiveSpeed, learn
+from tiers.live_speed import MIN_ANSWERS, LiveSpeed, learn
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 from tiers.speed import AnswerSample, ReplicaLoad, SpeedModel
@@ -139,7 +139,7 @@ def test_answers_that_took_no_time_teach_nothing() -> None:
 
 def test_few_answers_teach_nothing() -> None:
     """Below a number of answers there is no model."""
-    assert learn(answers(ENOUGH - 1), SEQS) is None
+    assert learn(answers(MIN_ANSWERS - 1), SEQS) is None
 
 
 @pytest.mark.anyio
@@ -182,7 +182,7 @@ async def test_replicas_that_were_removed_are_forgotten(
     for number in range(3):
         replica = fleet.add(Replica(f"fast-{number}", spec, "", "", "m"))
         replica.mark(ReplicaStatus.READY)
-        for seen in answers(ENOUGH):
+        for seen in answers(MIN_ANSWERS):
             replica.answers.last.append(seen)
             replica.answers.noted += 1
         await until(lambda r=replica: r.state.speed is not None)

@@ -11,7 +11,7 @@ from tiers.prefix_memory import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
     LONGEST_BLOCKS,
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     UNKNOWN_BLOCKS,
     Part,
     Prefix,
@@ -116,7 +116,7 @@ def test_the_memory_is_as_large_as_the_kv_cache_and_bounded() -> None:
     for kv_tokens, most in (
         (0, UNKNOWN_BLOCKS),
         (10 * BLOCK_TOKENS, 10),
-        (1 << 40, MOST_BLOCKS),
+        (1 << 40, MAX_BLOCKS),
         (1, UNKNOWN_BLOCKS),
     ):
         memory = PrefixMemory()

@@ -157,7 +157,7 @@ async def test_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             parts = trickle() if scope["path"] in {MODELS, "/health"} else endless()
             await StreamingResponse(parts)(scope, receive, send)
 
-    monkeypatch.setattr("tiers.probe.MOST_BYTES", 1_000_000)
+    monkeypatch.setattr("tiers.probe.MAX_BYTES", 1_000_000)
     monkeypatch.setattr("tiers.probe.ANSWER_S", 0.5)
     async with serving(app) as url, httpx.AsyncClient() as client:
         probe = EngineProbe(client, url, "")

@@ -13,8 +13,8 @@ from msgspec import structs
 from tiers.speed import (
     HALF_LIFE_S,
     IDLE,
+    MAX_PREFILL,
     MEMORY,
-    MOST_PREFILL,
     STEADY,
     ReplicaLoad,
     SpeedModel,
@@ -112,7 +112,7 @@ def test_prompts_that_keep_coming_slow_decoding_up_to_a_bound() -> None:
     ).tpot_ms == pytest.approx(12 / 0.5)
     assert MODEL.times(
         0, ReplicaLoad(prefill_rate=1e9), SEQS, 1.0
-    ).tpot_ms == pytest.approx(12 / (1 - MOST_PREFILL))
+    ).tpot_ms == pytest.approx(12 / (1 - MAX_PREFILL))
 
 
 @given(

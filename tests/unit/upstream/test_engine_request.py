@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from router.upstream.engine_request import EngineRequest, continuable_of
+from router.upstream.engine_request import EngineRequest, continuation_terms_of
 from router.upstream.json_object import JsonObject
-from router.upstream.progress import Continuable
+from router.upstream.progress import ContinuationTerms
 from tiers.replica import Replica
 from tiers.spec import TierName, TierSpec
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_taken_over_halfway_is_not_continued(
     more: dict[str, Any],
 ) -> None:
     document = JsonObject.parse(json.dumps({**CHAT, **more}).encode())
-    assert continuable_of(document, 0, choices=1, chat=True) is None
+    assert continuation_terms_of(document, 0, choices=1, chat=True) is None
 
 
 def test_what_continues_an_answer_is_how_its_tokens_were_chosen() -> None:
@@ -165,14 +165,14 @@ def test_what_continues_an_answer_is_how_its_tokens_were_chosen() -> None:
         "user": "me",
     }
     document = JsonObject.parse(json.dumps(body).encode())
-    assert continuable_of(document, -1, choices=1, chat=True) == Continuable(
-        5, {"stop": ["END"], "top_p": 0.5}, -1
-    )
-    assert continuable_of(document, -1, choices=2, chat=True) is None
+    assert continuation_terms_of(
+        document, -1, choices=1, chat=True
+    ) == ContinuationTerms(5, {"stop": ["END"], "top_p": 0.5}, -1)
+    assert continuation_terms_of(document, -1, choices=2, chat=True) is None
     plain = JsonObject.parse(b'{"prompt": "a", "response_format": {"type": "text"}}')
-    assert continuable_of(plain, 0, choices=1, chat=False) == Continuable(16, {}, 0), (
-        "OpenAI's and vLLM's default"
-    )
+    assert continuation_terms_of(plain, 0, choices=1, chat=False) == ContinuationTerms(
+        16, {}, 0
+    ), "OpenAI's and vLLM's default"
 
 
 def test_a_prompt_is_always_streamed_from_its_engine() -> None:
@@ -186,7 +186,7 @@ def test_a_prompt_is_always_streamed_from_its_engine() -> None:
         document=document,
         request_id="r",
         priority=-1,
-        continuable=Continuable(9, {}, -1),
+        continuation_terms=ContinuationTerms(9, {}, -1),
     )
     sent = json.loads(asked.body(replica(takes_priority=False)))
     assert sent["stream"] is True
@@ -196,7 +196,7 @@ def test_a_prompt_is_always_streamed_from_its_engine() -> None:
     assert json.loads(asked.body(replica()))["priority"] == -1
     fewer = asked.at_most(5)
     assert json.loads(fewer.body(replica()))["max_tokens"] == 5
-    assert fewer.continuable == Continuable(5, {}, -1)
+    assert fewer.continuation_terms == ContinuationTerms(5, {}, -1)
     assert relay(CHAT).at_most(5) == relay(CHAT), (
         "a caller's body says itself what it wants"
     )

@@ -16,7 +16,12 @@ from pydantic_core import to_json
 
 from router.telemetry.tracing import Telemetry
 from router.upstream.engine_request import EngineRequest
-from router.upstream.engine_stream import BufferedAnswer, Drain, EngineStream, Feed
+from router.upstream.engine_stream import (
+    BufferedAnswer,
+    Drain,
+    EngineStream,
+    ReceiveChunks,
+)
 from router.upstream.errors import (
     EngineBrokeError,
     EngineRefusedError,
@@ -163,14 +168,17 @@ async def test_a_silent_engine_has_stalled() -> None:
 
 
 async def rest(
-    answer: EngineStream, _broken: EngineBrokeError, feed: Feed, _drain: Drain
+    answer: EngineStream,
+    _broken: EngineBrokeError,
+    receive: ReceiveChunks,
+    _drain: Drain,
 ) -> None:
     for chunk in (
         Chunk(text=" new", token_ids=[1]),
         Chunk(text=" end", token_ids=[2], finish_reason="stop"),
     ):
         answer.progress.note((chunk,))
-        feed([chunk])
+        receive([chunk])
 
 
 async def test_a_broken_answer_goes_on_with_what_others_compute() -> None:
@@ -192,7 +200,7 @@ async def test_an_answer_that_may_not_go_on_elsewhere_does_not() -> None:
     async with upstream_stack(fast=Behaviour(break_after=3)) as stack:
         answer = await relayed(stack)
         answer.continuation = rest
-        assert not answer.continuable
+        assert not answer.may_be_continued
         with pytest.raises(EngineBrokeError):
             await text_of(answer)
         await answer.aclose()

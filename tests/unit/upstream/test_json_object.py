@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.upstream.json_object import (
-    MOST_NESTED,
+    MAX_NESTED,
     JsonObject,
     NotJsonError,
     as_boolean,
@@ -107,9 +107,9 @@ def test_depth_is_bounded(opening: str, closing: str) -> None:
         inner = depth - 1  # the object itself is one
         return f'{{"x":{opening * inner}{"1" if inner else "[]"}{closing * inner}}}'.encode()
 
-    assert JsonObject.parse(nested(MOST_NESTED)).members
+    assert JsonObject.parse(nested(MAX_NESTED)).members
     with pytest.raises(NotJsonError, match="nested more than 200 deep"):
-        JsonObject.parse(nested(MOST_NESTED + 1))
+        JsonObject.parse(nested(MAX_NESTED + 1))
 
 
 def test_many_brackets_side_by_side_are_not_deep() -> None:

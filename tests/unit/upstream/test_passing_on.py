@@ -21,7 +21,7 @@ async def test_the_error_of_a_small_request_is_freed_at_once(
 ) -> None:
     """It would otherwise hold the engine's answer until the garbage collector runs."""
     # pytest keeps all records of logs, and with them the errors that they name
-    caplog.set_level(logging.ERROR, logger="qarr.router.upstream.client")
+    caplog.set_level(logging.ERROR, logger="qarr.router.upstream.upstream")
     async with upstream_stack(fast=Behaviour(detokenizes=False)) as stack:
         url = stack.replica(TierName.FAST).url
         gc.collect()

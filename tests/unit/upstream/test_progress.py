@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.upstream.progress import AnswerProgress, Continuable, Point
+from router.upstream.progress import AnswerProgress, ContinuationTerms, Point
 from router.upstream.sse import Chunk
 
 
@@ -45,7 +45,7 @@ def test_what_an_engine_keeps_back_is_not_settled() -> None:
 
 def test_text_without_tokens_cannot_be_continued() -> None:
     progress = spoken(AnswerProgress(), ("The", (1,)), (" end", ()))
-    assert not progress.continuable
+    assert not progress.is_continuable
     progress.prompt_ids = array("I", [7])
     assert progress.usage == {}, "the engine did not tell all of its tokens"
 
@@ -53,7 +53,7 @@ def test_text_without_tokens_cannot_be_continued() -> None:
 def test_reasoning_cannot_be_continued_but_is_counted() -> None:
     progress = AnswerProgress(prompt_ids=array("I", [7, 8]))
     progress.note((Chunk(token_ids=(1,), other=True),))
-    assert not progress.continuable
+    assert not progress.is_continuable
     assert progress.usage == {
         "prompt_tokens": 2,
         "completion_tokens": 1,
@@ -105,13 +105,13 @@ def test_a_point_never_promises_text_that_has_not_come(
 
 def test_what_an_engine_keeps_back_follows_from_the_stop_strings() -> None:
     """The longest stop string but one character; nothing where the string belongs to the answer."""
-    assert Continuable(None, {"stop": ["END", "", 7, "\n"]}, 0).held_back == 2
-    assert Continuable(None, {"stop": "END"}, 0).stops == ("END",)
+    assert ContinuationTerms(None, {"stop": ["END", "", 7, "\n"]}, 0).held_back == 2
+    assert ContinuationTerms(None, {"stop": "END"}, 0).stops == ("END",)
     assert (
-        Continuable(
+        ContinuationTerms(
             None, {"stop": ["END"], "include_stop_str_in_output": True}, 0
         ).held_back
         == 0
     )
-    assert Continuable(None, {}, 0).held_back == 0
-    assert Continuable(None, {"min_tokens": "5"}, 0).min_tokens == 5
+    assert ContinuationTerms(None, {}, 0).held_back == 0
+    assert ContinuationTerms(None, {"min_tokens": "5"}, 0).min_tokens == 5

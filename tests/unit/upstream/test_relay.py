@@ -19,7 +19,7 @@ from router.upstream.engine_stream import (
     OverflowServer,
 )
 from router.upstream.errors import EngineBrokeError, EngineStalledError
-from router.upstream.progress import AnswerProgress, Continuable
+from router.upstream.progress import AnswerProgress, ContinuationTerms
 from router.upstream.sse import Chunk, parse_event
 from router.upstream.transport import Connection
 from tests.unit.upstream.connections import answer_on, connection_with_request
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 ASKED = EngineRequest(
     document={"messages": [], "max_tokens": 9},
     request_id="r1",
-    continuable=Continuable(9, {}, 0),
+    continuation_terms=ContinuationTerms(9, {}, 0),
 )
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 OPENED = (
@@ -127,7 +127,7 @@ def expected(events: list[bytes]) -> AnswerProgress:
     return progress
 
 
-async def feed(connection: Connection, *parts: bytes) -> None:
+async def receive(connection: Connection, *parts: bytes) -> None:
     for part in parts:
         await asyncio.sleep(0)
         connection.data_received(part)
@@ -139,7 +139,7 @@ async def test_an_answer_is_the_same_wherever_it_is_split() -> None:
     for split in range(len(HEAD), len(wire)):
         reader = Reader()
         reading = asyncio.create_task(reader.read())
-        await feed(reader.connection, wire[:split], wire[split:])
+        await receive(reader.connection, wire[:split], wire[split:])
         await reading
         assert reader.raw == b"".join(event + b"\n\n" for event in ANSWER)
         found = reader.progress
@@ -149,7 +149,7 @@ async def test_an_answer_is_the_same_wherever_it_is_split() -> None:
         assert found.point == noted.point
         assert found.settled == noted.settled
         assert found.finish_reason == "stop"
-        assert found.continuable == noted.continuable
+        assert found.is_continuable == noted.is_continuable
         assert reader.answer.complete is True
 
 
@@ -159,7 +159,7 @@ async def test_a_break_at_every_byte_is_told_after_what_came() -> None:
     for end in range(len(HEAD), len(wire)):
         reader = Reader()
         reading = asyncio.create_task(reader.read())
-        await feed(reader.connection, wire[:end])
+        await receive(reader.connection, wire[:end])
         await asyncio.sleep(0)
         reader.connection.connection_lost(ConnectionResetError())
         await asyncio.wait({reading})
@@ -176,7 +176,7 @@ async def test_a_break_at_every_byte_is_told_after_what_came() -> None:
 async def test_events_that_come_one_by_one_wake_nobody() -> None:
     reader = Reader()
     reading = asyncio.create_task(reader.read())
-    await feed(reader.connection, HEAD)
+    await receive(reader.connection, HEAD)
     await asyncio.sleep(0)
     waiter = answer_on(reader.connection).waiter
     for event in (chat("a"), completion("b"), chat("\\u0000")):
@@ -196,7 +196,9 @@ async def test_events_that_come_one_by_one_wake_nobody() -> None:
 async def test_text_that_is_no_json_is_not_passed(text: bytes) -> None:
     reader = Reader()
     reading = asyncio.create_task(reader.read())
-    await feed(reader.connection, on_wire([chat("a"), chat("*").replace(b"*", text)]))
+    await receive(
+        reader.connection, on_wire([chat("a"), chat("*").replace(b"*", text)])
+    )
     with pytest.raises(EngineBrokeError, match="not a chunk"):
         await reading
     assert reader.raw == chat("a") + b"\n\n"
@@ -205,14 +207,14 @@ async def test_text_that_is_no_json_is_not_passed(text: bytes) -> None:
 async def test_a_taker_that_has_enough_gets_no_more_until_it_asks_again() -> None:
     reader = Reader(takes=1)
     reading = asyncio.create_task(reader.read())
-    await feed(reader.connection, HEAD)
+    await receive(reader.connection, HEAD)
     await asyncio.sleep(0)
     events = [*(chat(str(number)) for number in range(3)), chat("3", finish='"stop"')]
     for event in events:
         part = event + b"\n\n"
         reader.connection.data_received(b"%x\r\n%b\r\n" % (len(part), part))
     assert reader.raw == events[0] + b"\n\n", "the others wait until they are asked for"
-    await feed(reader.connection, b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+    await receive(reader.connection, b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
     await reading
     assert reader.raw == b"".join(event + b"\n\n" for event in events)
 
@@ -224,7 +226,7 @@ async def test_silence_between_plain_events_is_noticed(
     monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: now))
     reader = Reader()
     reading = asyncio.create_task(reader.read())
-    await feed(reader.connection, HEAD)
+    await receive(reader.connection, HEAD)
     part = chat("a") + b"\n\n"
     for _ in range(4):  # together longer than one silence may be
         now += 35

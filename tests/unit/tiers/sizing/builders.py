@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from classifier import PromptClass
 from router.policy.decide import scarcity_at
 from router.policy.decision import latest_unnoticed_ms
-from tiers.sizing.capacity import MOST_BUSY_SHARE, EnginePlan, Pace, ServingDemand
+from tiers.sizing.capacity import MAX_BUSY_SHARE, EnginePlan, Pace, ServingDemand
 from tiers.sizing.fleet import DailyLoad, EngineType
 from tiers.sizing.operation import Policy
 from tiers.spec import STANDARD_TIERS, TierName
@@ -72,7 +72,7 @@ def rated_engine(
     tier: TierName, rate: float, *, price: float = 1, gpu: str = "H100", gpus: int = 1
 ) -> EngineType:
     """Return an engine that serves ``rate`` requests a second, as busy as planned."""
-    plan = engine_plan(tier, requests_per_s=rate / MOST_BUSY_SHARE, gpus=gpus)
+    plan = engine_plan(tier, requests_per_s=rate / MAX_BUSY_SHARE, gpus=gpus)
     return EngineType(gpu, plan, price=price)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from router.accounting.database import Database
-from router.accounting.usage import Row, UsageLog, Use, read_usage
+from router.accounting.usage_log import Row, UsageLog, Use, read_usage
 from router.auth.access import KeyStore
 from router.auth.api_keys import add_key
 from router.auth.quota import Quotas
-from router.monitoring.usage import Labels
+from router.monitoring.usage_metrics import Labels
 from router.pipeline.registry import ActiveRequest, RequestRegistry
 from tests.unit.accounting.budgeted_routers import PLENTY, Shop, shop
 from tests.unit.cli.stub_router import qarr
@@ -239,7 +239,7 @@ async def test_a_write_that_is_cancelled_and_then_fails_is_kept(tmp_path: Path) 
         raise sqlite3.OperationalError("database is locked")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.accounting.usage._add", locked)
+        patch.setattr("router.accounting.usage_log._add", locked)
         writing = asyncio.create_task(log.write())
         await asyncio.to_thread(begun.wait, 30)
         writing.cancel()

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from router.accounting.budgets import BudgetUnknownError
 from router.accounting.charging import Charging
 from router.accounting.database import Database
-from router.accounting.usage import (
+from router.accounting.usage_log import (
     Row,
     Use,
     day_of,
@@ -39,7 +39,7 @@ from tiers.background import Faults
 
 log = logging.getLogger(f"qarr.{__name__}")
 OTHER = "other"
-MOST_NAMED_KEYS = 50  # With metrics of their own.
+MAX_NAMED_KEYS = 50  # With metrics of their own.
 BUDGETS_POLL_S = 10.0
 NO_STORE = {"cache-control": "no-store"}
 KEY = ("key", "team")
@@ -51,7 +51,7 @@ class Labels:
     The first keys of the key file have labels of their own, never more than ``most_named`` in all; others share theirs.
     """
 
-    def __init__(self, keys: KeyStore, most_named: int = MOST_NAMED_KEYS) -> None:
+    def __init__(self, keys: KeyStore, most_named: int = MAX_NAMED_KEYS) -> None:
         self._keys = keys
         self._most_named = most_named
         self._labels_by_key: dict[str, tuple[str, str]] = {}

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from router.accounting.database import Database
 from router.accounting.ledgers import ledger_of
-from router.accounting.usage import (
+from router.accounting.usage_log import (
     Row,
     Use,
     day_of,

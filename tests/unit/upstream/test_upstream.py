@@ -8,13 +8,6 @@ import json
 import pytest
 
 from router.api.problems import describe
-from router.upstream.client import (
-    LARGE_BYTES,
-    PASSED_AT_ONCE,
-    RetryBudget,
-    no_answer,
-    status_error,
-)
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import BufferedAnswer, EngineStream
 from router.upstream.errors import (
@@ -26,6 +19,13 @@ from router.upstream.errors import (
     NoSlotError,
 )
 from router.upstream.json_object import JsonObject
+from router.upstream.upstream import (
+    LARGE_BYTES,
+    PASSED_AT_ONCE,
+    RetryBudget,
+    no_answer,
+    status_error,
+)
 from tests.fakes.engine import Behaviour
 from tests.ports import reserved_ports
 from tests.unit.router_stack import SOUND_S
