@@ -90,8 +90,7 @@ def fitting_think_tokens(
 
 def most_prompt_tokens(task: Task) -> int:
     """Return more tokens than a task's prompt has, by a rough estimate."""
-    body = answer_body(task)
-    prompt = {"messages": body["messages"], "tools": body.get("tools")}
+    prompt = [task.messages, task.tools]
     size = len(json.dumps(prompt, ensure_ascii=False).encode())
     return int(size / FEWEST_BYTES_PER_TOKEN) + TEMPLATE_TOKENS
 
@@ -103,9 +102,8 @@ def answer_body(task: Task, limits: AnswerLimits = PLAIN_ANSWER) -> dict[str, An
         "max_tokens": task.max_tokens + limits.think_tokens,
         "temperature": 0,
     }
-    tools = getattr(task, "tools", ())
-    if tools:
-        body["tools"] = list(tools)
+    if task.tools:
+        body["tools"] = list(task.tools)
     return body | switch_fields(limits.mode)
 
 
