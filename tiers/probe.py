@@ -518,25 +518,12 @@ class EngineProbe:
             RefusedError: The engine does not take such a request.
             ProbeError: The engine does not answer within ``timeout_s``, or not with a message.
         """
-        answer = await self.chat_completion(body, timeout_s)
-        message: Mapping[str, Any] = answer["choices"][0]["message"]
-        return message
-
-    async def chat_completion(
-        self, body: Mapping[str, Any], timeout_s: float
-    ) -> Mapping[str, Any]:
-        """Return the complete answer to a chat that is not streamed. It has a choice with a message.
-
-        Raises:
-            RefusedError: The engine does not take such a request.
-            ProbeError: The engine does not answer within ``timeout_s``, or not with a message.
-        """
         answer = await self._json("POST", CHAT, body, timeout_s=timeout_s)
         choices = self._checked(_Choices, CHAT, answer).choices
         message = choices[0].get("message") if choices else None
-        if not isinstance(answer, dict) or not isinstance(message, dict):
+        if not isinstance(message, dict):
             raise ProbeError(f"{self.url}{CHAT} answers without a message")
-        return answer
+        return message
 
     async def prompt_logprobs(
         self, model: str, token_ids: Sequence[int], timeout_s: float

@@ -84,6 +84,9 @@ async def test_no_load_is_begun_that_would_take_too_long() -> None:
     async with connected(Behaviour(delay_s=0.001), Behaviour(delay_s=0.001)) as pair:
         finding = await compare_speed(pair.reference, pair.candidate, plan)
     assert [load.streams for load in finding.loads] == [1]
+    assert finding.not_measured == (
+        "Speed with 3 streams: measuring it would take too long at the speed seen with fewer.",
+    )
 
 
 async def test_an_engine_that_holds_its_answers_back_is_an_error() -> None:
