@@ -171,10 +171,22 @@ async def test_answers_cut_while_thinking_are_not_measured() -> None:
     assert finding.overall.not_measured == 12
     assert finding.overall.decisive == 0
     assert finding.verdict is Verdict.CANNOT_TELL
-    cut, unmeasured = finding.not_measured
+    cut, more_often, unmeasured = finding.not_measured
+    assert "The candidate alone was cut while thinking at 12 tasks" in more_often
     assert "12 answers of the candidate cut while the model was thinking" in cut
     assert "Raise --think-tokens; now it is 2,048" in cut
     assert unmeasured == "No task of the class chat could be measured."
+
+
+async def test_a_few_cut_answers_more_are_chance() -> None:
+    candidate = KnownAnswers(by_id={"task-1": CUT, "task-2": CUT})
+    reference = KnownAnswers(by_id={"task-2": CUT})
+    finding = await compare_answers(reference, candidate, made_tasks(20), ALL_TASKS)
+    assert finding.overall.not_measured == 2
+    assert len(finding.not_measured) == 2
+    sentences = " ".join(finding.not_measured)
+    assert "1 answer of the reference cut" in sentences
+    assert "2 answers of the candidate cut" in sentences
 
 
 async def test_refused_tasks_are_not_measured_and_stop_nothing() -> None:
