@@ -148,8 +148,8 @@ def _cut_more_often(replies: Sequence[RepliesToTask]) -> list[str]:
     if not is_more_often:
         return []
     sentence = (
-        f"The candidate alone was cut while thinking at {counts.worse:,} tasks, the reference alone at {counts.better:,}: it "
-        "thinks longer, perhaps in circles. No loss shows this, because such tasks are not measured."
+        f"The candidate alone was cut while thinking at {counts.worse:,} tasks, the reference alone at {counts.better:,}. "
+        "It thinks longer, perhaps in circles. The loss does not show this, because such tasks are not measured."
     )
     return [sentence]
 
