@@ -20,6 +20,7 @@ from router.line_file import begin_line
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
 from router.profiling.checks import RunsCheck
 from router.profiling.measuring_client import first_of
+from router.profiling.model_answer import ModelAnswer
 from router.profiling.scoring import (
     CHAT,
     COMPLETIONS,
@@ -271,7 +272,7 @@ class _QualityMeasurement:
         run_code = self._plan.run_code
         if isinstance(task.check, RunsCheck) and run_code is not None:
             return await run_code(text, task.check.test)
-        return await asyncio.to_thread(task.check.passes, text)
+        return await asyncio.to_thread(task.check.passes, ModelAnswer(text=text))
 
     async def _ask(
         self, path: str, tier: TierName, body: Mapping[str, Any]
