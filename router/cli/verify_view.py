@@ -32,13 +32,10 @@ from router.verification.wording import (
     StageFinding,
     count_words,
     duration_words,
-    interval_words,
-    loss_words,
     mean_gap,
     next_step,
     of_100,
     stage_sentence,
-    tasks_compared,
     verdict_sentence,
 )
 from tiers.verification.findings import (
@@ -59,6 +56,7 @@ STYLES = {
 # Without a terminal, a line of progress is printed at most so often.
 LINE_EVERY_S = 15.0
 WRITERS: tuple[Role, ...] = ("reference", "candidate")
+SHOWN_FAULTS = 4  # so many faults of likelihood are shown
 DIGITS = 2  # of gaps in nats
 
 
@@ -196,8 +194,8 @@ def verdict_text(verdict: Verdict) -> Text:
 
 
 def report(verification: Verification) -> Iterator[RenderableType]:
-    """Yield the tables and notes of a verification, and its verdict and the next step as the last line."""
-    yield from _titled("What differs", _differences(verification.same_model))
+    """Yield the details of a verification: differences, tables, and what could not be checked."""
+    yield from _differences(verification.same_model)
     if verification.likelihood is not None:
         yield from _likelihood(verification.likelihood)
     if verification.answers is not None:
@@ -206,11 +204,8 @@ def report(verification: Verification) -> Iterator[RenderableType]:
         yield from _titled("Speed, medians in ms", _speed(verification.speed))
     notes = list(_notes(verification))
     if notes:
-        yield Text("\nNot checked or not measured", style="bold")
-        for note in notes:
-            yield Padding(Text(f"- {note}"), (0, 0, 0, 2))
-    yield Text()
-    yield last_line(verification)
+        yield _title("Not checked or not measured")
+        yield from map(_bullet, notes)
 
 
 def last_line(verification: Verification) -> Text:
@@ -221,56 +216,71 @@ def last_line(verification: Verification) -> Text:
     return line
 
 
+def _title(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def _bullet(text: str, style: str = "") -> RenderableType:
+    """Return a text that hangs under a dash."""
+    item = Table.grid(padding=(0, 1, 0, 0))
+    item.add_row("-", Text(text, style=style))
+    return item
+
+
 def _titled(title: str, table: Table | None) -> Iterator[RenderableType]:
     """Yield a table under its title; nothing if there is no table."""
     if table is None:
         return
-    yield Text(f"\n{title}", style="bold")
+    yield _title(title)
     yield table
 
 
 def _table(*columns: str) -> Table:
     """Return a table whose first column holds words and whose other columns hold numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    table.add_column(columns[0])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(columns[0], no_wrap=True)
     for column in columns[1:]:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
-def _differences(finding: SameModelFinding) -> Table | None:
-    if not finding.differences:
-        return None
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for column in ("", "reference", "candidate", "what it means"):
-        table.add_column(column, overflow="fold")
+def _differences(finding: SameModelFinding) -> Iterator[RenderableType]:
+    """Yield a block for each difference: who has what, and what it means."""
+    if finding.differences:
+        yield _title("What differs")
     for difference in finding.differences:
-        style = "bold red" if difference.is_fault else ""
-        table.add_row(
-            Text(difference.subject, style=style),
-            Text(difference.reference),
-            Text(difference.candidate),
-            Text(difference.explanation),
-        )
-    return table
+        style = STYLES[Verdict.WORSE] if difference.is_fault else "yellow"
+        yield Text(difference.subject, style=style)
+        sides = Table.grid(padding=(0, 2, 0, 0))
+        sides.add_row(Text("  reference", style="dim"), Text(difference.reference))
+        sides.add_row(Text("  candidate", style="dim"), Text(difference.candidate))
+        yield sides
+        yield Padding(Text(difference.explanation), (0, 0, 0, 2))
 
 
 def _likelihood(finding: LikelihoodFinding) -> Iterator[RenderableType]:
-    for fault in finding.faults:
-        yield Text(f"\n{fault}", style=STYLES[Verdict.WORSE])
+    # the stage's own line has said the first
+    further_faults = finding.faults[1:SHOWN_FAULTS]
+    if further_faults:
+        yield _title("Further faults of likelihood")
+    for fault in further_faults:
+        yield _bullet(fault, STYLES[Verdict.WORSE])
+    hidden = len(finding.faults[SHOWN_FAULTS:])
+    if hidden:
+        yield _bullet(f"and {hidden} more of this kind")
     if not finding.by_position and not finding.by_kind:
         return
+    yield _title("Likelihood of the words that the other engine has chosen")
     yield Text(
-        "\nLikelihood: how much less likely one engine finds the words of the other",
-        style="bold",
-    )
-    yield Text(
-        "In nats a token (0: equally likely), and of 100 tokens those that are not its own first choice.",
+        "How much less likely the one that reads them finds them, in nats a token; and how many of 100 are not its first "
+        "choice.",
         style="dim",
     )
     yield from _titled("By position in the answer", _gaps(finding.by_position))
     yield from _titled("By kind of text", _gaps(finding.by_kind, has_total=True))
-    yield from _titled("Decoding beside the same engine's prefill", _own(finding.own))
+    yield from _titled(
+        "Each engine's own words, read again by itself", _gaps(finding.own)
+    )
 
 
 def _gaps(gaps: Sequence[Gap], *, has_total: bool = False) -> Table | None:
@@ -280,9 +290,9 @@ def _gaps(gaps: Sequence[Gap], *, has_total: bool = False) -> Table | None:
     writers = [
         writer for writer in WRITERS if any(gap.writer == writer for gap in gaps)
     ]
-    columns = [""]
+    columns = ["", "tokens"]
     for writer in writers:
-        columns += [f"{writer}'s words", "tokens", "changed of 100"]
+        columns += [f"{writer}'s\nwords", "changed\nof 100"]
     table = _table(*columns)
     shown_gaps = list(gaps)
     if has_total:
@@ -294,7 +304,8 @@ def _gaps(gaps: Sequence[Gap], *, has_total: bool = False) -> Table | None:
         cells: list[str] = []
         for writer in writers:
             cells += _gap_cells(by_writer.get(writer))
-        table.add_row(part, *cells)
+        tokens = sum(gap.tokens for gap in by_writer.values())
+        table.add_row(part, f"{tokens:,}", *cells)
     return table
 
 
@@ -307,36 +318,26 @@ def _totals(gaps: Sequence[Gap], writers: Sequence[str]) -> list[Gap]:
 
 def _gap_cells(gap: Gap | None) -> list[str]:
     if gap is None or not gap.tokens:
-        return ["-", "-", "-"]
-    return [f"{gap.gap:.{DIGITS}f}", f"{gap.tokens:,}", of_100(gap.changed)]
-
-
-def _own(gaps: Sequence[Gap]) -> Table | None:
-    if not gaps:
-        return None
-    table = _table("", "nats a token", "tokens", "changed of 100")
-    for gap in gaps:
-        table.add_row(gap.writer, *_gap_cells(gap))
-    return table
+        return ["-", "-"]
+    return [f"{gap.gap:.{DIGITS}f}", of_100(gap.changed)]
 
 
 def _answers(finding: AnswersFinding) -> Iterator[RenderableType]:
-    yield Text("\nAnswers: of those that at least one engine gets right", style="bold")
+    yield _title("Answers")
     yield Text(
-        f"Intervals hold at {100 * finding.confidence:g} % confidence, however early the test stopped. "
-        f"{100 * finding.tolerated:g} of 100 lost answers are tolerated.",
+        f"Lost, of 100 that at least one engine gets right (below 0: gained). The ranges hold at "
+        f"{100 * finding.confidence:g} % confidence. {100 * finding.tolerated:g} lost answers are tolerated.",
         style="dim",
     )
     table = _table(
-        "class",
-        "tasks",
-        "both right",
-        "worse",
-        "better",
-        "both wrong",
-        "of 100",
-        "between",
-        "verdict",
+        "",
+        "both\nright",
+        "\nworse",
+        "\nbetter",
+        "both\nwrong",
+        "lost\nof 100",
+        "\nbetween",
+        "\nverdict",
     )
     for comparison in finding.by_class:
         table.add_row(*_comparison_cells(comparison))
@@ -349,17 +350,18 @@ def _comparison_cells(comparison: AnswerComparison) -> list[str | Text]:
     name = "all"
     if comparison.prompt_class is not None:
         name = comparison.prompt_class.value
+    loss = "-"
     interval = "-"
-    if comparison.decisive:
-        interval = interval_words(comparison.low, comparison.high)
+    if comparison.loss is not None:
+        loss = f"{100 * comparison.loss:.1f}"
+        interval = f"{100 * comparison.low:.1f} to {100 * comparison.high:.1f}"
     return [
         name,
-        f"{tasks_compared(comparison):,}",
         f"{comparison.both_right:,}",
         f"{comparison.worse:,}",
         f"{comparison.better:,}",
         f"{comparison.both_wrong:,}",
-        loss_words(comparison),
+        loss,
         interval,
         verdict_text(comparison.verdict),
     ]
@@ -369,11 +371,11 @@ def _speed(finding: SpeedFinding) -> Table | None:
     if not finding.loads:
         return None
     table = _table(
-        "load",
-        "first token: reference",
-        "candidate",
-        "each further token: reference",
-        "candidate",
+        "",
+        "first token:\nreference",
+        "\ncandidate",
+        "further tokens:\nreference",
+        "\ncandidate",
     )
     for load in finding.loads:
         table.add_row(

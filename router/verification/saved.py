@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,14 @@ from pydantic_core import from_json
 
 from router.profiling.answering import AnswerLimits
 from router.profiling.model_answer import ModelAnswer
+from tiers.errors import NoScoresError
 from tiers.verification.findings import EngineIdentity, Finding
-from tiers.verification.likelihood import PROMPTS_FILE, LikelihoodRecord
+from tiers.verification.likelihood import (
+    PROMPTS_FILE,
+    LikelihoodRecord,
+    TextScores,
+    WrittenText,
+)
 from tiers.verification.model_facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -58,6 +64,40 @@ class SavedReference(Finding):
     tasks: str
     limits: AnswerLimits
     answers: Mapping[str, ModelAnswer | None]
+
+    async def tell_facts(self) -> ModelFacts:
+        """Return what the engine told of its model when it was saved."""
+        return self.facts
+
+    async def write(self, context: int, report: Callable[[], None]) -> LikelihoodRecord:
+        """Return the texts that fit a context, with the engine's own scores.
+
+        Args:
+            context: The candidate's context, in tokens.
+            report: Called for each text.
+
+        Raises:
+            NoScoresError: The engine told no probabilities when it was saved.
+        """
+        if self.likelihood is None:
+            raise NoScoresError(
+                "the saved reference has no probabilities: its engine told none"
+            )
+        texts: list[WrittenText] = []
+        own_scores: list[TextScores] = []
+        pairs = zip(self.likelihood.texts, self.likelihood.own_scores, strict=True)
+        for text, scores in pairs:
+            report()
+            # the engine that scores it writes one token more
+            if len(text.prompt_ids) + len(text.token_ids) < context:
+                texts.append(text)
+                own_scores.append(scores)
+        return LikelihoodRecord(texts=tuple(texts), own_scores=tuple(own_scores))
+
+    async def score(
+        self, texts: Sequence[WrittenText], report: Callable[[], None]
+    ) -> None:
+        """Return nothing: a saved reference scores no other engine's texts."""
 
     async def answer(self, task: Task) -> ModelAnswer | None:
         """Return the answer that was saved; None: there is none."""

@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
+from router.aio import run_both
+from router.profiling.answering import ThinkingMode
 from router.verification.answers import compare_answers
 from router.verification.findings import AnswersFinding, SpeedFinding, Verification
+from router.verification.participants import LiveEngine, Reference
+from router.verification.progress import Listener, StepCounter
 from router.verification.speed import compare_speed
-from router.verification.wording import Stage, StageFinding
+from router.verification.wording import Stage
 from tiers.errors import NoScoresError
 from tiers.verification.findings import (
     LikelihoodFinding,
     SameModelFinding,
     Verdict,
 )
-from tiers.verification.likelihood import compare_likelihood
-from tiers.verification.model_facts import observe_facts
+from tiers.verification.likelihood import compare_likelihood, prompts
 from tiers.verification.same_model import compare_facts
 
 if TYPE_CHECKING:
     from router.profiling.tasks import Task
     from router.verification.answers import AnswersOptions
-    from router.verification.participants import Participant, Reference
-
-_Finding = TypeVar("_Finding", bound=StageFinding)
-
-
-class Listener(Protocol):
-    """Is told how a verification gets on."""
-
-    def begin(self, stage: Stage) -> None:
-        """Take note that a stage begins."""
-
-    def advance(self, done: int, total: int | None, detail: str) -> None:
-        """Take note of how much of the stage is done; ``total`` None: nobody knows how much there is."""
-
-    def finish(self, stage: Stage, finding: StageFinding) -> None:
-        """Take note of what a stage has found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +36,149 @@ class VerificationPlan:
     Attributes:
         tasks: The tasks whose answers are compared; none: answers are not compared.
         answers: How they are compared.
+        mode: Whether the model is asked to think.
+        think_tokens: Tokens for thoughts; None: by the context.
         goes_on_after_fault: Run all stages, even after one that makes the later ones pointless.
         measures_speed: Compare speeds as well.
     """
 
     tasks: tuple[Task, ...]
     answers: AnswersOptions
+    mode: ThinkingMode = ThinkingMode.DEFAULT
+    think_tokens: int | None = None
     goes_on_after_fault: bool = False
     measures_speed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """Compares a candidate with a reference.
+
+    Attributes:
+        reference: What it is compared with.
+        candidate: The engine that is verified.
+        plan: What is verified.
+        listener: Is told of progress and findings.
+    """
+
+    reference: Reference
+    candidate: LiveEngine
+    plan: VerificationPlan
+    listener: Listener
+
+    async def run(self) -> Verification:
+        """Run the stages, up to the first fault unless the plan wants all.
+
+        Raises:
+            ProbeError: An engine stops answering.
+        """
+        started_at = time.monotonic()
+        created = datetime.now(UTC)
+        same_model = await self._compare_models()
+        likelihood: LikelihoodFinding | None = None
+        answers: AnswersFinding | None = None
+        speed: SpeedFinding | None = None
+        if self._goes_on_after(same_model.verdict):
+            likelihood = await self._compare_likelihood()
+            if self._goes_on_after(likelihood.verdict):
+                answers = await self._compare_answers()
+                speed = await self._compare_speed()
+        return Verification(
+            created=created,
+            reference=self.reference.identity,
+            candidate=self.candidate.identity,
+            same_model=same_model,
+            likelihood=likelihood,
+            answers=answers,
+            speed=speed,
+            took_s=time.monotonic() - started_at,
+        )
+
+    def _goes_on_after(self, verdict: Verdict) -> bool:
+        return verdict is not Verdict.WORSE or self.plan.goes_on_after_fault
+
+    @property
+    def _context(self) -> int:
+        """Return the tokens that both engines take."""
+        return min(
+            self.reference.identity.max_model_len,
+            self.candidate.identity.max_model_len,
+        )
+
+    async def _compare_models(self) -> SameModelFinding:
+        self.listener.begin(Stage.SAME_MODEL)
+        started_at = time.monotonic()
+        reference_facts, candidate_facts = await run_both(
+            self.reference.tell_facts(), self.candidate.tell_facts()
+        )
+        finding = compare_facts(
+            reference_facts, candidate_facts, time.monotonic() - started_at
+        )
+        self.listener.finish(Stage.SAME_MODEL, finding)
+        return finding
+
+    async def _compare_likelihood(self) -> LikelihoodFinding:
+        self.listener.begin(Stage.LIKELIHOOD)
+        started_at = time.monotonic()
+        try:
+            finding = await self._score_each_other(started_at)
+        except NoScoresError as error:
+            finding = LikelihoodFinding(
+                by_kind=(),
+                by_position=(),
+                own=(),
+                faults=(),
+                not_measured=(f"Likelihood: {error}.",),
+                took_s=time.monotonic() - started_at,
+            )
+        self.listener.finish(Stage.LIKELIHOOD, finding)
+        return finding
+
+    async def _score_each_other(self, started_at: float) -> LikelihoodFinding:
+        """Have both engines write texts, and each score its own and the other's."""
+        # each engine writes each text, scores it, and scores the other's
+        progress = StepCounter(
+            self.listener, 6 * len(prompts()), "texts written or scored"
+        )
+        context = self._context
+        written_by_reference, written_by_candidate = await run_both(
+            self.reference.write(context, progress.count_one),
+            self.candidate.write(context, progress.count_one),
+        )
+        scores_by_reference, scores_by_candidate = await run_both(
+            self.reference.score(written_by_candidate.texts, progress.count_one),
+            self.candidate.score(written_by_reference.texts, progress.count_one),
+        )
+        return compare_likelihood(
+            written_by_reference,
+            written_by_candidate,
+            scores_by_candidate=scores_by_candidate,
+            scores_by_reference=scores_by_reference,
+            took_s=time.monotonic() - started_at,
+        )
+
+    async def _compare_answers(self) -> AnswersFinding | None:
+        """Compare answers to the tasks; None: the plan has no tasks."""
+        plan = self.plan
+        if not plan.tasks:
+            return None
+        self.listener.begin(Stage.ANSWERS)
+        finding = await compare_answers(
+            self.reference,
+            self.candidate,
+            plan.tasks,
+            plan.answers,
+            self._report_answers,
+        )
+        self.listener.finish(Stage.ANSWERS, finding)
+        return finding
+
+    async def _compare_speed(self) -> SpeedFinding | None:
+        """Compare speeds; None: the plan does not want that, or the reference does not run."""
+        reference = self.reference
+        if not self.plan.measures_speed or not isinstance(reference, LiveEngine):
+            return None
+        self.listener.begin(Stage.SPEED)
+        finding = await compare_speed(reference.engine, self.candidate.engine)
+        self.listener.finish(Stage.SPEED, finding)
+        return finding

@@ -33,6 +33,8 @@ class Stage(StrEnum):
     LIKELIHOOD = "likelihood"
     ANSWERS = "answers"
     SPEED = "speed"
+    # of a reference, for later verifications
+    RECORDING = "recording"
 
 
 StageFinding = SameModelFinding | LikelihoodFinding | AnswersFinding | SpeedFinding
