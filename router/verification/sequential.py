@@ -37,7 +37,7 @@ from enum import StrEnum
 from tiers.verification.findings import Verdict
 
 # Large bets find out soonest where few answers change; small ones where many change in both directions.
-BETS = (0.97, 0.6, 0.4, 0.25, 0.15, 0.08)
+BETS = (0.98, 0.5, 0.25, 0.12)
 # The ends of an interval are found to 2 / 2**BISECTIONS.
 BISECTIONS = 40
 # A verdict that would take more tasks than this is out of reach.
