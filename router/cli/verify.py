@@ -18,7 +18,7 @@ from router.policy.profiles import ProfileError
 from router.profiling.answering import ThinkingMode
 from router.profiling.tasks import TASKS
 from router.section import SettingsError
-from router.verification.answers import AnswersOptions
+from router.verification.participants import ThinkingWish
 from router.verification.saved import SavedReferenceError
 from tiers.errors import TierError
 from tiers.verification.findings import Verdict
@@ -28,7 +28,6 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 NOT_RUN = 3  # the exit status of a verification that could not run
 INTERRUPTED = 130  # as shells say after Ctrl-C
 EXIT_STATUS = {Verdict.SAME: 0, Verdict.WORSE: 1, Verdict.CANNOT_TELL: 2}
-MINUTE_S = 60.0
 EXPECTED_ERRORS = (
     TargetError,
     SavedReferenceError,
@@ -107,6 +106,13 @@ MinutesOption = Annotated[
 ParallelOption = Annotated[
     int, typer.Option(min=1, max=256, metavar="N", help="Tasks at once.")
 ]
+RunCodeOption = Annotated[
+    bool,
+    typer.Option(
+        "--run-code",
+        help="Run code that the models write, in a sandbox, for tasks that need it.",
+    ),
+]
 ThinkingOption = Annotated[
     ThinkingMode,
     typer.Option(
@@ -168,6 +174,7 @@ def verify(
     max_tasks: MaxTasksOption = None,
     minutes: MinutesOption = None,
     parallel: ParallelOption = 8,
+    run_code: RunCodeOption = False,
     thinking: ThinkingOption = ThinkingMode.DEFAULT,
     think_tokens: ThinkTokensOption = None,
     speed: SpeedOption = False,
@@ -194,16 +201,13 @@ def verify(
         candidate_model=candidate_model,
         router=RouterAddress(url, config),
         tasks_path=tasks,
-        compares_answers=max_tasks != 0,
-        answers=AnswersOptions(
-            tolerated=tolerate / 100,
-            confidence=confidence / 100,
-            parallel=parallel,
-            most_tasks=max_tasks,
-            most_s=None if minutes is None else minutes * MINUTE_S,
-        ),
-        mode=thinking,
-        think_tokens=think_tokens,
+        tolerated_of_100=tolerate,
+        confidence_percent=confidence,
+        max_tasks=max_tasks,
+        minutes=minutes,
+        parallel=parallel,
+        runs_code=run_code,
+        thinking=ThinkingWish(thinking, think_tokens),
         goes_on_after_fault=run_all,
         measures_speed=speed,
         is_json=as_json,

@@ -31,18 +31,18 @@ from router.cli.verify_view import (
     report,
     stage_line,
 )
-from router.profiling.answering import ThinkingMode
-from router.profiling.checks import RunsCheck
+from router.profiling.run_code import passes
 from router.profiling.tasks import SUITE, TASKS, Task, read_tasks
 from router.verification.answers import AnswersOptions
 from router.verification.findings import Verification
-from router.verification.participants import LiveEngine, Reference
+from router.verification.participants import LiveEngine, Reference, ThinkingWish
 from router.verification.recording import record
 from router.verification.report import write_report
 from router.verification.saved import read_reference, write_reference
 from router.verification.verification import VerificationPlan, Verifier
 from router.verification.wording import Stage, StageFinding, count_words
 
+MINUTE_S = 60.0
 REFERENCE_KEY = "QARR_REFERENCE_KEY"
 CANDIDATE_KEY = "QARR_CANDIDATE_KEY"
 # What each stage does, said when it begins.
@@ -66,10 +66,13 @@ class VerifyRequest:
         candidate_model: The candidate's model for requests; empty: its only one.
         router: Where tiers are asked for.
         tasks_path: File or folder of the tasks.
-        answers: How answers are compared.
-        compares_answers: Whether they are compared at all.
-        mode: Whether models are asked to think.
-        think_tokens: Tokens for thoughts; None: by the context.
+        tolerated_of_100: So many lost answers still count as the same.
+        confidence_percent: How sure a verdict about answers has to be.
+        max_tasks: Ask at most so many tasks; 0: compare no answers; None: ask all, if need be.
+        minutes: Compare answers for so long at most; None: until there is a verdict.
+        parallel: Tasks at once.
+        runs_code: Run programs that a model writes, in a sandbox, for tasks that need it.
+        thinking: Whether and how long models are asked to think.
         goes_on_after_fault: Run all stages.
         measures_speed: Compare speeds, too.
         is_json: Print findings as JSON on standard output.
@@ -83,10 +86,13 @@ class VerifyRequest:
     candidate_model: str
     router: RouterAddress
     tasks_path: Path
-    answers: AnswersOptions
-    compares_answers: bool
-    mode: ThinkingMode
-    think_tokens: int | None
+    tolerated_of_100: float
+    confidence_percent: float
+    max_tasks: int | None
+    minutes: float | None
+    parallel: int
+    runs_code: bool
+    thinking: ThinkingWish
     goes_on_after_fault: bool
     measures_speed: bool
     is_json: bool
@@ -164,11 +170,10 @@ def _check_folder(option: str, path: Path | None) -> None:
 
 
 def _read_tasks(request: VerifyRequest) -> tuple[Task, ...]:
-    """Return the tasks whose answers can be checked without running code that a model has written."""
-    if not request.compares_answers:
+    """Return the tasks; none if answers are not compared."""
+    if request.max_tasks == 0:
         return ()
-    tasks = read_tasks(request.tasks_path)
-    return tuple(task for task in tasks if not isinstance(task.check, RunsCheck))
+    return read_tasks(request.tasks_path)
 
 
 async def _find_reference(
@@ -198,11 +203,24 @@ def _plan(
         tasks = reference.knows(tasks)
     return VerificationPlan(
         tasks=tasks,
-        answers=request.answers,
-        mode=request.mode,
-        think_tokens=request.think_tokens,
+        answers=_answers_options(request),
+        thinking=request.thinking,
         goes_on_after_fault=request.goes_on_after_fault,
         measures_speed=request.measures_speed,
+    )
+
+
+def _answers_options(request: VerifyRequest) -> AnswersOptions:
+    time_limit_s = None
+    if request.minutes is not None:
+        time_limit_s = request.minutes * MINUTE_S
+    return AnswersOptions(
+        tolerated=request.tolerated_of_100 / 100,
+        confidence=request.confidence_percent / 100,
+        parallel=request.parallel,
+        max_tasks=request.max_tasks or None,
+        time_limit_s=time_limit_s,
+        run_code=passes if request.runs_code else None,
     )
 
 
@@ -247,7 +265,9 @@ async def _save(
 ) -> None:
     """Record what the verification has not asked the reference, and write all of it."""
     assert request.save_path is not None
-    await record(reference, tasks, listener, parallel=request.answers.parallel)
+    await record(
+        reference, tasks, request.thinking, listener, parallel=request.parallel
+    )
     tasks_name = SUITE if request.tasks_path == TASKS else request.tasks_path.name
     saved = reference.as_saved(tasks_name)
     write_reference(request.save_path, saved)

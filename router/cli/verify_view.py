@@ -395,6 +395,8 @@ def _notes(verification: Verification) -> Iterable[str]:
         yield from verification.likelihood.not_measured
     if verification.answers is not None:
         yield from verification.answers.not_measured
+    if verification.speed is not None:
+        yield from verification.speed.not_measured
 
 
 def as_json(verification: Verification) -> dict[str, Any]:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from router.aio import run_both
 from router.profiling.answering import (
     PLAIN_ANSWER,
     AnswerLimits,
@@ -48,6 +49,18 @@ LONGEST_PAUSE_S = 10.0
 PATIENCE_S = 600.0
 
 
+class ThinkingWish(NamedTuple):
+    """Whether and how long models are to think.
+
+    Attributes:
+        mode: Whether requests ask for thoughts.
+        think_tokens: Tokens for thoughts; None: by the context.
+    """
+
+    mode: ThinkingMode = ThinkingMode.DEFAULT
+    think_tokens: int | None = None
+
+
 class Reference(Protocol):
     """What a candidate is compared with."""
 
@@ -75,7 +88,12 @@ class Reference(Protocol):
         """Return how likely it finds another engine's texts; None: it does not run."""
 
     async def answer(self, task: Task) -> ModelAnswer | None:
-        """Return its answer to a task; None: it has none."""
+        """Return its answer to a task; None: there is no saved answer to it.
+
+        Raises:
+            RefusedError: It does not take the task.
+            ProbeError: It fails.
+        """
 
 
 class LiveEngine:
@@ -83,12 +101,12 @@ class LiveEngine:
 
     Attributes:
         engine: The engine.
-        limits: How tasks are asked; ``settle_limits`` sets them.
+        settled_limits: How tasks are asked, once ``settle_limits`` or ``record`` has found that out.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.limits = PLAIN_ANSWER
+        self.settled_limits: AnswerLimits | None = None
         self._facts: ModelFacts | None = None
         self._record: LikelihoodRecord | None = None
         self._answers: dict[str, ModelAnswer | None] = {}
@@ -96,6 +114,10 @@ class LiveEngine:
     @property
     def identity(self) -> EngineIdentity:
         return self.engine.identity
+
+    @property
+    def limits(self) -> AnswerLimits:
+        return self.settled_limits or PLAIN_ANSWER
 
     async def tell_facts(self) -> ModelFacts:
         """Return what the engine tells of its model; it is asked once.
@@ -107,18 +129,15 @@ class LiveEngine:
             self._facts = await observe_facts(self.engine)
         return self._facts
 
-    async def settle_limits(
-        self, mode: ThinkingMode, context: int, think_tokens: int | None
-    ) -> None:
-        """Find out how the model thinks, and set how tasks are asked accordingly.
+    async def find_limits(self, wish: ThinkingWish, context: int) -> AnswerLimits:
+        """Find out how the model thinks, and return how tasks should be asked accordingly.
 
         Args:
-            mode: Whether requests ask the model to think.
+            wish: What the user wants.
             context: The context in tokens, the shorter one of the engines that are compared.
-            think_tokens: Tokens for thoughts; None: by the context.
         """
         thinking = await observe_thinking(self._ask)
-        self.limits = limits_for(thinking, mode, context, think_tokens)
+        return limits_for(thinking, wish.mode, context, wish.think_tokens)
 
     async def _ask(
         self, path: str, body: Mapping[str, Any]
@@ -145,25 +164,31 @@ class LiveEngine:
         return await score_texts(self.engine, texts, _without_numbers(report))
 
     async def answer(self, task: Task) -> ModelAnswer | None:
-        """Return the engine's answer to a task; None: the task does not fit it.
+        """Return the engine's answer to a task, and remember it.
 
         Raises:
-            BusyError: The engine had no room for ten minutes.
-            ProbeError: It does not answer.
+            RefusedError: The engine does not take the task.
+            BusyError: It had no room for ten minutes.
+            ProbeError: It fails.
         """
-        if task.digest not in self._answers:
-            self._answers[task.digest] = await self._answer(task)
-        return self._answers[task.digest]
+        try:
+            answer = await self._answer(task)
+        except RefusedError:
+            self._answers[task.digest] = None
+            raise
+        self._answers[task.digest] = answer
+        return answer
 
-    async def _answer(self, task: Task) -> ModelAnswer | None:
+    def has_answered(self, task: Task) -> bool:
+        """Tell whether a task has been answered or refused."""
+        return task.digest in self._answers
+
+    async def _answer(self, task: Task) -> ModelAnswer:
         think_tokens = fitting_think_tokens(
             task, self.limits, self.identity.max_model_len, most_prompt_tokens(task)
         )
         limits = replace(self.limits, think_tokens=think_tokens)
-        try:
-            response = await self._send(CHAT, answer_body(task, limits), ANSWER_S)
-        except RefusedError:
-            return None
+        response = await self._send(CHAT, answer_body(task, limits), ANSWER_S)
         return read_answer(response, limits)
 
     async def _send(
@@ -209,3 +234,32 @@ def _without_numbers(report: Report) -> Callable[[int, int], None]:
         report()
 
     return report_one
+
+
+async def settle_limits(
+    reference: Reference, candidate: LiveEngine, wish: ThinkingWish, context: int
+) -> AnswerLimits:
+    """Find out how both models think, have both asked alike, and return the reference's limits.
+
+    A saved reference has been asked already: then the candidate is asked as it was.
+
+    Args:
+        reference: What is compared with.
+        candidate: Who is verified.
+        wish: What the user wants.
+        context: The tokens that both take.
+    """
+    if not isinstance(reference, LiveEngine):
+        saved = reference.limits
+        wish = ThinkingWish(saved.mode, saved.think_tokens)
+        candidate.settled_limits = await candidate.find_limits(wish, context)
+        return saved
+    found_for_reference, found_for_candidate = await run_both(
+        reference.find_limits(wish, context), candidate.find_limits(wish, context)
+    )
+    think_tokens = max(
+        found_for_reference.think_tokens, found_for_candidate.think_tokens
+    )
+    reference.settled_limits = replace(found_for_reference, think_tokens=think_tokens)
+    candidate.settled_limits = replace(found_for_candidate, think_tokens=think_tokens)
+    return reference.limits

@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING
 from router.aio import first_error
 from router.verification.progress import Listener, StepCounter
 from router.verification.wording import Stage
-from tiers.errors import NoScoresError
+from tiers.errors import NoScoresError, RefusedError
 from tiers.verification.likelihood import prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from router.profiling.tasks import Task
-    from router.verification.participants import LiveEngine
+    from router.verification.participants import LiveEngine, ThinkingWish
 
 
 async def record(
     reference: LiveEngine,
     tasks: Sequence[Task],
+    wish: ThinkingWish,
     listener: Listener,
     *,
     parallel: int,
@@ -31,6 +32,7 @@ async def record(
     Args:
         reference: The engine. Its ``as_saved`` returns what it has told.
         tasks: All of them are answered.
+        wish: Whether and how long its model is asked to think.
         listener: Is told of progress.
         parallel: Number of tasks that are asked at a time.
 
@@ -45,6 +47,9 @@ async def record(
     # answers can be compared without probabilities as well
     with suppress(NoScoresError):
         await reference.write(reference.identity.max_model_len, progress.count_one)
+    if reference.settled_limits is None:
+        context = reference.identity.max_model_len
+        reference.settled_limits = await reference.find_limits(wish, context)
     await _answer_all(reference, tasks, progress, parallel=parallel)
     listener.finish(Stage.RECORDING, None)
 
@@ -60,7 +65,10 @@ async def _answer_all(
 
     async def answer(task: Task) -> None:
         async with places:
-            await reference.answer(task)
+            if not reference.has_answered(task):
+                # what an engine refuses is recorded as refused
+                with suppress(RefusedError):
+                    await reference.answer(task)
         progress.count_one()
 
     try:

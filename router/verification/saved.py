@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from router.profiling.answering import AnswerLimits
 from router.profiling.model_answer import ModelAnswer
-from tiers.errors import NoScoresError
+from tiers.errors import NoScoresError, RefusedError
 from tiers.verification.findings import EngineIdentity, Finding
 from tiers.verification.likelihood import (
     PROMPTS_FILE,
@@ -52,7 +52,7 @@ class SavedReference(Finding):
         likelihood: What it wrote, and how likely it found that; None: it tells no probabilities.
         tasks: What the tasks were, for people.
         limits: How the tasks were asked.
-        answers: The answer to each task by the task's digest; None: the engine could not answer it.
+        answers: The answer to each task by the task's digest; None: the engine refused the task.
     """
 
     form: str
@@ -100,8 +100,15 @@ class SavedReference(Finding):
         """Return nothing: a saved reference scores no other engine's texts."""
 
     async def answer(self, task: Task) -> ModelAnswer | None:
-        """Return the answer that was saved; None: there is none."""
-        return self.answers.get(task.digest)
+        """Return the answer that was saved; None: there is none.
+
+        Raises:
+            RefusedError: The engine did not take the task when it was asked.
+        """
+        answer = self.answers.get(task.digest)
+        if answer is None and task.digest in self.answers:
+            raise RefusedError("the reference refused this task when it was saved")
+        return answer
 
     def knows(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         """Return those of some tasks that have an answer here.

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from router.aio import run_both
-from router.profiling.answering import ThinkingMode
-from router.verification.answers import compare_answers
+from router.verification.answers import AnswersProgress, compare_answers
 from router.verification.findings import AnswersFinding, SpeedFinding, Verification
-from router.verification.participants import LiveEngine, Reference
+from router.verification.participants import (
+    LiveEngine,
+    Reference,
+    ThinkingWish,
+    settle_limits,
+)
 from router.verification.progress import Listener, StepCounter
-from router.verification.speed import compare_speed
-from router.verification.wording import Stage
-from tiers.errors import NoScoresError
+from router.verification.speed import SpeedProgress, compare_speed
+from router.verification.wording import Stage, count_words
+from tiers.errors import NoScoresError, ProbeError
 from tiers.verification.findings import (
     LikelihoodFinding,
     SameModelFinding,
@@ -36,16 +40,14 @@ class VerificationPlan:
     Attributes:
         tasks: The tasks whose answers are compared; none: answers are not compared.
         answers: How they are compared.
-        mode: Whether the model is asked to think.
-        think_tokens: Tokens for thoughts; None: by the context.
+        thinking: Whether and how long models are asked to think.
         goes_on_after_fault: Run all stages, even after one that makes the later ones pointless.
         measures_speed: Compare speeds as well.
     """
 
     tasks: tuple[Task, ...]
     answers: AnswersOptions
-    mode: ThinkingMode = ThinkingMode.DEFAULT
-    think_tokens: int | None = None
+    thinking: ThinkingWish = ThinkingWish()
     goes_on_after_fault: bool = False
     measures_speed: bool = False
 
@@ -159,19 +161,27 @@ class Verifier:
 
     async def _compare_answers(self) -> AnswersFinding | None:
         """Compare answers to the tasks; None: the plan has no tasks."""
-        plan = self.plan
-        if not plan.tasks:
+        tasks = self.plan.tasks
+        if not tasks:
             return None
         self.listener.begin(Stage.ANSWERS)
+        limits = await settle_limits(
+            self.reference, self.candidate, self.plan.thinking, self._context
+        )
+        options = replace(self.plan.answers, think_tokens=limits.think_tokens)
         finding = await compare_answers(
-            self.reference,
-            self.candidate,
-            plan.tasks,
-            plan.answers,
-            self._report_answers,
+            self.reference, self.candidate, tasks, options, self._report_answers
         )
         self.listener.finish(Stage.ANSWERS, finding)
         return finding
+
+    def _report_answers(self, progress: AnswersProgress) -> None:
+        counts = progress.test.counts
+        detail = (
+            f"{progress.tasks_done} tasks: {counts.worse} worse, {counts.better} better"
+        )
+        total = progress.tasks_done + progress.tasks_expected
+        self.listener.advance(progress.tasks_done, total, detail)
 
     async def _compare_speed(self) -> SpeedFinding | None:
         """Compare speeds; None: the plan does not want that, or the reference does not run."""
@@ -179,6 +189,23 @@ class Verifier:
         if not self.plan.measures_speed or not isinstance(reference, LiveEngine):
             return None
         self.listener.begin(Stage.SPEED)
-        finding = await compare_speed(reference.engine, self.candidate.engine)
+        started_at = time.monotonic()
+        try:
+            finding = await compare_speed(
+                reference.engine,
+                self.candidate.engine,
+                report_progress=self._report_speed,
+            )
+        except ProbeError as error:
+            # what the other stages have found counts all the same
+            finding = SpeedFinding(
+                loads=(),
+                took_s=time.monotonic() - started_at,
+                not_measured=(f"Speed: {error}",),
+            )
         self.listener.finish(Stage.SPEED, finding)
         return finding
+
+    def _report_speed(self, progress: SpeedProgress) -> None:
+        detail = count_words(progress.streams, "stream")
+        self.listener.advance(progress.turns_done, progress.turns_total, detail)
