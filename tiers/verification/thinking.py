@@ -268,8 +268,15 @@ async def _seen_form(
         return ThoughtForm.FIELD
     text = message.get("content") or ""
     if mode in opening_modes:
-        return ThoughtForm.OPENED_BY_PROMPT
+        has_parser = _counts_reasoning(answer)
+        return ThoughtForm.FIELD if has_parser else ThoughtForm.OPENED_BY_PROMPT
     split = split_thought(text)
     if text.lstrip().startswith(tuple(tags.opening for tags in THOUGHT_TAGS)):
         return ThoughtForm.TAGS
     return ThoughtForm.OPENED_BY_PROMPT if split.thought else None
+
+
+def _counts_reasoning(answer: Mapping[str, Any]) -> bool:
+    """Tell whether an engine counts the tokens of reasoning: vLLM does if it has a parser, even where a thought is empty."""
+    details = (answer.get("usage") or {}).get("completion_tokens_details") or {}
+    return details.get("reasoning_tokens") is not None
