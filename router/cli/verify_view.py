@@ -12,11 +12,8 @@ from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     Progress,
-    SpinnerColumn,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +27,7 @@ from router.verification.findings import (
 from router.verification.wording import (
     Stage,
     StageFinding,
+    about,
     count_words,
     duration_words,
     mean_gap,
@@ -78,24 +76,34 @@ class BarProgress:
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=24, pulse_style="dim"),
             TextColumn("{task.fields[detail]}", markup=False),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[time]}", style="dim", markup=False),
             console=console,
             transient=True,
+            refresh_per_second=2,
         )
         self._task: TaskID | None = None
+        self._began_at = 0.0
 
     def begin(self, stage: Stage, detail: str) -> None:
-        self._task = self._progress.add_task(stage.value, total=None, detail=detail)
+        self._began_at = time.monotonic()
+        self._task = self._progress.add_task(
+            stage.value, total=None, detail=detail, time=""
+        )
         self._progress.start()
 
     def advance(self, done: int, total: int | None, detail: str) -> None:
         assert self._task is not None
-        self._progress.update(self._task, completed=done, total=total, detail=detail)
+        spent_s = time.monotonic() - self._began_at
+        self._progress.update(
+            self._task,
+            completed=done,
+            total=total,
+            detail=detail,
+            time=remaining_words(spent_s, done, total),
+        )
 
     def end(self) -> None:
         if self._task is None:
@@ -127,17 +135,26 @@ class LineProgress:
             return
         self._next_line_at = now + self._every_s
         spent_s = now - self._began_at
-        line = f"{self._stage.value}: {detail}, {duration_words(spent_s)}"
-        if total and done:
-            remaining_s = spent_s * (total - done) / done
-            line += f", about {duration_words(max(remaining_s, 0.0))} more"
-        self._print(line)
+        facts = [
+            detail,
+            duration_words(spent_s),
+            remaining_words(spent_s, done, total),
+        ]
+        self._print(f"{self._stage.value}: {', '.join(filter(None, facts))}")
 
     def end(self) -> None:
         """Print nothing: the stage's own line follows."""
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False)
+
+
+def remaining_words(spent_s: float, done: int, total: int | None) -> str:
+    """Return about how long a stage still takes at its pace so far; empty: nobody knows yet."""
+    if not total or not done:
+        return ""
+    remaining_s = max(spent_s * (total - done) / done, 0.0)
+    return f"about {duration_words(remaining_s)} more"
 
 
 def progress_for(console: Console) -> ProgressView:
@@ -336,8 +353,8 @@ def _answers(finding: AnswersFinding) -> Iterator[RenderableType]:
         "\nbetter",
         "both\nwrong",
         "lost\nof 100",
-        "\nbetween",
         "\nverdict",
+        "more tasks\nneeded",
     )
     for comparison in finding.by_class:
         table.add_row(*_comparison_cells(comparison))
@@ -350,21 +367,29 @@ def _comparison_cells(comparison: AnswerComparison) -> list[str | Text]:
     name = "all"
     if comparison.prompt_class is not None:
         name = comparison.prompt_class.value
-    loss = "-"
-    interval = "-"
-    if comparison.loss is not None:
-        loss = f"{100 * comparison.loss:.1f}"
-        interval = f"{100 * comparison.low:.1f} to {100 * comparison.high:.1f}"
+    tasks_needed = "-"
+    if comparison.tasks_needed is not None:
+        tasks_needed = f"{about(comparison.tasks_needed):,}"
     return [
         name,
         f"{comparison.both_right:,}",
         f"{comparison.worse:,}",
         f"{comparison.better:,}",
         f"{comparison.both_wrong:,}",
-        loss,
-        interval,
+        _loss_cell(comparison),
         verdict_text(comparison.verdict),
+        tasks_needed,
     ]
+
+
+def _loss_cell(comparison: AnswerComparison) -> str:
+    """Return the range of the loss, and the loss itself where it decides: before that it says too much."""
+    if comparison.loss is None:
+        return "-"
+    interval = f"{100 * comparison.low:.1f} to {100 * comparison.high:.1f}"
+    if comparison.verdict is Verdict.CANNOT_TELL:
+        return interval
+    return f"{100 * comparison.loss:.1f} ({interval})"
 
 
 def _speed(finding: SpeedFinding) -> Table | None:

@@ -250,10 +250,16 @@ def answers_sentence(finding: AnswersFinding) -> str:
         return (
             f"at most {of_100(overall.high)} of 100 answers lost ({tolerated}), {tasks}"
         )
-    sentence = f"of 100 answers {_open_interval(overall)} ({tolerated}), {tasks}"
+    sentence = f"{_open_interval(overall)} ({tolerated}), {tasks}"
     if overall.tasks_needed is None:
         return sentence
-    return f"{sentence}; would need about {overall.tasks_needed:,} more"
+    return f"{sentence}; would need about {about(overall.tasks_needed):,} more"
+
+
+def about(count: int) -> int:
+    """Round a count to two digits, because it is an estimate: 1,269 is about 1,300."""
+    digits = len(str(count))
+    return round(count, min(2 - digits, 0))
 
 
 def _signed_loss(comparison: AnswerComparison) -> str:
@@ -264,14 +270,14 @@ def _signed_loss(comparison: AnswerComparison) -> str:
 
 
 def _open_interval(comparison: AnswerComparison) -> str:
-    """Return an interval that does not decide, with a verb: "between 0.3 and 5.1 are lost"."""
+    """Return an interval that does not decide: "between 0.3 and 5.1 of 100 answers lost"."""
     low = of_100(comparison.low)
     high = of_100(comparison.high)
     if comparison.low >= 0:
-        return f"between {low} and {high} are lost"
+        return f"between {low} and {high} of 100 answers lost"
     if comparison.high <= 0:
-        return f"between {high} and {low} are gained"
-    return f"between {low} gained and {high} lost"
+        return f"between {high} and {low} of 100 answers gained"
+    return f"between {low} gained and {high} lost of 100 answers"
 
 
 def speed_sentence(finding: SpeedFinding) -> str:
