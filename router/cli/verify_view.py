@@ -432,7 +432,21 @@ def as_json(verification: Verification) -> dict[str, Any]:
         if finding is not None:
             facts[name]["verdict"] = finding.verdict.value
             facts[name]["sentence"] = stage_sentence(finding)
+    if verification.answers is not None:
+        facts["answers"] |= _comparisons_json(verification.answers)
     facts["verdict"] = verification.verdict.value
     facts["sentence"] = verdict_sentence(verification)
     facts["next_step"] = next_step(verification)
     return facts
+
+
+def _comparisons_json(finding: AnswersFinding) -> dict[str, Any]:
+    """Return the comparisons of answers, each with its loss."""
+    return {
+        "overall": _comparison_json(finding.overall),
+        "by_class": [_comparison_json(comparison) for comparison in finding.by_class],
+    }
+
+
+def _comparison_json(comparison: AnswerComparison) -> dict[str, Any]:
+    return {**comparison.model_dump(mode="json"), "loss": comparison.loss}

@@ -47,7 +47,7 @@ class VerificationPlan:
 
     tasks: tuple[Task, ...]
     answers: AnswersOptions
-    thinking: ThinkingWish = ThinkingWish()
+    thinking: ThinkingWish
     goes_on_after_fault: bool = False
     measures_speed: bool = False
 
