@@ -208,15 +208,20 @@ class _Comparison:
 
     async def _wait_for_reply(self) -> None:
         """Wait until a task is done or the time is used up; raise what the task raised."""
-        timeout_s = None
-        if self._options.time_limit_s is not None:
-            timeout_s = max(self._options.time_limit_s - self._took_s(), 0)
         done, self._under_way = await asyncio.wait(
-            self._under_way, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            self._under_way,
+            timeout=self._time_left_s(),
+            return_when=asyncio.FIRST_COMPLETED,
         )
-        self._has_run_out_of_time = not done
         for finished in done:
             finished.result()
+        self._has_run_out_of_time = self._time_left_s() == 0
+
+    def _time_left_s(self) -> float | None:
+        """Return the time until the limit, 0 or more; None: there is no limit."""
+        if self._options.time_limit_s is None:
+            return None
+        return max(self._options.time_limit_s - self._took_s(), 0)
 
     async def _cancel_tasks(self) -> None:
         for unfinished in self._under_way:
@@ -360,11 +365,11 @@ class _Comparison:
             )
         if self._has_run_out_of_time:
             sentences.append(
-                f"The time was used up after {reached}. Give --minutes more to know more."
+                f"The time was used up after {reached}. Raise --minutes to know more."
             )
         if self._needs_run:
             sentences.append(
-                f"{self._needs_run:,} tasks were left out: their answers are programs, which are not run here."
+                f"Left out, because answers that are programs are not run here: {self._needs_run:,} tasks."
             )
         return sentences
 

@@ -83,7 +83,8 @@ class AnswersFinding(Finding):
         tolerated: The loss that is accepted, as a share 0..1.
         confidence: Of verdicts and intervals, 0..1.
         overall: All classes together.
-        by_class: Each class that was asked.
+        by_class: Each class that was asked. Their verdicts and intervals are corrected for the number of classes: all of
+            them together hold with this confidence.
         worse_answers: The tasks that got worse, with both answers.
         not_measured: Sentences about what could not be measured, and what to raise.
         took_s: Time of the stage, in seconds.

@@ -9,11 +9,13 @@ from enum import StrEnum
 
 from router.profiling.model_answer import ModelAnswer
 from router.profiling.tasks import Task
-from router.verification.sequential import PairOutcome
+from router.verification.sequential import PairCounts, PairOutcome, SequentialTest
 from router.verification.task_texts import shortened
-from tiers.verification.findings import Role
+from tiers.verification.findings import Role, Verdict
 
 MESSAGE_CHARS = 400
+# Of the statement that the candidate is cut more often.
+CUT_CONFIDENCE = 0.99
 
 
 class Obstacle(StrEnum):
@@ -56,6 +58,15 @@ class RepliesToTask:
         return {"reference": self.reference, "candidate": self.candidate}
 
     @property
+    def cut_roles(self) -> set[Role]:
+        """Return the engines whose answer was cut while the model was thinking."""
+        return {
+            role
+            for role, reply in self.by_role.items()
+            if reply.obstacle is Obstacle.CUT_WHILE_THINKING
+        }
+
+    @property
     def outcome(self) -> PairOutcome:
         """Return what the task tells."""
         if self.reference.obstacle is not None or self.candidate.obstacle is not None:
@@ -95,7 +106,7 @@ def unmeasured_sentences(
         _sentence(hindrance, hindered, think_tokens)
         for hindrance, hindered in replies_by_hindrance.items()
     ]
-    return (*sentences, *_unmeasured_classes(replies))
+    return (*sentences, *_cut_more_often(replies), *_unmeasured_classes(replies))
 
 
 def _sentence(
@@ -121,6 +132,26 @@ def _sentence(
             return f"Not measured: {tasks} that the {role} refused. The last refusal: {message}"
         case Obstacle.FAILED:
             return f"Not measured: {tasks} at which the {role} failed. The last failure: {message}"
+
+
+def _cut_more_often(replies: Sequence[RepliesToTask]) -> list[str]:
+    """Return a sentence if the candidate is cut while thinking more often than the reference, beyond chance.
+
+    Such tasks are not measured, so no loss would show a candidate that thinks in circles.
+    """
+    counts = PairCounts(
+        both_right=sum(not each.cut_roles for each in replies),
+        worse=sum(each.cut_roles == {"candidate"} for each in replies),
+        better=sum(each.cut_roles == {"reference"} for each in replies),
+    )
+    is_more_often = SequentialTest(0.0, CUT_CONFIDENCE, counts).verdict is Verdict.WORSE
+    if not is_more_often:
+        return []
+    sentence = (
+        f"The candidate alone was cut while thinking at {counts.worse:,} tasks, the reference alone at {counts.better:,}. "
+        "It thinks longer, perhaps in circles. The loss does not show this, because such tasks are not measured."
+    )
+    return [sentence]
 
 
 def _unmeasured_classes(replies: Sequence[RepliesToTask]) -> list[str]:
