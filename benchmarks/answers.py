@@ -47,6 +47,7 @@ from router.profiling.measure_quality import (
     QualityPlan,
     measure_quality,
 )
+from router.profiling.model_answer import ModelAnswer
 from router.profiling.profile_files import JOURNAL, keep_quality
 from router.profiling.router_client import RouterClient
 from router.profiling.tasks import SUITE, TASKS, Task, read_tasks
@@ -365,7 +366,7 @@ async def ask(
         pass
     if not ended:
         return Answer(task.digest, None, right=False)
-    right = await asyncio.to_thread(task.check.passes, text)
+    right = await asyncio.to_thread(task.check.passes, ModelAnswer(text=text))
     tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 else 0.0
     return Answer(
         task.digest, tier, right, (first - sent) * 1000 if first else math.inf, tpot_ms

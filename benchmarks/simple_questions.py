@@ -29,6 +29,7 @@ from measure import ROOT, note
 
 sys.path.insert(0, str(ROOT))
 
+from router.profiling.model_answer import ModelAnswer
 from router.profiling.tasks import Task, read_tasks
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def ask(client: httpx.Client, question: Task) -> list[Answer]:
     is_right = {}
     for verdict in decision["tiers"]:
         is_right[verdict["tier"]] = question.check.passes(
-            answer(client, question, verdict["tier"])
+            ModelAnswer(text=answer(client, question, verdict["tier"]))
         )
     return [
         Answer(

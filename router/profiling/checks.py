@@ -24,6 +24,7 @@ from router.profiling.answer_text import (
     plain_signs,
     word_pattern,
 )
+from router.profiling.model_answer import ModelAnswer
 from router.profiling.safe_code import compute
 
 MAX_ANSWER = 20_000  # characters of an answer that are read
@@ -74,9 +75,9 @@ def _is_same_dict(value: Any, wanted_value: dict[str, Any]) -> bool:
 class _Check(Frozen):
     """What tells whether an answer to a task is right."""
 
-    def passes(self, answer: str) -> bool:
-        """Tell whether an answer is right; one without text is not."""
-        text = answer[:MAX_ANSWER].strip()
+    def passes(self, answer: ModelAnswer) -> bool:
+        """Tell whether an answer is right; one without text is not. Thoughts before the text do not count."""
+        text = answer.text[:MAX_ANSWER].strip()
         return bool(text) and self._passes(text)
 
     def _passes(self, answer: str) -> bool:
@@ -350,8 +351,8 @@ class RunsCheck(_Check):
     type: Literal["runs"]
     test: Text
 
-    def passes(self, answer: str) -> bool:
-        raise NeedsRunError(answer)
+    def passes(self, answer: ModelAnswer) -> bool:
+        raise NeedsRunError(answer.text)
 
 
 Check = Annotated[

@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from classifier import Complexity, EstimatingCounter, PromptClass, extract
 from router.policy.profiles import Frozen, ProfileError
 from router.profiling.checks import Check
+from router.profiling.conversation import check_tools, check_turns
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -22,24 +23,57 @@ if TYPE_CHECKING:
 SUITE = "the built-in suite"
 TASKS = Path(__file__).with_name("suite")
 DIGEST_FIELDS = {"prompt", "system", "max_tokens", "check"}
+# These fields are part of a digest only where a task has them, so that journals of tasks without them stay valid.
+OPTIONAL_DIGEST_FIELDS = ("tools", "turns")
 DIGEST_LENGTH = 16
 
 
 class Task(Frozen):
-    """A prompt, the longest answer to it, and what tells a right answer."""
+    """A prompt, the longest answer to it, and what tells a right answer.
+
+    Attributes:
+        id: Unique in its file.
+        prompt_class: What the prompt is about.
+        complexity: How much work it asks for.
+        prompt: The user's first message.
+        system: The system's message before it; empty: there is none.
+        tools: The functions that the model may call, in OpenAI's form.
+        turns: Further messages after the prompt, in OpenAI's form: a call and its result, for example.
+        max_tokens: The longest answer.
+        check: What tells a right answer.
+    """
 
     id: Annotated[str, Field(min_length=1)]
     prompt_class: PromptClass = Field(alias="class")
     complexity: Complexity
     prompt: Annotated[str, Field(min_length=1)]
     system: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    turns: tuple[dict[str, Any], ...] = ()
     max_tokens: int = Field(ge=1, le=4096)
     check: Check
+
+    @field_validator("tools")
+    @classmethod
+    def _are_tools(
+        cls, tools: tuple[dict[str, Any], ...]
+    ) -> tuple[dict[str, Any], ...]:
+        check_tools(tools)
+        return tools
+
+    @field_validator("turns")
+    @classmethod
+    def _are_turns(
+        cls, turns: tuple[dict[str, Any], ...]
+    ) -> tuple[dict[str, Any], ...]:
+        check_turns(turns)
+        return turns
 
     @cached_property
     def digest(self) -> str:
         """Return a digest of everything that decides how the task is answered and checked."""
-        fields = self.model_dump(include=DIGEST_FIELDS, by_alias=True)
+        present = {name for name in OPTIONAL_DIGEST_FIELDS if getattr(self, name)}
+        fields = self.model_dump(include=DIGEST_FIELDS | present, by_alias=True)
         text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
@@ -48,11 +82,21 @@ class Task(Frozen):
         return self.prompt_class, self.complexity
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        messages = [{"role": "user", "content": self.prompt}]
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the complete chat, in OpenAI's form."""
+        messages: list[dict[str, Any]] = [{"role": "user", "content": self.prompt}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
-        return messages
+        return messages + list(self.turns)
+
+    @property
+    def input_chars(self) -> int:
+        """Return about how many characters the model reads; tools and turns count as JSON."""
+        chars = len(self.system) + len(self.prompt)
+        for part in (self.tools, self.turns):
+            if part:
+                chars += len(json.dumps(part, ensure_ascii=False))
+        return chars
 
 
 def read_tasks(path: Path) -> tuple[Task, ...]:

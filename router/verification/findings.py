@@ -121,10 +121,17 @@ class SpeedComparison(Finding):
 
 
 class SpeedFinding(Finding):
-    """How fast both engines are at several loads."""
+    """How fast both engines are at several loads.
+
+    Attributes:
+        loads: From few streams to many.
+        took_s: Time of the stage, in seconds.
+        not_measured: Sentences about what could not be measured.
+    """
 
     loads: tuple[SpeedComparison, ...]
     took_s: float
+    not_measured: tuple[str, ...] = ()
 
 
 class Verification(Finding):

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from router.profiling.checks import Check, NeedsRunError
+from router.profiling.model_answer import ModelAnswer
 from tests.imports import ROOT
 
 READ = TypeAdapter[Any](Check)
 
 
 def passes(check: dict[str, Any], answer: str) -> bool:
-    return bool(READ.validate_python(check).passes(answer))
+    return bool(READ.validate_python(check).passes(ModelAnswer(text=answer)))
 
 
 NUMBERS = [
@@ -176,8 +177,12 @@ NASTY = [
 @pytest.mark.parametrize("check", EVERY, ids=lambda check: check["type"])
 def test_no_answer_raises_or_hangs(check: dict[str, Any]) -> None:
     read = READ.validate_python(check)
-    assert [answer[:20] for answer in NASTY if read.passes(answer)] == []
-    assert not read.passes("x" * N + "Zq Qq -77.25")  # more is not read
+    assert [
+        answer[:20] for answer in NASTY if read.passes(ModelAnswer(text=answer))
+    ] == []
+    assert not read.passes(
+        ModelAnswer(text="x" * N + "Zq Qq -77.25")
+    )  # more is not read
 
     @settings(max_examples=60)
     @given(
@@ -185,7 +190,7 @@ def test_no_answer_raises_or_hangs(check: dict[str, Any]) -> None:
         | st.text("0123456789.,/-+$%{}[]()\\\"'`*_ \nABab:=^e×−", max_size=60)
     )
     def any_text(text: str) -> None:
-        assert isinstance(read.passes(text), bool)
+        assert isinstance(read.passes(ModelAnswer(text=text)), bool)
 
     any_text()
 

@@ -71,6 +71,65 @@ def test_a_digest_changes_with_all_that_decides_the_outcome_and_nothing_else(
     assert digests[-1] == digests[0]
 
 
+# Digests of shipped tasks, one of each check, as journals from before tools and turns have them.
+EARLIER_DIGESTS = {
+    "chat-t-001": "37799867c4ac6c60",
+    "chat-t-006": "6a770d39b1e6c4c0",
+    "chat-t-008": "659d89eae1cbc05d",
+    "chat-t-013": "70f2063b4afd234b",
+    "chat-t-027": "8d06aa16249f1e37",
+    "code-t-021": "20e21a8f624d3c62",
+    "extraction-m-001": "191548e5387f6321",
+    "multilingual-c-021": "2fe672e04f744720",
+    "runs-001": "9bb9d95bc18068cb",
+}
+
+
+def test_answers_in_earlier_journals_still_count() -> None:
+    tasks = {task.id: task for task in read_tasks(TASKS)}
+    digests = {task_id: tasks[task_id].digest for task_id in EARLIER_DIGESTS}
+    assert digests == EARLIER_DIGESTS
+
+
+def tool(name: str = "get_weather") -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def earlier_call(arguments: str = '{"city": "Oslo"}') -> dict[str, Any]:
+    function = {"name": "get_weather", "arguments": arguments}
+    call = {"id": "call_1", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def result(call_id: str = "call_1") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": "4 °C"}
+
+
+def test_a_task_may_offer_tools_and_have_turns_after_its_prompt(tmp_path: Path) -> None:
+    turns = [earlier_call(), result()]
+    row = {**TASK, "system": "Be brief.", "tools": [tool()], "turns": turns}
+    plain, with_tools = read(tmp_path / "t", TASK, row)
+    roles = [message["role"] for message in with_tools.messages]
+    assert roles == ["system", "user", "assistant", "tool"]
+    assert with_tools.messages[2] == earlier_call()
+    assert with_tools.tools == (tool(),)
+    assert with_tools.input_chars > plain.input_chars + len(json.dumps(turns)) - 10
+
+
+def test_tools_and_turns_are_part_of_the_digest(tmp_path: Path) -> None:
+    rows = (
+        TASK,
+        {**TASK, "tools": [tool()]},
+        {**TASK, "tools": [tool("get_weather_2")]},
+        {**TASK, "turns": [earlier_call(), result()]},
+        {**TASK, "tools": [], "turns": []},
+    )
+    digests = [task.digest for task in read(tmp_path / "t", *rows)]
+    assert len(set(digests)) == 4
+    assert digests[-1] == digests[0]
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -83,6 +142,12 @@ def test_a_digest_changes_with_all_that_decides_the_outcome_and_nothing_else(
         ({**TASK, "check": {"type": "regex", "pattern": "("}}, "check.regex.pattern: no pattern of the library regex"),
         ({**TASK, "prompt": 1}, "line 2: prompt: Input should be a valid string"),
         ({**TASK, "id": "line-1"}, "line 2: id: 'line-1' is line 1's; ids are unique"),
+        ({**TASK, "tools": [{"type": "function"}]}, "line 2: tools: 0.function: Field required"),
+        ({**TASK, "tools": [tool(""), tool()]}, "line 2: tools: 0.function.name: String should match"),
+        ({**TASK, "tools": [tool(), tool()]}, "line 2: tools: two functions are named get_weather"),
+        ({**TASK, "turns": [earlier_call(), result("call_2")]}, "turns: tool_call_id 'call_2' is the id of no earlier call"),
+        ({**TASK, "turns": [earlier_call()]}, "turns: the last message must be the user's or a tool's result"),
+        ({**TASK, "turns": [earlier_call("{"), result()]}, "turns: 0.assistant.tool_calls.0.function.arguments: "),
         ([], "line 2: a task: Input should be a valid dictionary"),
         ("{", "line 2: a task is a JSON object: Expecting"),
         ("[" * 100_000, "line 2: it is nested too deep"),
