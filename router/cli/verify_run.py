@@ -38,7 +38,11 @@ from router.verification.findings import Verification
 from router.verification.participants import LiveEngine, Reference, ThinkingWish
 from router.verification.recording import record
 from router.verification.report import write_report
-from router.verification.saved import read_reference, write_reference
+from router.verification.saved import (
+    SavedReference,
+    read_reference,
+    write_reference,
+)
 from router.verification.verification import VerificationPlan, Verifier
 from router.verification.wording import Stage, StageFinding, count_words
 
@@ -199,7 +203,7 @@ async def _find_engine(
 def _plan(
     request: VerifyRequest, reference: Reference, tasks: tuple[Task, ...]
 ) -> VerificationPlan:
-    if not isinstance(reference, LiveEngine):
+    if isinstance(reference, SavedReference):
         tasks = reference.knows(tasks)
     return VerificationPlan(
         tasks=tasks,

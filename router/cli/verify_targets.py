@@ -7,7 +7,9 @@ import re
 import ssl
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -53,12 +55,34 @@ class Target:
     key_variable: str
 
 
-@dataclass(frozen=True, slots=True)
-class RouterAddress:
-    """Where the running router is looked for, if an option names a tier."""
+class Server(NamedTuple):
+    """A server's URL, and which certificates it may show."""
 
     url: str
-    config: Path | None
+    verify: ssl.SSLContext | bool
+
+
+class RouterAddress:
+    """Where the running router is looked for, once an option names a tier.
+
+    Args:
+        url: Its URL; empty: that of the settings.
+        config: The settings' file; None: the usual one.
+    """
+
+    def __init__(self, url: str, config: Path | None) -> None:
+        self._url = url
+        self.config = config
+
+    @cached_property
+    def server(self) -> Server:
+        """Find the router, and print its URL.
+
+        Raises:
+            SettingsError: The settings are not valid, or name no port.
+        """
+        url, verify = find_router(self._url, self.config)
+        return Server(url, verify)
 
 
 def parse_target(option: str, text: str, model: str, key_variable: str) -> Target:
@@ -105,18 +129,17 @@ def client_for(target: Target, router: RouterAddress) -> httpx.AsyncClient:
     """
     headers: dict[str, str] = {}
     if target.kind is TargetKind.TIER:
-        url, verify = find_router(router.url, router.config)
+        server = router.server
         headers = TIER_HEADERS
     else:
-        url = target.text
-        verify = _trusted_by(url, router.config)
+        server = Server(target.text, _trusted_by(target.text, router.config))
     return httpx.AsyncClient(
-        base_url=url,
+        base_url=server.url,
         headers=headers,
         timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
         limits=httpx.Limits(max_connections=None),
         trust_env=False,
-        verify=verify,
+        verify=server.verify,
     )
 
 

@@ -21,7 +21,7 @@ from router.profiling.answering import (
 )
 from router.profiling.model_answer import ModelAnswer
 from router.verification.saved import FORM, SavedReference, prompts_digest
-from tiers.errors import BusyError, RefusedError
+from tiers.errors import BusyError, ProbeError, RefusedError
 from tiers.probe import CHAT
 from tiers.verification.likelihood import (
     LikelihoodRecord,
@@ -189,7 +189,12 @@ class LiveEngine:
         )
         limits = replace(self.limits, think_tokens=think_tokens)
         response = await self._send(CHAT, answer_body(task, limits), ANSWER_S)
-        return read_answer(response, limits)
+        try:
+            return read_answer(response, limits)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ProbeError(
+                f"{self.identity.name} does not answer a chat as vLLM does: {type(error).__name__} {error}"
+            ) from error
 
     async def _send(
         self, path: str, body: Mapping[str, Any], timeout_s: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from router.verification.speed import SpeedProgress, compare_speed
 from router.verification.wording import Stage, count_words
 from tiers.errors import NoScoresError, ProbeError
 from tiers.verification.findings import (
+    EngineIdentity,
     LikelihoodFinding,
     SameModelFinding,
     Verdict,
@@ -116,6 +118,13 @@ class Verifier:
         finding = compare_facts(
             reference_facts, candidate_facts, time.monotonic() - started_at
         )
+        untold = [
+            *_untold(self.reference.identity),
+            *_untold(self.candidate.identity),
+        ]
+        finding = finding.model_copy(
+            update={"not_checked": (*finding.not_checked, *untold)}
+        )
         self.listener.finish(Stage.SAME_MODEL, finding)
         return finding
 
@@ -209,3 +218,14 @@ class Verifier:
     def _report_speed(self, progress: SpeedProgress) -> None:
         detail = count_words(progress.streams, "stream")
         self.listener.advance(progress.turns_done, progress.turns_total, detail)
+
+
+def _untold(identity: EngineIdentity) -> Iterator[str]:
+    """Yield what an engine does not say of itself; a router passes neither on."""
+    missing = []
+    if identity.version is None:
+        missing.append("its release of vLLM")
+    if identity.kv_cache_dtype is None:
+        missing.append("the type of its KV cache")
+    if missing:
+        yield f"{identity.name} does not tell {' and '.join(missing)}."

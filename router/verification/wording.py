@@ -141,11 +141,13 @@ def _next_step_after_answers(finding: AnswersFinding) -> str:
             f"Read the answers that got worse (--report FILE.html shows them side by side)"
             f"{_worst_classes(finding)}; if such a loss is acceptable, name it with --tolerate."
         )
-    mostly_wrong = finding.overall.both_wrong > finding.overall.decisive
-    if mostly_wrong:
+    overall = finding.overall
+    if not overall.decisive:
+        return "Give easier tasks, best your own, with --tasks FILE."
+    if overall.both_wrong > overall.decisive:
         return (
-            f"Neither engine solved {count_words(finding.overall.both_wrong, 'task')}, which therefore tell nothing: give "
-            f"easier ones, best your own, with --tasks FILE, or tolerate more with --tolerate."
+            f"No fault was found, but neither engine solved {count_words(overall.both_wrong, 'task')}, which therefore tell "
+            f"nothing: give easier ones, best your own, with --tasks FILE, or tolerate more with --tolerate."
         )
     return "No fault was found. To know more, give more tasks with --tasks FILE, or tolerate more with --tolerate."
 

@@ -135,8 +135,7 @@ async def test_a_candidate_with_wrong_answers_is_worse(tmp_path: Path) -> None:
 
 async def test_a_fault_in_the_first_stage_ends_the_verification(tmp_path: Path) -> None:
     """Its later stages would tell nothing, and the user waits for them in vain."""
-    candidate = knowing_engine()
-    candidate.behaviour.max_model_len = 4096
+    candidate = knowing_engine(has_switch=True)
     async with bench(tmp_path, knowing_engine(), candidate) as made:
         found = await made.verify()
         assert found.verdict is Verdict.WORSE
@@ -146,8 +145,7 @@ async def test_a_fault_in_the_first_stage_ends_the_verification(tmp_path: Path) 
 
 
 async def test_all_stages_run_if_that_is_wanted(tmp_path: Path) -> None:
-    candidate = knowing_engine()
-    candidate.behaviour.max_model_len = 4096
+    candidate = knowing_engine(has_switch=True)
     async with bench(tmp_path, knowing_engine(), candidate) as made:
         found = await made.verify(goes_on_after_fault=True)
     assert found.verdict is Verdict.WORSE
