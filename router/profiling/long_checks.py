@@ -24,7 +24,8 @@ from router.profiling.safe_code import compute
 
 MAX_ITEMS = 400  # rows, steps, lines or items of a right answer
 MAX_INTRODUCTION_LINES = 2  # before the lines that are asked for
-_MARKS = regex.compile(r"[*_`#>]+")
+# A star between blanks is no emphasis: it multiplies.
+_MARKS = regex.compile(r"[_`#>]+|\*+(?!\s)|(?<!\s)\*+")
 _RULE = regex.compile(r"[\s|:\-–—]+")  # noqa: RUF001  the line below a table's head
 _STEP = regex.compile(
     r"\s*(?:[-•]\s+)?(?:\p{L}+\s+)?(?P<number>\d{1,4})\s*[.:)\]-]+\s*"
