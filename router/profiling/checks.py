@@ -23,7 +23,9 @@ from router.profiling.answer_text import (
     plain_signs,
     word_pattern,
 )
-from router.profiling.check_base import REGEX_S, AnswerCheck, Text, is_same
+from router.profiling.calls import BAD_VALUE_ERRORS, ExpectedCall, are_right
+from router.profiling.check_base import REGEX_S, AnswerCheck, Text
+from router.profiling.equality import is_same
 from router.profiling.long_checks import (
     ItemsCheck,
     LinesCheck,
@@ -195,7 +197,7 @@ class JsonCheck(AnswerCheck):
             value = first_json(answer)
             validator = jsonschema_rs.validator_for(self.json_schema, offline=True)
             return validator.is_valid(value) and self._has_values(value)
-        except (LookupError, ValueError, TypeError, RecursionError, OverflowError):
+        except BAD_VALUE_ERRORS:
             return False
 
     def _has_values(self, value: Any) -> bool:
@@ -319,7 +321,7 @@ class RunsCheck(AnswerCheck):
         raise NeedsRunError(answer.text)
 
 
-Check = Annotated[
+TextCheck = (
     NumberCheck
     | ChoiceCheck
     | ExactCheck
@@ -328,11 +330,48 @@ Check = Annotated[
     | JsonCheck
     | ConstraintsCheck
     | CodeCheck
-    | RunsCheck
     | TableCheck
     | StepsCheck
     | LinesCheck
     | ItemsCheck
-    | ProgramCheck,
+    | ProgramCheck
+)
+
+
+class CallsCheck(AnswerCheck):
+    """The functions that an answer calls and their arguments; where none is to be called, its text.
+
+    Attributes:
+        type: ``calls``.
+        calls: The right calls, in any order; empty: none is right, and the answer must have text.
+        text: What the text must be; only where no call is right. None: any text.
+    """
+
+    type: Literal["calls"]
+    calls: tuple[ExpectedCall, ...]
+    text: Annotated[TextCheck, Field(discriminator="type")] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_kind_of_answer(self) -> CallsCheck:
+        if self.calls and self.text is not None:
+            raise ValueError("text is checked only where calls is empty")
+        return self
+
+    def passes(self, answer: ModelAnswer) -> bool:
+        """Tell whether an answer makes the right calls, or has the right text where none is to be made.
+
+        Text beside calls does not count: models may say what they are about to do.
+        """
+        if not are_right(answer.tool_calls, self.calls):
+            return False
+        if self.calls:
+            return True
+        if self.text is None:
+            return bool(answer.text.strip())
+        return self.text.passes(answer)
+
+
+Check = Annotated[
+    TextCheck | CallsCheck | RunsCheck,
     Field(discriminator="type"),
 ]

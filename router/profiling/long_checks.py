@@ -19,7 +19,8 @@ from router.profiling.answer_text import (
     normal,
     plain_signs,
 )
-from router.profiling.check_base import REGEX_S, AnswerCheck, Text, is_same
+from router.profiling.check_base import REGEX_S, AnswerCheck, Text
+from router.profiling.equality import is_same
 from router.profiling.safe_code import compute
 
 MAX_ITEMS = 400  # rows, steps, lines or items of a right answer
@@ -32,7 +33,7 @@ _STEP = regex.compile(
 )
 _RESULT_SIGN = regex.compile(r"=|->|→|⇒|≈")
 _LOOSE = regex.compile(r"[\s\[\](){}]+")
-_TIMES = str.maketrans(dict.fromkeys("×·*", "x"))  # noqa: RUF001  signs that answers have
+_TIMES = regex.compile(r"[×·]|(?<=\s)\*(?=\s)")  # noqa: RUF001  signs that answers have
 _NUMBERED = regex.compile(r"\s*(\d{1,4})[.)]\s")
 
 Cell = float | str
@@ -48,7 +49,7 @@ def _is_cell(text: str, wanted: Cell) -> bool:
 
 def _loose(text: str) -> str:
     """Return a text without spaces, brackets and emphasis, and with one sign for "times"."""
-    return _LOOSE.sub("", bare(text).translate(_TIMES))
+    return _LOOSE.sub("", bare(_TIMES.sub("x", text)))
 
 
 class TableCheck(AnswerCheck):
