@@ -216,8 +216,8 @@ PRODUCTS = (
 )  # fmt: skip
 CITIES = (
     "Aachen", "Bergen", "Cadiz", "Delft", "Evora", "Ferrara", "Ghent", "Haarlem", "Innsbruck", "Jena", "Krakow",
-    "Lille",
-    "Malmo", "Nantes", "Odense", "Porto", "Quimper", "Riga", "Siena", "Tartu", "Utrecht", "Verona", "Worms", "Zadar",
+    "Lille", "Malmo", "Nantes", "Odense", "Porto", "Quimper", "Riga", "Siena", "Tartu", "Utrecht", "Verona",
+    "Worms", "Zadar",
 )  # fmt: skip
 
 
@@ -296,14 +296,12 @@ def _html_rows() -> MadeTask:
 SETTINGS = (
     "server host", "server port", "server backlog", "server tls enabled", "server tls min version", "cache size mb",
     "cache ttl seconds", "cache eviction", "db pool size", "db pool timeout", "db retry limit", "db ssl mode",
-    "log level",
-    "log format", "log rotate mb", "log keep files", "mail sender", "mail batch size", "mail retry minutes",
-    "queue name",
-    "queue workers", "queue max length", "queue dead letter", "search index", "search page size", "search fuzzy",
-    "search timeout ms", "session cookie", "session minutes", "session same site", "upload max mb", "upload folder",
-    "upload scan virus", "report hour", "report zone", "report recipients", "feature dark mode",
-    "feature beta search",
-    "feature export csv", "limit per minute", "limit burst", "limit ban minutes",
+    "log level", "log format", "log rotate mb", "log keep files", "mail sender", "mail batch size",
+    "mail retry minutes", "queue name", "queue workers", "queue max length", "queue dead letter", "search index",
+    "search page size", "search fuzzy", "search timeout ms", "session cookie", "session minutes",
+    "session same site", "upload max mb", "upload folder", "upload scan virus", "report hour", "report zone",
+    "report recipients", "feature dark mode", "feature beta search", "feature export csv", "limit per minute",
+    "limit burst", "limit ban minutes",
 )  # fmt: skip
 VALUES = ("on", "off", "8", "15", "64", "250", "main", "strict", "30", "off", "1024")
 

@@ -17,18 +17,15 @@ from long_answers.made_task import (
 
 FIRST_NAMES = (
     "Amira", "Boris", "Carla", "Dario", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Katya", "Luca", "Mira",
-    "Nils",
-    "Olga", "Pavel", "Rosa", "Sami", "Tilda", "Umar", "Vera", "Wanda", "Yusuf", "Zora",
+    "Nils", "Olga", "Pavel", "Rosa", "Sami", "Tilda", "Umar", "Vera", "Wanda", "Yusuf", "Zora",
 )  # fmt: skip
 LAST_NAMES = (
     "Abel", "Brandt", "Costa", "Dahl", "Eriksen", "Fischer", "Garcia", "Haas", "Ivanov", "Jansen", "Kovac", "Lind",
-    "Moreau",
-    "Novak", "Olsen", "Petit", "Quist", "Romano", "Silva", "Toth", "Urban", "Vogel", "Weiss", "Zeman",
+    "Moreau", "Novak", "Olsen", "Petit", "Quist", "Romano", "Silva", "Toth", "Urban", "Vogel", "Weiss", "Zeman",
 )  # fmt: skip
 GOODS = (
     "garden hose", "paint roller", "door handle", "water filter", "bike pump", "camp stove", "wool blanket",
-    "desk fan",
-    "tool box", "rain barrel", "bread tin", "wall lamp",
+    "desk fan", "tool box", "rain barrel", "bread tin", "wall lamp",
 )  # fmt: skip
 
 
@@ -132,8 +129,8 @@ def _visits_json() -> MadeTask:
 def _plants_json() -> MadeTask:
     rng = random.Random(33)
     plants = (
-        "agave", "basil", "clover", "daisy", "elder", "fennel", "gorse", "hazel", "iris", "juniper", "kale", "lupin",
-        "mint", "nettle", "oregano", "peony", "quince", "rue", "sage", "thyme",
+        "agave", "basil", "clover", "daisy", "elder", "fennel", "gorse", "hazel", "iris", "juniper", "kale",
+        "lupin", "mint", "nettle", "oregano", "peony", "quince", "rue", "sage", "thyme",
     )  # fmt: skip
     records: list[dict[str, Any]] = []
     lines: list[str] = []

@@ -29,8 +29,7 @@ def multilingual_tasks() -> list[MadeTask]:
 
 GERMAN_ONES = (
     "null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn", "elf", "zwölf",
-    "dreizehn",
-    "vierzehn", "fünfzehn", "sechzehn", "siebzehn", "achtzehn", "neunzehn",
+    "dreizehn", "vierzehn", "fünfzehn", "sechzehn", "siebzehn", "achtzehn", "neunzehn",
 )  # fmt: skip
 GERMAN_TENS = (
     "",
@@ -46,9 +45,9 @@ GERMAN_TENS = (
 )
 SPANISH_ONES = (
     "cero", "uno", "dos", "tres", "cuatro", "cinco", "seis", "siete", "ocho", "nueve", "diez", "once", "doce",
-    "trece", "catorce",
-    "quince", "dieciséis", "diecisiete", "dieciocho", "diecinueve", "veinte", "veintiuno", "veintidós", "veintitrés",
-    "veinticuatro", "veinticinco", "veintiséis", "veintisiete", "veintiocho", "veintinueve",
+    "trece", "catorce", "quince", "dieciséis", "diecisiete", "dieciocho", "diecinueve", "veinte", "veintiuno",
+    "veintidós", "veintitrés", "veinticuatro", "veinticinco", "veintiséis", "veintisiete", "veintiocho",
+    "veintinueve",
 )  # fmt: skip
 SPANISH_TENS = (
     "",
@@ -64,8 +63,7 @@ SPANISH_TENS = (
 )
 ITALIAN_ONES = (
     "zero", "uno", "due", "tre", "quattro", "cinque", "sei", "sette", "otto", "nove", "dieci", "undici", "dodici",
-    "tredici",
-    "quattordici", "quindici", "sedici", "diciassette", "diciotto", "diciannove",
+    "tredici", "quattordici", "quindici", "sedici", "diciassette", "diciotto", "diciannove",
 )  # fmt: skip
 ITALIAN_TENS = (
     "",
@@ -169,11 +167,9 @@ def _german_shop() -> MadeTask:
     rng = random.Random(53)
     goods = (
         "Äpfel", "Birnen", "Brot", "Butter", "Eier", "Essig", "Fisch", "Gurken", "Hafer", "Honig", "Joghurt",
-        "Käse", "Kekse",
-        "Kohl", "Linsen", "Mehl", "Milch", "Möhren", "Nudeln", "Nüsse", "Öl", "Pilze", "Reis", "Salz", "Senf",
-        "Tee", "Wurst",
-        "Zucker", "Feigen", "Ingwer", "Kaffee", "Lauch", "Mandeln", "Oliven", "Pfeffer", "Quark", "Rosinen",
-        "Spinat", "Thymian",
+        "Käse", "Kekse", "Kohl", "Linsen", "Mehl", "Milch", "Möhren", "Nudeln", "Nüsse", "Öl", "Pilze", "Reis",
+        "Salz", "Senf", "Tee", "Wurst", "Zucker", "Feigen", "Ingwer", "Kaffee", "Lauch", "Mandeln", "Oliven",
+        "Pfeffer", "Quark", "Rosinen", "Spinat", "Thymian",
     )  # fmt: skip
     columns = ("Ware", "Anzahl", "Einzelpreis", "Gesamtpreis", "Summe bisher")
     rows: list[tuple[str, int, int, int, int]] = []
@@ -202,10 +198,9 @@ def _french_train() -> MadeTask:
     rng = random.Random(54)
     stops = (
         "Arles", "Beaune", "Cahors", "Dijon", "Épinal", "Figeac", "Guéret", "Hyères", "Issoire", "Jarnac",
-        "Langres", "Mâcon",
-        "Nevers", "Orange", "Pau", "Quimper", "Redon", "Sète", "Tulle", "Ussel", "Vichy", "Yvetot", "Royan",
-        "Niort", "Albi", "Bourges",
-        "Castres", "Dax", "Évreux", "Foix", "Gap", "Honfleur", "Laon", "Menton", "Nîmes", "Rodez", "Sarlat",
+        "Langres", "Mâcon", "Nevers", "Orange", "Pau", "Quimper", "Redon", "Sète", "Tulle", "Ussel", "Vichy",
+        "Yvetot", "Royan", "Niort", "Albi", "Bourges", "Castres", "Dax", "Évreux", "Foix", "Gap", "Honfleur",
+        "Laon", "Menton", "Nîmes", "Rodez", "Sarlat",
     )  # fmt: skip
     columns = ("Gare", "Montent", "Descendent", "À bord", "Places libres")
     rows: list[tuple[str, int, int, int, int]] = []

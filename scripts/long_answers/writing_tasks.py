@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 NUMBER_WORDS = (
     "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen",
-    "fourteen", "fifteen",
+    "thirteen", "fourteen", "fifteen",
 )  # fmt: skip
 ORDINALS = (
     "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh",
@@ -101,18 +100,18 @@ def _geese() -> MadeTask:
 def _growing_songs() -> list[MadeTask]:
     market = (
         "a broom with a silver band", "two copper kettles", "three clay whistles", "four baskets of plums",
-        "five spools of thread",
-        "six loaves of rye", "seven tin soldiers", "eight jars of honey", "nine woollen caps", "ten sacks of corn",
+        "five spools of thread", "six loaves of rye", "seven tin soldiers", "eight jars of honey",
+        "nine woollen caps", "ten sacks of corn",
     )  # fmt: skip
     garden = (
         "a robin in the apple tree", "two sleepy toads", "three spades of earth", "four rows of beans",
-        "five bees in clover",
-        "six climbing roses", "seven drops of rain", "eight busy ants", "nine fallen pears", "ten yellow leaves",
+        "five bees in clover", "six climbing roses", "seven drops of rain", "eight busy ants", "nine fallen pears",
+        "ten yellow leaves",
     )  # fmt: skip
     ship = (
         "a captain with a wooden leg", "two lazy cats", "three coils of rope", "four patched sails",
-        "five barrels of limes",
-        "six sea charts", "seven brass bells", "eight oars of ash", "nine singing cooks", "ten crates of tea",
+        "five barrels of limes", "six sea charts", "seven brass bells", "eight oars of ash", "nine singing cooks",
+        "ten crates of tea",
     )  # fmt: skip
     return [
         _growing_song("writing-04", "At the {} stall of the market I bought", market),
@@ -141,14 +140,13 @@ def _growing_song(name: str, opening: str, things: Sequence[str]) -> MadeTask:
 
 ALPHABET = (
     "acorn", "bridge", "candle", "drum", "easel", "feather", "glacier", "harbour", "inkwell", "jigsaw", "kite",
-    "ladder",
-    "mountain", "needle", "orchard", "puddle", "quarry", "river", "saddle", "thimble", "umbrella", "violin", "window",
-    "xylophone", "yarn", "zipper",
+    "ladder", "mountain", "needle", "orchard", "puddle", "quarry", "river", "saddle", "thimble", "umbrella",
+    "violin", "window", "xylophone", "yarn", "zipper",
 )  # fmt: skip
 ANIMALS = (
     "ant", "badger", "crane", "dormouse", "eel", "ferret", "goat", "heron", "ibex", "jackdaw", "kingfisher", "lynx",
-    "mole",
-    "newt", "otter", "puffin", "quail", "raven", "seal", "toad", "urchin", "viper", "weasel", "xerus", "yak", "zebra",
+    "mole", "newt", "otter", "puffin", "quail", "raven", "seal", "toad", "urchin", "viper", "weasel", "xerus",
+    "yak", "zebra",
 )  # fmt: skip
 ENDINGS = (
     "which my grandmother kept in the kitchen drawer",
@@ -294,18 +292,17 @@ SENTENCES = (
 )
 LIGHTHOUSE = (
     "lamp", "gull", "letter", "anchor", "blanket", "compass", "whistle", "bucket", "mirror", "candle", "feather",
-    "drum",
-    "ladder", "coin", "teapot", "ribbon", "kettle", "shell", "hammer", "basket", "bottle", "button", "saddle", "key",
+    "drum", "ladder", "coin", "teapot", "ribbon", "kettle", "shell", "hammer", "basket", "bottle", "button",
+    "saddle", "key",
 )  # fmt: skip
 TRAIN = (
     "ticket", "umbrella", "violin", "sandwich", "newspaper", "parcel", "lantern", "suitcase", "glove", "map",
-    "pigeon",
-    "camera", "cushion", "hat", "notebook", "thermos", "scarf", "trumpet", "pencil", "apple", "watch", "postcard",
+    "pigeon", "camera", "cushion", "hat", "notebook", "thermos", "scarf", "trumpet", "pencil", "apple", "watch",
+    "postcard",
 )  # fmt: skip
 GARDEN = (
     "spade", "rake", "hedge", "pond", "gate", "beetle", "pumpkin", "swing", "fence", "ladder", "robin", "shed",
-    "barrow",
-    "rose", "gnome", "bench", "hose", "cherry", "spider", "kite", "basket", "stone", "path", "tulip",
+    "barrow", "rose", "gnome", "bench", "hose", "cherry", "spider", "kite", "basket", "stone", "path", "tulip",
 )  # fmt: skip
 
 
