@@ -11,6 +11,7 @@ from classifier import PromptClass
 from classifier.kinds import Complexity
 from tiers.spec import STANDARD_TIERS, TierName, in_order
 from tiers.speed import SpeedModel
+from tiers.verification.thinking import ThinkingMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,6 +72,8 @@ class AnswerCount(Frozen):
         better: Tasks of these that the tier got right and the reference wrong.
         both: Tasks of these that both got right.
         diagnosis: None: the answers were not scored.
+        cut: Tasks in which the tier's or the reference's answer was cut while the model was thinking. They are neither right
+            nor wrong, and none of the other numbers counts them.
     """
 
     prompt_class: PromptClass
@@ -83,6 +86,12 @@ class AnswerCount(Frozen):
     better: int = Field(ge=0)
     both: int = Field(ge=0)
     diagnosis: Diagnosis | None = None
+    cut: int = Field(default=0, ge=0)
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Tell whether cut answers have kept the kind from being measured at all."""
+        return self.cut > 0 and self.answered == 0
 
     @property
     def flips(self) -> Flips:
@@ -127,6 +136,12 @@ class QualityProfile(_Profile):
     counts: tuple[AnswerCount, ...]
     # the LoRA adapter that answered on every tier; None: the model itself
     adapter: str | None = None
+    # Whether the model thought before these answers, as it does unless a request says otherwise. None: it cannot think.
+    mode: ThinkingMode | None = None
+    # tokens that thoughts could have, if the context had room for them
+    think_tokens: int = 0
+    # Counts for the other mode, if requests can switch thinking. Decisions do not know the mode, and go by ``counts``.
+    other_counts: tuple[AnswerCount, ...] = ()
 
     def of(self, tier: TierName) -> tuple[AnswerCount, ...]:
         return tuple(count for count in self.counts if count.tier is tier)

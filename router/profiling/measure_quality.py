@@ -3,6 +3,9 @@
 Every answer is written to a journal as soon as it is judged, so that interrupted work resumes where it stopped. What is
 asked next is what decisions depend on most; of a task that neither the reference nor the lowest precision gets right, no
 other tier is asked.
+
+Whether the model thinks is found out first. Thoughts get tokens of their own; an answer that is cut within them is not
+measured, and is asked for again once the limit is higher. Where requests can switch thinking, both modes are measured apart.
 """
 
 from __future__ import annotations
@@ -18,17 +21,29 @@ from typing import TYPE_CHECKING, Any
 
 from router.line_file import begin_line
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
+from router.profiling.answering import (
+    AnswerLimits,
+    answer_body,
+    fitting_think_tokens,
+    limits_for,
+    most_prompt_tokens,
+    read_answer,
+)
 from router.profiling.checks import RunsCheck
 from router.profiling.measuring_client import first_of
-from router.profiling.model_answer import ModelAnswer
 from router.profiling.scoring import (
     CHAT,
     COMPLETIONS,
     JudgedAnswer,
-    answer_body,
     count_answers,
     score,
-    text_of,
+    scoring_fields,
+)
+from tiers.verification.thinking import (
+    TOKENIZE,
+    Thinking,
+    ThinkingMode,
+    observe_thinking,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +52,7 @@ if TYPE_CHECKING:
 
     from router.policy.losses import Kind
     from router.profiling.measuring_client import FleetState, MeasuringClient
+    from router.profiling.model_answer import ModelAnswer
     from router.profiling.tasks import Task
     from tiers.spec import TierName
 
@@ -61,6 +77,8 @@ class QualityPlan:
         worth: What one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything.
         keep: Takes what is known so far, now and then.
         run_code: Runs the code of an answer with a test; None: tasks that need it are left out.
+        think_tokens: Tokens for thoughts on top of each task's own limit; None: by the context, if the model thinks.
+        has_both_modes: Where requests can switch thinking, the mode that they have to ask for is measured as well.
     """
 
     tasks: tuple[Task, ...]
@@ -72,6 +90,21 @@ class QualityPlan:
     worth: Callable[[TierName, Kind], float] | None = None
     keep: Callable[[QualityProfile], None] | None = None
     run_code: Callable[[str, str], Awaitable[bool]] | None = None
+    think_tokens: int | None = None
+    has_both_modes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _AnsweringMode:
+    """In which mode of thinking a measurement has tasks answered.
+
+    Attributes:
+        name: Whether the model thinks in it; None: it cannot.
+        limits: How answers are asked for.
+    """
+
+    name: ThinkingMode | None
+    limits: AnswerLimits
 
 
 async def measure_quality(
@@ -96,9 +129,76 @@ async def measure_quality(
         )
     if plan.adapter is not None:
         fleet = _with_adapter(fleet, plan.adapter)
-    measurement = _QualityMeasurement(client, plan, fleet, report_progress)
+    plan = await _without_refused_tools(client, plan, fleet, report_progress)
+    thinking = await _find_out_thinking(client, plan, report_progress)
+    context = _shortest_context(fleet)
+    mode = _answering_mode(thinking, ThinkingMode.DEFAULT, context, plan)
+    measurement = _QualityMeasurement(client, plan, fleet, mode, report_progress)
     await measurement.ask_all()
-    return measurement.profile(is_complete=True)
+    profile = measurement.profile(is_complete=True)
+    if thinking.other_mode is None or not plan.has_both_modes:
+        return profile
+    # Decisions do not depend on the other mode, so no answer to it is worth more than another.
+    other_plan = replace(plan, worth=None, keep=None)
+    other_mode = _answering_mode(thinking, thinking.other_mode, context, plan)
+    other = _QualityMeasurement(client, other_plan, fleet, other_mode, report_progress)
+    await other.ask_all()
+    other_counts = other.profile(is_complete=True).counts
+    return profile.model_copy(update={"other_counts": other_counts})
+
+
+async def _find_out_thinking(
+    client: MeasuringClient,
+    plan: QualityPlan,
+    report_progress: Callable[[str, int, int], None],
+) -> Thinking:
+    """Find out how the model thinks, from the reference: all tiers serve one model."""
+    report_progress("asking how the model thinks", 0, len(plan.tasks))
+
+    async def ask(path: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        return await client.ask_if_accepted(path, REFERENCE, body, adapter=plan.adapter)
+
+    return await observe_thinking(ask)
+
+
+def _answering_mode(
+    thinking: Thinking, mode: ThinkingMode, context: int, plan: QualityPlan
+) -> _AnsweringMode:
+    can_think = thinking.can_switch or thinking.thinks_by_default
+    name = thinking.default_mode if mode is ThinkingMode.DEFAULT else mode
+    return _AnsweringMode(
+        name=name if can_think else None,
+        limits=limits_for(thinking, mode, context, plan.think_tokens),
+    )
+
+
+async def _without_refused_tools(
+    client: MeasuringClient,
+    plan: QualityPlan,
+    fleet: FleetState,
+    report_progress: Callable[[str, int, int], None],
+) -> QualityPlan:
+    """Return the plan without tasks that offer tools if a tier refuses those, and say so."""
+    task = next((task for task in plan.tasks if task.tools), None)
+    if task is None:
+        return plan
+    body = {**answer_body(task), "max_tokens": 1}
+    for tier in fleet.tiers:
+        answer = await client.ask_if_accepted(CHAT, tier, body, adapter=plan.adapter)
+        if answer is None:
+            tasks = tuple(task for task in plan.tasks if not task.tools)
+            report_progress(
+                f"tier {tier} refuses tools: tasks with tools are left out "
+                "(vLLM takes them with --enable-auto-tool-choice and --tool-call-parser)",
+                0,
+                len(tasks),
+            )
+            return replace(plan, tasks=tasks)
+    return plan
+
+
+def _shortest_context(fleet: FleetState) -> int:
+    return min(tier.max_model_len for tier in fleet.tiers.values())
 
 
 def _with_adapter(fleet: FleetState, adapter: str) -> FleetState:
@@ -125,16 +225,21 @@ class _QualityMeasurement:
         client: MeasuringClient,
         plan: QualityPlan,
         fleet: FleetState,
+        mode: _AnsweringMode,
         report_progress: Callable[[str, int, int], None],
     ) -> None:
         self._client = client
         self._plan = plan
         self._fleet = fleet
+        self._mode = mode
+        self._context = _shortest_context(fleet)
         self._report_progress = report_progress
         self._lower_tiers = [tier for tier in fleet.tiers if tier is not REFERENCE]
         # No other tier is asked a task that none of these gets right.
         self._first_tiers = (REFERENCE, *self._lower_tiers[:1])
-        self._settings = {tier: _setting(plan, fleet, tier) for tier in fleet.tiers}
+        self._settings = {
+            tier: _setting(plan, fleet, tier, mode.name) for tier in fleet.tiers
+        }
         slots = {
             name: tier.max_num_seqs * tier.replicas
             for name, tier in fleet.tiers.items()
@@ -166,6 +271,8 @@ class _QualityMeasurement:
             whole=is_complete,
             counts=count_answers(self._answers.values(), self._lower_tiers),
             adapter=self._plan.adapter,
+            mode=self._mode.name,
+            think_tokens=self._mode.limits.think_tokens,
         )
 
     async def ask_all(self) -> None:
@@ -218,7 +325,13 @@ class _QualityMeasurement:
         return value / (1 + self._begun_since_keep[kind])
 
     def _is_done(self, task: Task) -> bool:
-        """Tell whether all tiers have answered a task, or it is one that the first tiers get wrong."""
+        """Tell whether nothing more can be learned from a task.
+
+        All tiers have answered it, the first tiers get it wrong, or the reference's answer is cut, so that it has no pairs.
+        """
+        reference_answer = self._answers.get((task.digest, REFERENCE))
+        if reference_answer is not None and reference_answer.is_cut:
+            return True
         is_answered = all(
             (task.digest, tier) in self._answers
             for tier in (REFERENCE, *self._lower_tiers)
@@ -234,45 +347,80 @@ class _QualityMeasurement:
 
     async def _have_answered(self, task: Task) -> None:
         """Have the reference and the lowest precision answer, and the other tiers if one of both is right."""
+        limits = await self._limits_of(task)
+        if limits is None:
+            return
         async with asyncio.TaskGroup() as group:
             for tier in self._first_tiers:
-                group.create_task(self._judge(task, tier))
+                group.create_task(self._judge(task, tier, limits))
         if not self._is_done(task):
             async with asyncio.TaskGroup() as group:
                 for tier in self._lower_tiers[1:]:
-                    group.create_task(self._judge(task, tier))
+                    group.create_task(self._judge(task, tier, limits))
 
-    async def _judge(self, task: Task, tier: TierName) -> None:
+    async def _limits_of(self, task: Task) -> AnswerLimits | None:
+        """Return the limits for answers to a task, which fit the context; None: the task itself does not fit."""
+        limits = self._mode.limits
+        prompt_tokens = most_prompt_tokens(task)
+        if prompt_tokens + task.max_tokens + limits.think_tokens <= self._context:
+            return limits
+        prompt_tokens = await self._count_prompt_tokens(task)
+        if prompt_tokens + task.max_tokens > self._context:
+            return None
+        think_tokens = fitting_think_tokens(
+            task, limits, self._context, prompt_tokens=prompt_tokens
+        )
+        return replace(limits, think_tokens=think_tokens)
+
+    async def _count_prompt_tokens(self, task: Task) -> int:
+        """Return the number of tokens of a task's prompt; an estimate where the engine does not count them."""
+        body = answer_body(task, self._mode.limits)
+        prompt_fields = ("messages", "tools", "chat_template_kwargs")
+        prompt = {name: body[name] for name in prompt_fields if name in body}
+        answer = await self._client.ask_if_accepted(
+            TOKENIZE, REFERENCE, prompt, adapter=self._plan.adapter
+        )
+        if answer is None:
+            return int(task.input_chars / CHARS_PER_TOKEN)
+        return int(answer["count"])
+
+    async def _judge(self, task: Task, tier: TierName, limits: AnswerLimits) -> None:
         """Have a tier answer a task, unless it has; judge the answer, and score it if few are scored."""
         if (task.digest, tier) in self._answers:
             return
         is_scored = (
             tier is not REFERENCE and self._scored[tier, task.kind] < self._plan.scored
         )
+        body = answer_body(task, limits)
         if is_scored:
             self._scored[tier, task.kind] += 1
-        body = answer_body(task.messages, task.max_tokens, scored=is_scored)
-        answer = await self._ask(CHAT, tier, body)
-        is_right = await self._is_right(task, text_of(answer))
+            body |= scoring_fields()
+        response = await self._ask(CHAT, tier, body)
+        answer = read_answer(response, limits)
+        judged = JudgedAnswer(
+            task=task.digest,
+            prompt_class=task.prompt_class,
+            complexity=task.complexity,
+            tier=tier,
+            right=False,
+        )
+        if answer.is_cut_while_thinking:
+            # A higher limit asks again, so the limit that counts is the one before it was fitted to the context.
+            cut_at = self._mode.limits.think_tokens
+            self._add(judged.model_copy(update={"cut_at": cut_at}))
+            self._scored[tier, task.kind] -= is_scored
+            return
         scores = None
         if is_scored:
-            scores = await score(answer, partial(self._ask, COMPLETIONS, REFERENCE))
-        self._add(
-            JudgedAnswer(
-                task=task.digest,
-                prompt_class=task.prompt_class,
-                complexity=task.complexity,
-                tier=tier,
-                right=is_right,
-                scores=scores,
-            )
-        )
+            scores = await score(response, partial(self._ask, COMPLETIONS, REFERENCE))
+        is_right = await self._is_right(task, answer)
+        self._add(judged.model_copy(update={"right": is_right, "scores": scores}))
 
-    async def _is_right(self, task: Task, text: str) -> bool:
+    async def _is_right(self, task: Task, answer: ModelAnswer) -> bool:
         run_code = self._plan.run_code
         if isinstance(task.check, RunsCheck) and run_code is not None:
-            return await run_code(text, task.check.test)
-        return await asyncio.to_thread(task.check.passes, ModelAnswer(text=text))
+            return await run_code(answer.text, task.check.test)
+        return await asyncio.to_thread(task.check.passes, answer)
 
     async def _ask(
         self, path: str, tier: TierName, body: Mapping[str, Any]
@@ -314,6 +462,10 @@ class _QualityMeasurement:
             except (ValueError, KeyError, TypeError):
                 continue
             is_ours = answer.task in self._tasks
+            limit = self._mode.limits.think_tokens
+            is_outdated = answer.cut_at is not None and answer.cut_at < limit
+            if is_outdated:
+                continue
             if is_ours and self._settings.get(answer.tier) == setting:
                 self._answers[answer.task, answer.tier] = answer
                 kind = answer.prompt_class, answer.complexity
@@ -322,20 +474,23 @@ class _QualityMeasurement:
 
 
 def _askable_tasks(plan: QualityPlan, fleet: FleetState) -> list[Task]:
-    """Return the tasks that fit every tier, and whose answers can be checked here."""
-    shortest_context = min(tier.max_model_len for tier in fleet.tiers.values())
-    longest_prompt_chars = CHARS_PER_TOKEN * shortest_context
+    """Return the tasks that fit every tier, as far as an estimate tells, and whose answers can be checked here."""
+    longest_prompt_chars = CHARS_PER_TOKEN * _shortest_context(fleet)
     tasks: list[Task] = []
     for task in plan.tasks:
         can_be_checked = plan.run_code is not None or not isinstance(
             task.check, RunsCheck
         )
-        if can_be_checked and len(task.prompt) < longest_prompt_chars:
+        if can_be_checked and task.input_chars < longest_prompt_chars:
             tasks.append(task)
     return tasks
 
 
-def _setting(plan: QualityPlan, fleet: FleetState, tier: TierName) -> str:
-    """Return a digest of everything that a tier's answer depends on, except the task."""
+def _setting(
+    plan: QualityPlan, fleet: FleetState, tier: TierName, mode: ThinkingMode | None
+) -> str:
+    """Return a digest of everything that a tier's answer depends on, except the task and the limit of its thoughts."""
     parts = [JOURNAL_FORM, fleet.model, fleet.tiers[tier].identity, plan.adapter]
+    if mode is not None:
+        parts.append(f"thinking {mode}")
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -36,6 +36,10 @@ PASSING_REFUSALS = {
 }
 
 
+class TierRefusedError(ProfileError):
+    """A tier refuses a request, and would refuse it again."""
+
+
 def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:
     """Return the first error of a group of errors and groups."""
     first = errors.exceptions[0]
@@ -171,7 +175,8 @@ class MeasuringClient(ABC):
             adapter: The LoRA adapter that is to answer; None: the model itself.
 
         Raises:
-            ProfileError: The tier refuses, or has no free slot for ``MAX_WAIT_S``.
+            TierRefusedError: The tier refuses.
+            ProfileError: The tier has no free slot for ``MAX_WAIT_S``.
         """
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
@@ -181,6 +186,26 @@ class MeasuringClient(ABC):
             if response.status_code == httpx.codes.OK:
                 return response.json()
             await _wait_out_refusal(tier, response, deadline)
+
+    async def ask_if_accepted(
+        self,
+        path: str,
+        tier: TierName,
+        body: Mapping[str, Any],
+        adapter: str | None = None,
+    ) -> Mapping[str, Any] | None:
+        """Return a tier's complete answer as ``ask`` does; None: the tier refuses the request as such.
+
+        Raises:
+            ProfileError: The tier has no free slot for ``MAX_WAIT_S``.
+        """
+        try:
+            answer: Mapping[str, Any] = await self.ask(
+                path, tier, body, adapter=adapter
+            )
+        except TierRefusedError:
+            return None
+        return answer
 
     async def time(
         self,
@@ -276,11 +301,17 @@ def _tpot_ms(first_token_at: float, last_token_at: float, tokens: int) -> float 
 async def _wait_out_refusal(
     tier: TierName, response: httpx.Response, deadline: float
 ) -> None:
-    """Wait as long as a refusal says; ``ProfileError``: it does not pass, or not before the deadline."""
+    """Wait as long as a refusal says.
+
+    Raises:
+        TierRefusedError: The refusal does not pass.
+        ProfileError: It does not pass before the deadline.
+    """
     is_passing = response.status_code in PASSING_REFUSALS
+    text = f"{tier} answered HTTP {response.status_code}: {response.text[:300]}"
+    if response.is_client_error and not is_passing:
+        raise TierRefusedError(text)
     if not is_passing or time.monotonic() > deadline:
-        raise ProfileError(
-            f"{tier} answered HTTP {response.status_code}: {response.text[:300]}"
-        )
+        raise ProfileError(text)
     retry_after_s = float(response.headers.get("retry-after", BUSY_RETRY_S))
     await asyncio.sleep(min(retry_after_s, LONGEST_RETRY_S))

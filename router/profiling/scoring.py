@@ -1,4 +1,4 @@
-"""Requests for greedy answers, scores of their tokens by the reference, and counts of the answers that get worse.
+"""Scores of answers' tokens by the reference, and counts of the answers that get worse.
 
 Each tier answers tasks whose answers can be checked, greedily. An answer is worse if the reference's to the same task is
 right and the tier's is wrong, and better in the reverse; ``router.policy.losses`` makes the expected loss of both.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
@@ -52,6 +52,13 @@ class JudgedAnswer(Frozen):
     tier: TierName
     right: bool
     scores: Scores | None = None  # None: not scored
+    # The limit of tokens within which the thought had no end; None: the answer was not cut while thinking.
+    cut_at: int | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Tell whether it was cut while thinking: then it is neither right nor wrong."""
+        return self.cut_at is not None
 
     @property
     def kind(self) -> Kind:
@@ -65,27 +72,20 @@ class RankedToken(NamedTuple):
     rank: int  # 1: the first choice
 
 
-def answer_body(
-    messages: Sequence[Any], tokens: int, *, scored: bool
-) -> dict[str, Any]:
-    """Return the body of a greedy chat completion, without model and priority; ``scored``: for ``score``."""
-    body = {"messages": list(messages), "max_tokens": tokens, "temperature": 0}
-    if scored:
-        body["logprobs"] = True
-        body["top_logprobs"] = TOP_K
-        body["return_token_ids"] = True
-        body["return_tokens_as_token_ids"] = True
-    return body
-
-
-def text_of(answer: Mapping[str, Any]) -> str:
-    return answer["choices"][0]["message"].get("content") or ""
+def scoring_fields() -> dict[str, Any]:
+    """Return the fields of a chat's body whose answer ``score`` can read."""
+    return {
+        "logprobs": True,
+        "top_logprobs": TOP_K,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
 
 
 async def score(
     answer: Mapping[str, Any], ask: Callable[[dict[str, Any]], Awaitable[Any]]
 ) -> Scores:
-    """Score an answer to ``answer_body``, a chat completion in which tokens are named ``token_id:123``.
+    """Score an answer to a chat with ``scoring_fields``, whose tokens are named ``token_id:123``.
 
     ``ask`` has the reference answer the body of a completion.
     """
@@ -209,33 +209,62 @@ def _count_kind(
         answers: The tier's answers by task.
         reference: The reference's answers of this kind.
     """
-    pairs = [
-        (answers[reference_answer.task], reference_answer)
-        for reference_answer in reference
-        if reference_answer.task in answers
-    ]
+    pairs = _AnswerPairs.of(answers, reference)
+    own_answers = [pair.own for pair in pairs.measured]
+    measured_reference = [answer for answer in reference if not answer.is_cut]
     prompt_class, complexity = kind
     return AnswerCount(
         prompt_class=prompt_class,
         complexity=complexity,
         tier=tier,
-        asked=len(reference),
-        right=sum(reference_answer.right for reference_answer in reference),
-        answered=len(pairs),
+        asked=len(measured_reference),
+        right=sum(answer.right for answer in measured_reference),
+        answered=len(pairs.measured),
         worse=sum(
-            reference_answer.right and not own_answer.right
-            for own_answer, reference_answer in pairs
+            pair.reference.right and not pair.own.right for pair in pairs.measured
         ),
         better=sum(
-            own_answer.right and not reference_answer.right
-            for own_answer, reference_answer in pairs
+            pair.own.right and not pair.reference.right for pair in pairs.measured
         ),
-        both=sum(
-            own_answer.right and reference_answer.right
-            for own_answer, reference_answer in pairs
-        ),
-        diagnosis=_diagnose([own_answer for own_answer, _ in pairs]),
+        both=sum(pair.own.right and pair.reference.right for pair in pairs.measured),
+        diagnosis=_diagnose(own_answers),
+        cut=pairs.cut,
     )
+
+
+class _AnswerPair(NamedTuple):
+    """A tier's and the reference's answer to one task."""
+
+    own: JudgedAnswer
+    reference: JudgedAnswer
+
+
+class _AnswerPairs(NamedTuple):
+    """A tier's and the reference's answers to the same tasks.
+
+    Attributes:
+        measured: Those of which neither was cut while thinking.
+        cut: The number of tasks with a cut answer; the reference's alone is enough.
+    """
+
+    measured: list[_AnswerPair]
+    cut: int
+
+    @classmethod
+    def of(
+        cls, answers: Mapping[str, JudgedAnswer], reference: Sequence[JudgedAnswer]
+    ) -> Self:
+        measured: list[_AnswerPair] = []
+        cut = 0
+        for reference_answer in reference:
+            own_answer = answers.get(reference_answer.task)
+            if reference_answer.is_cut or (
+                own_answer is not None and own_answer.is_cut
+            ):
+                cut += 1
+            elif own_answer is not None:
+                measured.append(_AnswerPair(own_answer, reference_answer))
+        return cls(measured, cut)
 
 
 def _diagnose(answers: Sequence[JudgedAnswer]) -> Diagnosis | None:

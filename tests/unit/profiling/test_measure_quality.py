@@ -17,6 +17,7 @@ from router.profiling.router_client import RouterClient
 from router.profiling.tasks import Task
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
+from tiers.verification.thinking import QUESTION
 
 if TYPE_CHECKING:
     from router.policy.losses import Kind
@@ -66,9 +67,18 @@ def tasks_asked(tier: TierName, profile: QualityProfile) -> int:
     return sum(count.asked for count in profile.counts if count.tier is tier)
 
 
+def is_about_thinking(request: dict[str, Any]) -> bool:
+    """Tell whether a request is the question by which is found out whether the model thinks."""
+    return any(
+        message["content"] == QUESTION for message in request.get("messages", ())
+    )
+
+
 def asked(stack: Stack) -> dict[TierName, int]:
+    """Return the number of requests to each tier since the last call, without the question about thinking."""
     request_counts = {
-        tier: len(engine.requests) for tier, engine in stack.engines.items()
+        tier: sum(not is_about_thinking(request) for request in engine.requests)
+        for tier, engine in stack.engines.items()
     }
     for engine in stack.engines.values():
         engine.requests.clear()

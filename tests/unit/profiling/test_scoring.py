@@ -17,11 +17,11 @@ from router.profiling.scoring import (
     JudgedAnswer,
     RankedToken,
     Scores,
-    answer_body,
     compare,
     count_answers,
     kl_divergence,
     score,
+    scoring_fields,
 )
 from tests.unit.policy.made_profiles import counted, quality
 from tests.unit.router_stack import Stack, router_stack
@@ -130,20 +130,21 @@ async def test_the_reference_scores_the_answer_after_its_prompt() -> None:
     assert len(bodies) == 1
 
 
-def test_answers_are_greedy_and_bounded() -> None:
-    body = answer_body([{"role": "user", "content": "hi"}], 24, scored=True)
-    assert body["temperature"] == 0
-    assert body["max_tokens"] == 24
-    assert body["top_logprobs"] == TOP_K
-    assert body["logprobs"] is True
-    assert body["return_token_ids"] is True
-    assert body["return_tokens_as_token_ids"] is True
-    plain = answer_body([{"role": "user", "content": "hi"}], 24, scored=False)
-    assert plain.keys() == {"messages", "temperature", "max_tokens"}
+def test_scored_answers_name_their_tokens() -> None:
+    fields = scoring_fields()
+    assert fields["top_logprobs"] == TOP_K
+    assert fields["logprobs"] is True
+    assert fields["return_token_ids"] is True
+    assert fields["return_tokens_as_token_ids"] is True
 
 
 def judged(
-    task: str, tier: TierName, *, right: bool, scores: Scores | None = None
+    task: str,
+    tier: TierName,
+    *,
+    right: bool = False,
+    scores: Scores | None = None,
+    cut_at: int | None = None,
 ) -> JudgedAnswer:
     return JudgedAnswer(
         task=task,
@@ -152,6 +153,7 @@ def judged(
         tier=tier,
         right=right,
         scores=scores,
+        cut_at=cut_at,
     )
 
 
@@ -186,6 +188,35 @@ def test_answers_are_paired_by_task() -> None:
     assert count.diagnosis == Diagnosis(
         tokens=40, disagreement=0.125, kl=0.025, regret=0.05
     )
+
+
+def test_cut_answers_are_neither_right_nor_wrong() -> None:
+    """One that either side did not finish is cut; one that only the reference has cut has no pair that counts."""
+    answers = [judged(name, PRECISE, right=True) for name in "abc"]
+    answers += [judged(name, PRECISE, cut_at=100) for name in "xyz"]
+    answers += [
+        judged("a", FAST, right=True),
+        judged("b", FAST, cut_at=100),
+        judged("x", FAST, right=True),
+        judged("y", FAST, cut_at=100),
+    ]
+    (count,) = count_answers(answers, [FAST])
+    assert count.cut == 4
+    assert count.asked == 3
+    assert count.right == 3
+    assert count.answered == 1
+    assert count.flips == (1, 0, 0)
+    assert not count.is_unmeasured
+
+
+def test_a_kind_of_which_all_is_cut_is_not_measured() -> None:
+    answers = [
+        judged(name, tier, cut_at=9) for name in "ab" for tier in (PRECISE, FAST)
+    ]
+    (count,) = count_answers(answers, [FAST])
+    assert count.is_unmeasured
+    assert count.cut == 2
+    assert count.flips == (0, 0, 0)
 
 
 async def _route(stack: Stack, prompt: str, **wishes: Any) -> dict[str, Any]:
