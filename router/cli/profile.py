@@ -117,6 +117,7 @@ def profile_quality(
         parallel=parallel,
         adapter=adapter,
         run_code=run_tests,
+        fills_context=tasks == TASKS,
     )
     if run_code:
         show_progress(

@@ -33,6 +33,7 @@ LATENCY_STEPS = 40
 LONGEST_PROMPT_S = 1.0
 # Few tasks at a time: a request cancels them, but what an engine has begun delays the request.
 PARALLEL_TASKS = 8
+FILLS_CONTEXT = True  # tasks as long as the context are asked as well
 CHECK_S = 1.0  # between two checks whether something is to be measured
 ELSEWHERE = "some engines were not started by this router: 'qarr profile' measures them"
 # Pauses after an error: the first, and the longest. Each further error doubles them.
@@ -213,6 +214,7 @@ class AutoProfile:
             parallel=PARALLEL_TASKS,
             worth=self._policy.worth,
             keep=self._keep_so_far,
+            fills_context=FILLS_CONTEXT,
         )
         self._begin("quality")
         profile = await measure_quality(self._client, plan, self._report_step)

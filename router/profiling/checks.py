@@ -9,7 +9,6 @@ import jsonschema_rs
 import regex
 from pydantic import Field, field_validator, model_validator
 
-from router.policy.profiles import Frozen
 from router.profiling.answer_text import (
     CLOSING,
     EDGES,
@@ -25,12 +24,18 @@ from router.profiling.answer_text import (
     word_pattern,
 )
 from router.profiling.calls import BAD_VALUE_ERRORS, ExpectedCall, are_right
+from router.profiling.check_base import REGEX_S, AnswerCheck, Text
 from router.profiling.equality import is_same
+from router.profiling.long_checks import (
+    ItemsCheck,
+    LinesCheck,
+    ProgramCheck,
+    StepsCheck,
+    TableCheck,
+)
 from router.profiling.model_answer import ModelAnswer
 from router.profiling.safe_code import compute
 
-MAX_ANSWER = 20_000  # characters of an answer that are read
-REGEX_S = 0.2
 SAYS_ANSWER = (
     r"(?i:\banswer(?: is| would be| must be|:| =)"
     r"(?: clearly| option| choice|:| the)*[ (\['\n]*)"
@@ -38,7 +43,6 @@ SAYS_ANSWER = (
 COMMA = "[,\uff0c\u3001\u060c]"
 MARKUP = r"\\(?:boxed|text|textbf|mathrm)\b|[*_`{}$\"]"
 
-Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0)] | None
 
 
@@ -46,19 +50,7 @@ class NeedsRunError(Exception):
     """The check runs the answer, which is not done here."""
 
 
-class _Check(Frozen):
-    """What tells whether an answer to a task is right."""
-
-    def passes(self, answer: ModelAnswer) -> bool:
-        """Tell whether an answer is right; one without text is not. Thoughts before the text do not count."""
-        text = answer.text[:MAX_ANSWER].strip()
-        return bool(text) and self._passes(text)
-
-    def _passes(self, answer: str) -> bool:
-        raise NotImplementedError
-
-
-class NumberCheck(_Check):
+class NumberCheck(AnswerCheck):
     """The last number, or the last that is in a box."""
 
     type: Literal["number"]
@@ -71,7 +63,7 @@ class NumberCheck(_Check):
         return is_equal or abs(number - self.value) <= self.tolerance
 
 
-class ChoiceCheck(_Check):
+class ChoiceCheck(AnswerCheck):
     """The first option that is named, unless "the answer is" names one."""
 
     type: Literal["choice"]
@@ -123,7 +115,7 @@ def _option_pattern(option: str) -> str:
     return rf"(?<!\w'|[\w.])(?:{upper}|{lower}){no_article}"
 
 
-class ExactCheck(_Check):
+class ExactCheck(AnswerCheck):
     """The complete answer, but for case, quotes, white space, emphasis and closing punctuation."""
 
     type: Literal["exact"]
@@ -133,7 +125,7 @@ class ExactCheck(_Check):
         return bare(answer) in {bare(value) for value in self.values}
 
 
-class ContainsCheck(_Check):
+class ContainsCheck(AnswerCheck):
     """Texts that are in the answer, as complete words, and texts that are not."""
 
     type: Literal["contains"]
@@ -156,7 +148,7 @@ class ContainsCheck(_Check):
         return not any(has_words(normal_answer, text) for text in self.none)
 
 
-class RegexCheck(_Check):
+class RegexCheck(AnswerCheck):
     """A pattern of the library ``regex`` that is found in the answer, in time."""
 
     type: Literal["regex"]
@@ -178,7 +170,7 @@ class RegexCheck(_Check):
             return False
 
 
-class JsonCheck(_Check):
+class JsonCheck(AnswerCheck):
     """The first JSON value of the answer: its schema, and values by JSON pointer."""
 
     type: Literal["json"]
@@ -224,7 +216,7 @@ def _value_at(value: Any, pointer: str) -> Any:
     return value
 
 
-class ConstraintsCheck(_Check):
+class ConstraintsCheck(AnswerCheck):
     """Counts, beginning, end, words and case of the answer."""
 
     type: Literal["constraints"]
@@ -301,7 +293,7 @@ class ConstraintsCheck(_Check):
         return not self.no_commas or regex.search(COMMA, answer) is None
 
 
-class CodeCheck(_Check):
+class CodeCheck(AnswerCheck):
     """Python that computes the expected values; it is read, and not run."""
 
     type: Literal["code"]
@@ -319,7 +311,7 @@ class CodeCheck(_Check):
             return False
 
 
-class RunsCheck(_Check):
+class RunsCheck(AnswerCheck):
     """Python that comes to the end of a test, which is run elsewhere."""
 
     type: Literal["runs"]
@@ -338,10 +330,15 @@ TextCheck = (
     | JsonCheck
     | ConstraintsCheck
     | CodeCheck
+    | TableCheck
+    | StepsCheck
+    | LinesCheck
+    | ItemsCheck
+    | ProgramCheck
 )
 
 
-class CallsCheck(_Check):
+class CallsCheck(AnswerCheck):
     """The functions that an answer calls and their arguments; where none is to be called, its text.
 
     Attributes:

@@ -31,6 +31,7 @@ from router.profiling.answering import (
 )
 from router.profiling.checks import RunsCheck
 from router.profiling.measuring_client import first_of
+from router.profiling.scaled_context import scaled_tasks
 from router.profiling.scoring import (
     CHAT,
     COMPLETIONS,
@@ -68,7 +69,7 @@ class QualityPlan:
     """What is asked, and what becomes of the answers.
 
     Attributes:
-        tasks: The tasks, in the order in which those of one kind are asked.
+        tasks: The tasks. Those of one kind are asked in the order of their digests, which mixes short and long ones.
         name: What the tasks are, for people.
         journal: File of judged answers, in JSON lines.
         parallel: Tasks at a time; None: as many as the tiers' engines compute at once.
@@ -79,6 +80,7 @@ class QualityPlan:
         run_code: Runs the code of an answer with a test; None: tasks that need it are left out.
         think_tokens: Tokens for thoughts on top of each task's own limit; None: by the context, if the model thinks.
         has_both_modes: Where requests can switch thinking, the mode that they have to ask for is measured as well.
+        fills_context: Whether tasks as long as the tiers' shortest context are asked as well.
     """
 
     tasks: tuple[Task, ...]
@@ -92,6 +94,7 @@ class QualityPlan:
     run_code: Callable[[str, str], Awaitable[bool]] | None = None
     think_tokens: int | None = None
     has_both_modes: bool = False
+    fills_context: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,8 @@ async def measure_quality(
     plan = await _without_refused_tools(client, plan, fleet, report_progress)
     thinking = await _find_out_thinking(client, plan, report_progress)
     context = _shortest_context(fleet)
+    if plan.fills_context:
+        plan = replace(plan, tasks=(*plan.tasks, *scaled_tasks(context)))
     mode = _answering_mode(thinking, ThinkingMode.DEFAULT, context, plan)
     measurement = _QualityMeasurement(client, plan, fleet, mode, report_progress)
     await measurement.ask_all()
@@ -483,7 +488,7 @@ def _askable_tasks(plan: QualityPlan, fleet: FleetState) -> list[Task]:
         )
         if can_be_checked and task.input_chars < longest_prompt_chars:
             tasks.append(task)
-    return tasks
+    return sorted(tasks, key=lambda task: task.digest)
 
 
 def _setting(

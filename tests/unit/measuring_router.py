@@ -107,6 +107,7 @@ async def measuring_router(
         cleanup.enter_context(
             patch.object(auto_profile, "TASKS", folder / "tasks.jsonl")
         )
+        cleanup.enter_context(patch.object(auto_profile, "FILLS_CONTEXT", new=False))
         urls = await cleanup.enter_async_context(
             serving_all(*(FakeEngine(engine).app for engine in engines))
         )
