@@ -46,27 +46,27 @@ class Passthrough:
     settings: Settings
 
     async def tokens(self, request: Request) -> Response:
-        """Let an engine tokenize, detokenize or count: of the tier that is named, else any ready one.
+        """Let a ready engine tokenize, detokenize or count: one of the tier that is named, else any.
 
-        All tiers should share a tokenizer and a chat template. ``qarr verify`` compares them, so a named tier answers
-        itself; others answer for it only while it cannot. Such a request needs no slot: it takes nothing from generation.
+        Such a request needs no slot: it takes nothing from generation. All engines should share a tokenizer; naming a tier
+        lets ``qarr verify`` find one that does not.
         """
         document = read_document(await self._body(request))
         named_tier = resolve(document, self.settings.openai, self.fleet).tier
-        allowed_tiers = context_of(request.scope).caller.tiers
+        replicas = self._ready_replicas(context_of(request.scope).caller.tiers)
+        replicas.sort(key=lambda replica: replica.spec.name != named_tier)
         targets = []
-        for replica in self._ready_replicas(allowed_tiers, named_tier):
+        for replica in replicas:
             body = document.edited({"model": replica.model})
             targets.append(PassthroughTarget(replica.url, replica.api_key, body))
         return await self._pass_on(request, "tokens", targets, quota_tokens=0)
 
     def _ready_replicas(
-        self, allowed_tiers: frozenset[TierName] | None, named_tier: str
+        self, allowed_tiers: frozenset[TierName] | None
     ) -> list[Replica]:
         """Return the ready replicas of the tiers that a caller may use (None: all).
 
-        Those come first whose circuit breaker lets requests pass, then those of the named tier, then the lowest precision,
-        then the least load.
+        Those come first whose circuit breaker lets requests pass, then the lowest precision, then the least load.
         """
         fleet = self.fleet
         now = time.monotonic()
@@ -78,10 +78,9 @@ class Passthrough:
         if allowed_tiers is not None:
             ready = [replica for replica in ready if replica.spec.name in allowed_tiers]
 
-        def preference(replica: Replica) -> tuple[bool, bool, int, int]:
+        def preference(replica: Replica) -> tuple[bool, int, int]:
             return (
                 not replica.breaker.admits(now),
-                replica.spec.name != named_tier,
                 fleet.rank(replica.spec.name),
                 replica.state.in_flight,
             )

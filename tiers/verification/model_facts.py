@@ -195,10 +195,13 @@ async def observe_facts(engine: Engine) -> ModelFacts:
     observer = _Observer(engine)
     texts = [await observer.tokenize(name) for name in TEXTS]
     chats = await observer.render_chats()
-    ends = await observer.find_ends() if chats else ()
-    drawn = await observer.draw()
-    call = await observer.parse_call() if chats else None
-    thinks = bool(chats) and await engine.probe.takes_thinking(engine.model, REQUEST_S)
+    # The engine computes them in one batch.
+    ends, drawn, call, thinks = await asyncio.gather(
+        observer.find_ends(),
+        observer.draw(),
+        observer.parse_call(),
+        observer.thinks(),
+    )
     return ModelFacts(
         identity=engine.identity,
         texts=tuple(texts),
@@ -212,12 +215,18 @@ async def observe_facts(engine: Engine) -> ModelFacts:
 
 
 class _Observer:
-    """Asks one engine, and keeps sentences about what it does not tell."""
+    """Asks one engine.
+
+    Attributes:
+        has_template: Whether it takes chats, once they were rendered.
+        not_told: Sentences about what it does not tell.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.probe = engine.probe
         self.model = engine.model
+        self.has_template = True
         self.not_told: list[str] = []
 
     def _note(self, sentence: str) -> None:
@@ -229,9 +238,10 @@ class _Observer:
         return TextTokens(name=name, token_ids=tuple(ids))
 
     async def render_chats(self) -> tuple[RenderedChat, ...]:
-        """Return the fixed chats as the template writes them; none if it refuses the simplest."""
+        """Return the fixed chats as the template writes them; none if it refuses all."""
         chats = [await self._render(name, CHATS[name]) for name in CHATS]
-        if not any(chat.token_ids for chat in chats):
+        self.has_template = any(chat.token_ids for chat in chats)
+        if not self.has_template:
             self._note("has no chat template")
             return ()
         return tuple(chats)
@@ -253,6 +263,8 @@ class _Observer:
 
     async def find_ends(self) -> tuple[int, ...]:
         """Return which of the last tokens that the template writes after an answer end one when the model chooses them."""
+        if not self.has_template:
+            return ()
         rendered = await self._render("", _FINISHED_ANSWER)
         last_ids = tuple(dict.fromkeys(rendered.token_ids[-3:]))
         return tuple([token for token in last_ids if await self._is_end(token)])
@@ -291,6 +303,8 @@ class _Observer:
 
     async def parse_call(self) -> ParsedCall | None:
         """Make the model write a call in its own form, and return what the engine's tool parser makes of it."""
+        if not self.has_template:
+            return None
         body = {
             "model": self.model,
             "messages": [_USER],
@@ -311,6 +325,12 @@ class _Observer:
             name=str(function.get("name") or ""),
             arguments=str(function.get("arguments") or ""),
         )
+
+    async def thinks(self) -> bool:
+        """Tell whether the engine tells the model's reasoning apart from its answers."""
+        if not self.has_template:
+            return False
+        return await self.probe.takes_thinking(self.model, REQUEST_S)
 
     async def _written_call(self) -> str:
         """Return how the model writes a call, as its template shows; the most common form where it shows none."""

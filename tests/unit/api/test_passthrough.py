@@ -136,18 +136,6 @@ async def test_hung_embeddings_stop_nothing_else(tmp_path: Path) -> None:
         assert (await post(stack, EMBEDDINGS, model="e", input="x")).status_code == 200
 
 
-async def test_a_tier_that_is_named_tokenizes_itself(tmp_path: Path) -> None:
-    """Its chat template may differ from the others', which only its own engine shows. Others answer while it fails."""
-    async with router_stack(tmp_path) as stack:
-        stack.engines[TierName.PRECISE].vocabulary = 500
-        usual = (await post(stack, "/tokenize", prompt="a")).json()["tokens"]
-        named = await post(stack, "/tokenize", model="precise", prompt="a")
-        assert named.json()["tokens"] == [token + 500 for token in usual]
-        stack.engines[TierName.PRECISE].instead = {"/tokenize": "nonsense"}
-        replaced = await post(stack, "/tokenize", model="precise", prompt="a")
-        assert replaced.json()["tokens"] == usual
-
-
 async def test_a_hung_tokenizer_takes_no_places_and_is_passed_over(
     tmp_path: Path,
 ) -> None:

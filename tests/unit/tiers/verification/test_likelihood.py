@@ -114,6 +114,8 @@ async def test_another_model_is_found_in_both_directions() -> None:
     assert finding.verdict is Verdict.WORSE
     assert gap_of(finding.by_kind, "reference", "code").gap > 1
     assert gap_of(finding.by_kind, "candidate", "code").gap > 1
+    assert len(finding.faults) == 2
+    assert "unlikely from the first tokens on" in finding.faults[0]
 
 
 async def test_a_fault_beyond_a_position_is_found_as_late() -> None:
@@ -122,8 +124,14 @@ async def test_a_fault_beyond_a_position_is_found_as_late() -> None:
     late = gap_of(finding.by_position, "reference", "beyond 1000")
     assert abs(first.gap) < 1e-9
     assert late.gap > 1
-    assert any("late" in fault for fault in finding.faults)
+    assert "unlikely late" in finding.faults[0]
     assert finding.verdict is Verdict.WORSE
+
+
+async def test_the_quick_form_sees_a_fault_beyond_some_hundred_positions() -> None:
+    finding = await Pair(SmallModel(), SmallModel(late_from=900)).compare(quick=True)
+    assert "unlikely late" in finding.faults[0]
+    assert "answers to long prompts" in finding.faults[0]
 
 
 async def test_a_fault_of_decode_alone_is_found_by_the_candidates_own_scores() -> None:
@@ -132,7 +140,8 @@ async def test_a_fault_of_decode_alone_is_found_by_the_candidates_own_scores() -
     )
     assert gap_of(finding.own, "candidate", "1 to 64").gap > 0.25
     assert abs(gap_of(finding.own, "reference", "1 to 64").gap) < 1e-9
-    assert any("decode" in fault for fault in finding.faults)
+    assert len(finding.faults) == 1
+    assert "The candidate computes other things when it decodes" in finding.faults[0]
 
 
 async def test_a_saved_reference_scores_nothing_and_the_finding_says_so() -> None:
