@@ -32,6 +32,7 @@ from router.cli.verify_view import (
     stage_line,
 )
 from router.profiling.run_code import passes
+from router.profiling.scaled_context import scaled_tasks
 from router.profiling.tasks import SUITE, TASKS, Task, read_tasks
 from router.verification.answers import AnswersOptions
 from router.verification.findings import Verification
@@ -126,17 +127,15 @@ async def run_verification(request: VerifyRequest) -> Verification | None:
         console.print(engine_line("reference", reference.identity))
         verification = None
         if request.candidate is not None:
-            candidate_target = parse_target(
-                "--candidate", request.candidate, request.candidate_model, CANDIDATE_KEY
-            )
-            candidate = await _find_engine(candidate_target, request.router, cleanup)
+            candidate = await _find_candidate(request, cleanup)
             console.print(engine_line("candidate", candidate.identity))
             console.print()
-            verifier = Verifier(
-                reference, candidate, _plan(request, reference, tasks), listener
-            )
-            verification = await verifier.run()
+            tasks += _long_tasks(request, reference, candidate)
+            plan = _plan(request, reference, tasks)
+            verification = await Verifier(reference, candidate, plan, listener).run()
             _show(verification, request, console)
+        else:
+            tasks += _long_tasks(request, reference)
         if request.save_path is not None:
             assert isinstance(reference, LiveEngine)
             await _save(reference, tasks, request, listener)
@@ -180,11 +179,28 @@ def _read_tasks(request: VerifyRequest) -> tuple[Task, ...]:
     return read_tasks(request.tasks_path)
 
 
+def _long_tasks(request: VerifyRequest, *engines: Reference) -> tuple[Task, ...]:
+    """Return tasks as long as the context of all engines, which belong to the built-in suite."""
+    if request.max_tasks == 0 or request.tasks_path != TASKS:
+        return ()
+    return scaled_tasks(min(engine.identity.max_model_len for engine in engines))
+
+
 async def _find_reference(
     target: Target, request: VerifyRequest, cleanup: AsyncExitStack
 ) -> Reference:
     if target.kind is TargetKind.FILE:
         return read_reference(Path(target.text))
+    return await _find_engine(target, request.router, cleanup)
+
+
+async def _find_candidate(
+    request: VerifyRequest, cleanup: AsyncExitStack
+) -> LiveEngine:
+    assert request.candidate is not None
+    target = parse_target(
+        "--candidate", request.candidate, request.candidate_model, CANDIDATE_KEY
+    )
     return await _find_engine(target, request.router, cleanup)
 
 

@@ -19,6 +19,7 @@ from tiers.errors import ProbeError
 from tiers.spec import TierName
 from tiers.verification.engine import Engine
 
+TIER_KEY = "QARR_KEY"
 CONNECT_S = 10.0
 ANSWER_S = 30.0  # of short calls; long ones have limits of their own
 # Requests to a tier of a router: they need no other tier's answer, and yield to the requests of users.
@@ -88,6 +89,12 @@ class RouterAddress:
 def parse_target(option: str, text: str, model: str, key_variable: str) -> Target:
     """Tell a URL, a tier's name and a file with a saved reference apart.
 
+    Args:
+        option: The option, for errors.
+        text: What it names.
+        model: The model to ask a server for; empty: its only one.
+        key_variable: The environment variable with a server's API key; a router's is in ``QARR_KEY``.
+
     Raises:
         TargetError: It is none of them.
     """
@@ -101,6 +108,7 @@ def parse_target(option: str, text: str, model: str, key_variable: str) -> Targe
         kind = TargetKind.FILE
     else:
         kind = TargetKind.TIER
+        key_variable = TIER_KEY
         _check_tier_name(option, text)
     if model and kind is not TargetKind.URL:
         raise TargetError(
