@@ -220,6 +220,7 @@ def _plan(
     request: VerifyRequest, reference: Reference, tasks: tuple[Task, ...]
 ) -> VerificationPlan:
     if isinstance(reference, SavedReference):
+        reference.check_thinking(*request.thinking)
         tasks = reference.knows(tasks)
     return VerificationPlan(
         tasks=tasks,

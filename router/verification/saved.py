@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from router.profiling.answering import AnswerLimits
+from router.profiling.answering import AnswerLimits, ThinkingMode
 from router.profiling.model_answer import ModelAnswer
 from tiers.errors import NoScoresError, RefusedError
 from tiers.verification.findings import EngineIdentity, Finding
@@ -109,6 +109,28 @@ class SavedReference(Finding):
         if answer is None and task.digest in self.answers:
             raise RefusedError("the reference refused this task when it was saved")
         return answer
+
+    def check_thinking(self, mode: ThinkingMode, think_tokens: int | None) -> None:
+        """Check that the candidate is not asked otherwise than the reference was.
+
+        Args:
+            mode: Whether the candidate's model is asked to think; ``DEFAULT``: as the reference's was.
+            think_tokens: Tokens for its thoughts; None: as many as the reference's had.
+
+        Raises:
+            SavedReferenceError: The reference was asked otherwise.
+        """
+        limits = self.limits
+        if mode not in (ThinkingMode.DEFAULT, limits.mode):
+            raise SavedReferenceError(
+                f"the reference was saved with --thinking {limits.mode.value}: leave --thinking {mode.value} out, or "
+                f"{SAVE_AGAIN} --thinking {mode.value}"
+            )
+        if think_tokens not in (None, limits.think_tokens):
+            raise SavedReferenceError(
+                f"the reference was saved with {limits.think_tokens} tokens for thoughts: leave --think-tokens out, or "
+                f"{SAVE_AGAIN} --think-tokens {think_tokens}"
+            )
 
     def knows(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         """Return those of some tasks that have an answer here.

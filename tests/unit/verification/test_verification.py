@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.profiling.answering import ThinkingMode
 from router.profiling.tasks import read_tasks
 from router.verification.answers import AnswersOptions
 from router.verification.findings import Verification
@@ -181,6 +182,26 @@ async def test_without_tasks_no_answers_are_compared(tmp_path: Path) -> None:
         found = await made.verify(tasks=())
     assert found.answers is None
     assert found.verdict is Verdict.CANNOT_TELL
+
+
+async def test_thinking_is_measured_in_the_mode_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    """Each report names the mode that it did not measure."""
+    switch = {"has_switch": True, "thinks_by_default": False, "thought": "So."}
+
+    def engine() -> ModelEngine:
+        return knowing_engine(**switch, reasoning_field="reasoning")
+
+    async with bench(tmp_path, engine(), engine()) as made:
+        by_default = await made.verify()
+        thinking = await made.verify(thinking=ThinkingWish(ThinkingMode.ON, 64))
+    assert by_default.verdict is Verdict.SAME
+    assert by_default.answers is not None
+    assert "--thinking on measures that" in by_default.answers.not_measured[-1]
+    assert thinking.verdict is Verdict.SAME
+    assert thinking.answers is not None
+    assert "--thinking off measures that" in thinking.answers.not_measured[-1]
 
 
 async def test_an_engine_that_fails_before_any_answer_ends_the_verification(
