@@ -20,7 +20,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from router.line_file import begin_line
-from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
+from router.policy.profiles import (
+    REFERENCE,
+    ModeCounts,
+    ProfileError,
+    QualityProfile,
+)
 from router.profiling.answering import (
     AnswerLimits,
     answer_body,
@@ -143,8 +148,12 @@ async def measure_quality(
     other_mode = _answering_mode(thinking, thinking.other_mode, context, plan)
     other = _QualityMeasurement(client, other_plan, fleet, other_mode, report_progress)
     await other.ask_all()
-    other_counts = other.profile(is_complete=True).counts
-    return profile.model_copy(update={"other_counts": other_counts})
+    other_counts = ModeCounts(
+        mode=thinking.other_mode,
+        think_tokens=other_mode.limits.think_tokens,
+        counts=other.profile(is_complete=True).counts,
+    )
+    return profile.model_copy(update={"other_mode": other_counts})
 
 
 async def _find_out_thinking(
