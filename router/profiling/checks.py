@@ -24,6 +24,8 @@ from router.profiling.answer_text import (
     plain_signs,
     word_pattern,
 )
+from router.profiling.calls import BAD_VALUE_ERRORS, ExpectedCall, are_right
+from router.profiling.equality import is_same
 from router.profiling.model_answer import ModelAnswer
 from router.profiling.safe_code import compute
 
@@ -42,34 +44,6 @@ Count = Annotated[int, Field(ge=0)] | None
 
 class NeedsRunError(Exception):
     """The check runs the answer, which is not done here."""
-
-
-def is_same(value: Any, wanted_value: Any) -> bool:
-    """Compare a value with one from JSON: tuples are lists, keys are texts, and numbers are equal but for rounding."""
-    if isinstance(wanted_value, list):
-        return _is_same_list(value, wanted_value)
-    if isinstance(wanted_value, dict):
-        return _is_same_dict(value, wanted_value)
-    if isinstance(wanted_value, bool | str | None) or isinstance(value, bool):
-        return type(value) is type(wanted_value) and bool(value == wanted_value)
-    if not isinstance(value, int | float):
-        return False
-    return value == wanted_value or math.isclose(value, wanted_value, rel_tol=1e-9)
-
-
-def _is_same_list(value: Any, wanted_value: list[Any]) -> bool:
-    if not isinstance(value, list | tuple) or len(value) != len(wanted_value):
-        return False
-    return all(map(is_same, value, wanted_value))
-
-
-def _is_same_dict(value: Any, wanted_value: dict[str, Any]) -> bool:
-    if not isinstance(value, dict):
-        return False
-    by_name = {str(key): item for key, item in value.items()}
-    if by_name.keys() != wanted_value.keys():
-        return False
-    return all(is_same(item, wanted_value[name]) for name, item in by_name.items())
 
 
 class _Check(Frozen):
@@ -231,7 +205,7 @@ class JsonCheck(_Check):
             value = first_json(answer)
             validator = jsonschema_rs.validator_for(self.json_schema, offline=True)
             return validator.is_valid(value) and self._has_values(value)
-        except (LookupError, ValueError, TypeError, RecursionError, OverflowError):
+        except BAD_VALUE_ERRORS:
             return False
 
     def _has_values(self, value: Any) -> bool:
@@ -355,7 +329,7 @@ class RunsCheck(_Check):
         raise NeedsRunError(answer.text)
 
 
-Check = Annotated[
+TextCheck = (
     NumberCheck
     | ChoiceCheck
     | ExactCheck
@@ -364,6 +338,43 @@ Check = Annotated[
     | JsonCheck
     | ConstraintsCheck
     | CodeCheck
-    | RunsCheck,
+)
+
+
+class CallsCheck(_Check):
+    """The functions that an answer calls and their arguments; where none is to be called, its text.
+
+    Attributes:
+        type: ``calls``.
+        calls: The right calls, in any order; empty: none is right, and the answer must have text.
+        text: What the text must be; only where no call is right. None: any text.
+    """
+
+    type: Literal["calls"]
+    calls: tuple[ExpectedCall, ...]
+    text: Annotated[TextCheck, Field(discriminator="type")] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_kind_of_answer(self) -> CallsCheck:
+        if self.calls and self.text is not None:
+            raise ValueError("text is checked only where calls is empty")
+        return self
+
+    def passes(self, answer: ModelAnswer) -> bool:
+        """Tell whether an answer makes the right calls, or has the right text where none is to be made.
+
+        Text beside calls does not count: models may say what they are about to do.
+        """
+        if not are_right(answer.tool_calls, self.calls):
+            return False
+        if self.calls:
+            return True
+        if self.text is None:
+            return bool(answer.text.strip())
+        return self.text.passes(answer)
+
+
+Check = Annotated[
+    TextCheck | CallsCheck | RunsCheck,
     Field(discriminator="type"),
 ]
