@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 from router.policy.profiles import AnswerCount, QualityProfile
+from router.profiling.checks import CallsCheck
 from router.profiling.measure_quality import QualityPlan, measure_quality
-from router.profiling.model_answer import ModelAnswer
+from router.profiling.model_answer import ModelAnswer, ToolCall
 from router.profiling.router_client import RouterClient
-from router.profiling.tasks import Task
+from router.profiling.tasks import TASKS as SUITE_FOLDER
+from router.profiling.tasks import Task, read_tasks
 from tests.fakes.model_engine import KnownAnswers, ThinkingModel
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, TierName
@@ -216,3 +219,73 @@ async def test_thoughts_fit_beside_a_long_prompt(tmp_path: Path) -> None:
     assert count_of(profile, FAST).both == 1
     assert 8 < request["max_tokens"] < min(contexts) - prompt_tokens
     assert request["max_tokens"] > min(contexts) - 2 * prompt_tokens
+
+
+def right_calls(task: Task) -> ModelAnswer:
+    """Return the calls that a task's check expects, with the arguments that must be there."""
+    assert isinstance(task.check, CallsCheck)
+    calls: list[ToolCall] = []
+    for call in task.check.calls:
+        arguments = {
+            name: argument.values[0]
+            for name, argument in call.arguments.items()
+            if not argument.is_optional
+        }
+        calls.append(ToolCall(name=call.name, arguments=json.dumps(arguments)))
+    return ModelAnswer(text="", tool_calls=tuple(calls))
+
+
+TOOL_TASKS = tuple(
+    task
+    for task in read_tasks(SUITE_FOLDER)
+    if isinstance(task.check, CallsCheck) and task.check.calls
+)
+RIGHT_CALLS = {task.prompt: right_calls(task) for task in TOOL_TASKS}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("thought", ["", SHORT_THOUGHT])
+async def test_a_known_rate_of_wrong_calls_comes_out(
+    tmp_path: Path, thought: str
+) -> None:
+    """With thoughts before the calls and without: a call that lacks an argument, or is of another function, is wrong."""
+    models = alike(ThinkingModel(thought=thought, reasoning_field="reasoning"))
+    wrong_shares = {FAST: 0.25, BALANCED: 0.1, PRECISE: 0.0}
+    answers = {
+        tier: KnownAnswers(RIGHT_CALLS, wrong_share=share, seed=len(tier))
+        for tier, share in wrong_shares.items()
+    }
+    for tier, model in models.items():
+        model.answer_to = answers[tier]
+    async with connected(tmp_path, models) as (_, client):
+        profile = await measured(client, tmp_path, TOOL_TASKS)
+    for tier in (FAST, BALANCED):
+        counts = [count for count in profile.counts if count.tier is tier]
+        known_wrong = sum(answers[tier].is_wrong(task.prompt) for task in TOOL_TASKS)
+        assert sum(count.answered for count in counts) == len(TOOL_TASKS)
+        assert sum(count.worse for count in counts) == known_wrong
+        assert abs(known_wrong / len(TOOL_TASKS) - wrong_shares[tier]) < 0.1
+
+
+@pytest.mark.anyio
+async def test_tasks_with_tools_are_left_out_where_a_tier_refuses_tools(
+    tmp_path: Path,
+) -> None:
+    """An engine without a parser of calls does; that is said."""
+    models = alike(ThinkingModel(thought=""))
+    models[BALANCED].has_tool_parser = False
+    said: list[str] = []
+    plan = QualityPlan(
+        tasks=(*TASKS, *TOOL_TASKS),
+        name="tasks",
+        journal=tmp_path / "journal.jsonl",
+        scored=0,
+    )
+    async with connected(tmp_path, models) as (stack, client):
+        profile = await measure_quality(
+            client, plan, lambda step, *_: said.append(step)
+        )
+        asked = questions(stack, FAST)
+    assert sum("tools" in request for request in asked) == 1
+    assert count_of(profile, FAST).both == NUMBER_OF_TASKS
+    assert any("tier balanced refuses tools" in step for step in said)
