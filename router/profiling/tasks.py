@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from classifier import Complexity, EstimatingCounter, PromptClass, extract
+from classifier import Complexity, EstimatingCounter, PromptClass, ToolUse, extract
 from router.policy.profiles import Frozen, ProfileError
 from router.profiling.calls import ExpectedArgument, ExpectedCall
 from router.profiling.checks import CallsCheck, Check
@@ -170,12 +170,22 @@ def _with_kind(row: dict[str, Any]) -> dict[str, Any]:
     has_kind = {"class", "complexity"} <= row.keys()
     if has_kind or not isinstance(prompt, str):
         return {"class": PromptClass.UNKNOWN, "complexity": Complexity.MODERATE, **row}
-    features = extract(prompt, EstimatingCounter())
+    features = extract(prompt, EstimatingCounter(), tool_use=_tool_use_of(row))
     return {
         "class": features.prompt_class,
         "complexity": features.complexity or Complexity.MODERATE,
         **row,
     }
+
+
+def _tool_use_of(row: dict[str, Any]) -> ToolUse | None:
+    """Return what a row, which need not be valid, has to do with tools, as is told of requests."""
+    match row:
+        case {"turns": [*_, {"role": "tool"}]}:
+            return ToolUse.RESULT
+        case {"tools": [_, *_]}:
+            return ToolUse.OFFERED
+    return None
 
 
 def _describe_fault(error: ErrorDetails) -> str:

@@ -202,3 +202,12 @@ def test_a_file_without_tasks_is_refused(
         path.write_bytes(content)
     with pytest.raises(ProfileError, match=why):
         read_tasks(path)
+
+
+def test_tools_tell_the_class_that_a_line_leaves_out(tmp_path: Path) -> None:
+    offers = {**TASK, "prompt": "hello there", "tools": [tool()]}
+    has_result = {**TASK, "turns": [earlier_call(), result()]}
+    talks_on = {**TASK, "turns": [{"role": "user", "content": "And a title."}]}
+    tasks = read(tmp_path / "t", offers, has_result, talks_on)
+    classes = [task.prompt_class for task in tasks]
+    assert classes == [PromptClass.TOOLS, PromptClass.TOOLS, PromptClass.WRITING]
