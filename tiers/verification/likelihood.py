@@ -171,7 +171,11 @@ class LikelihoodRecord(Finding):
 
 @cache
 def prompts(*, quick: bool = False) -> tuple[LikelihoodPrompt, ...]:
-    """Return the prompts; ``quick``: the few that a start can wait for."""
+    """Return the prompts; ``quick``: the few that a start can wait for.
+
+    The quick ones have a long prompt and no long answer. What goes wrong beyond the first tokens of an answer shows there
+    only if it hangs on the position in the context, and begins below ``QUICK_CONTEXT``.
+    """
     lines = PROMPTS_FILE.read_bytes().splitlines()
     every = [LikelihoodPrompt.model_validate(from_json(line)) for line in lines]
     return tuple(prompt for prompt in every if prompt.is_quick or not quick)
