@@ -23,7 +23,6 @@ from tiers.verification.findings import EngineIdentity, Finding
 from tiers.verification.likelihood import (
     PROMPTS_FILE,
     LikelihoodRecord,
-    TextScores,
     WrittenText,
 )
 from tiers.verification.model_facts import ModelFacts
@@ -70,29 +69,24 @@ class SavedReference(Finding):
         return self.facts
 
     async def write(self, context: int, report: Callable[[], None]) -> LikelihoodRecord:
-        """Return the texts that fit a context, with the engine's own scores.
+        """Return all saved texts, with the engine's own scores; a candidate leaves out those that do not fit it.
 
         Args:
-            context: The candidate's context, in tokens.
-            report: Called for each text.
+            context: Of both engines, in tokens; it makes no difference here.
+            report: Called for each text that was written, and each that was scored.
 
         Raises:
             NoScoresError: The engine told no probabilities when it was saved.
         """
-        if self.likelihood is None:
+        del context
+        record = self.likelihood
+        if record is None:
             raise NoScoresError(
                 "the saved reference has no probabilities: its engine told none"
             )
-        texts: list[WrittenText] = []
-        own_scores: list[TextScores] = []
-        pairs = zip(self.likelihood.texts, self.likelihood.own_scores, strict=True)
-        for text, scores in pairs:
+        for _ in (*record.texts, *record.own_scores):
             report()
-            # the engine that scores it writes one token more
-            if len(text.prompt_ids) + len(text.token_ids) < context:
-                texts.append(text)
-                own_scores.append(scores)
-        return LikelihoodRecord(texts=tuple(texts), own_scores=tuple(own_scores))
+        return record
 
     async def score(
         self, texts: Sequence[WrittenText], report: Callable[[], None]

@@ -257,14 +257,16 @@ async def test_a_saved_reference_that_knows_none_of_the_tasks_is_refused(
         saved.knows(read_tasks(made.tasks))
 
 
-async def test_texts_beyond_a_candidates_context_are_left_out(tmp_path: Path) -> None:
-    async with bench(tmp_path, knowing_engine(), knowing_engine()) as made:
+async def test_texts_beyond_a_candidates_context_are_left_out_and_told(
+    tmp_path: Path,
+) -> None:
+    candidate = knowing_engine()
+    candidate.behaviour.max_model_len = 2048
+    async with bench(tmp_path, knowing_engine(), candidate) as made:
         saved = await made.save(tmp_path / "saved.json")
-    assert saved.likelihood is not None
-    lengths = [
-        len(text.prompt_ids) + len(text.token_ids) for text in saved.likelihood.texts
-    ]
-    context = sorted(lengths)[len(lengths) // 2]
-    kept = await saved.write(context, lambda: None)
-    assert len(kept.texts) == len([length for length in lengths if length < context])
-    assert len(kept.own_scores) == len(kept.texts)
+        found = await made.verify(saved, tasks=())
+    assert found.likelihood is not None
+    assert "has no room for" in found.likelihood.not_measured[0]
+    kinds = {gap.part for gap in found.likelihood.by_kind}
+    assert "long context" not in kinds
+    assert "code" in kinds
