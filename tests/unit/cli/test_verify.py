@@ -180,6 +180,7 @@ async def test_keys_are_taken_from_variables_and_not_shown(tmp_path: Path) -> No
         ),
         (("--reference", "no.tier", "--candidate", NOBODY), "no tier's name"),
         (("--reference", "./saved.json", "--candidate", NOBODY), "cannot be read"),
+        (("--reference", NOBODY, "--candidate", "./saved.json"), "only a reference"),
         (
             ("--reference", "./saved.json", "--candidate", NOBODY, "--speed"),
             "leave --speed out",
