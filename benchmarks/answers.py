@@ -171,14 +171,20 @@ def copied_profiles(folder: Path) -> Path:
 
 
 def halves(engines: Engines, limit: int | None) -> tuple[list[Task], list[Task]]:
-    """Return the tasks that make the profile, and those held out, shuffled; what is too long or runs code is left out."""
+    """Return the tasks that make the profile, and those held out, shuffled.
+
+    What is too long, runs code or calls tools is left out.
+    """
     longest = CHARS_PER_TOKEN * min(
         settings["max_model_len"] for settings in engines.tiers.values()
     )
     tasks = [
         t
         for t in read_tasks(TASKS)
-        if not isinstance(t.check, RunsCheck) and len(t.prompt) < longest
+        # Answers are read as streams of text, without calls of tools.
+        if not isinstance(t.check, RunsCheck)
+        and not t.tools
+        and len(t.prompt) < longest
     ]
     random.Random(1).shuffle(tasks)
     of = [

@@ -101,11 +101,11 @@ class Answer:
 
 
 def read_prompts(kinds: Sequence[str] | None = None) -> tuple[tuple[str, str], ...]:
-    """Return the prompts of the built-in tasks of some classes; None: of all."""
+    """Return the prompts of the built-in tasks of some classes, without those that offer tools; None: of all."""
     return tuple(
         (t.prompt_class.value, t.prompt)
         for t in read_tasks(TASKS)
-        if kinds is None or t.prompt_class in kinds
+        if not t.tools and (kinds is None or t.prompt_class in kinds)
     )
 
 

@@ -3,7 +3,7 @@
 from classifier.errors import ClassifierError, TokenizerError, WeightsError
 from classifier.explanation import explain
 from classifier.features import EstimatingCounter, PromptFeatures, TokenCounter, extract
-from classifier.kinds import Complexity, PromptClass
+from classifier.kinds import Complexity, PromptClass, ToolUse
 from classifier.second_look import SecondLook, load_second_look
 from classifier.tokens import ModelTokenCounter
 
@@ -17,6 +17,7 @@ __all__ = [
     "SecondLook",
     "TokenCounter",
     "TokenizerError",
+    "ToolUse",
     "WeightsError",
     "explain",
     "extract",

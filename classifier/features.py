@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import Struct
 
-from classifier.kinds import JUDGED, Complexity, PromptClass
+from classifier.kinds import JUDGED, Complexity, PromptClass, ToolUse
 from classifier.model import Prediction, shipped_model
 
 # English prose has 4 to 5, code fewer: the estimate errs on the long side.
@@ -48,7 +49,8 @@ class PromptFeatures(Struct, frozen=True):
         language: Programming language held or asked for, lower case; None where there is none, it is left open or rare.
         prompt_class: The kind of work.
         confidence: Probability that ``prompt_class`` is right, 0..1; of ``unknown``, that nothing can be said.
-        signals: Names of certain marks of code, the length by which a prompt is long, ``second look``; for people.
+        signals: Names of certain marks of code, the length by which a prompt is long, what it has to do with tools,
+            ``second look``; for people.
         complexity: How much work is asked for; None where it has not been judged.
         doubtful: Whether it may have code and may not, so that a second look is worth its time.
     """
@@ -70,6 +72,13 @@ class PromptFeatures(Struct, frozen=True):
     def has_code(self) -> bool:
         """Tell whether the prompt holds or asks for code."""
         return self.contains_code or self.asks_for_code
+
+
+class _LikelyClass(NamedTuple):
+    """A prompt's class, and the probability that it is right, 0..1."""
+
+    prompt_class: PromptClass
+    confidence: float
 
 
 class TokenCounter(ABC):
@@ -107,6 +116,7 @@ def extract(
     context_tokens: int = 0,
     second: Sequence[float] = (),
     tokens: int | None = None,
+    tool_use: ToolUse | None = None,
 ) -> PromptFeatures:
     """Classify a prompt. Pure; the time grows with the length of the text at most.
 
@@ -116,6 +126,7 @@ def extract(
         context_tokens: Number of all tokens that the model reads, where the text is only the last part of them.
         second: What ``SecondLook.read`` returned; empty: there was no second look.
         tokens: Number of the text's tokens; None: they are counted here.
+        tool_use: What the request that the prompt is in has to do with tools, which tells its class; None: nothing.
 
     Raises:
         WeightsError: At the first call, if the weights that come with the package cannot be read.
@@ -126,24 +137,16 @@ def extract(
     has_code = prediction.has_code >= _EVEN
     context_length = max(tokens, context_tokens)
     is_long = context_length > LONG_TOKENS
-    if has_code:
-        prompt_class = PromptClass.CODE
-        confidence = prediction.has_code
-    elif is_long:
-        prompt_class = PromptClass.LONG_CONTEXT
-        confidence = 1 - prediction.has_code
-    elif is_small_talk(text, prediction, tokens, context_tokens):
-        prompt_class = PromptClass.SMALL_TALK
-        confidence = max(prediction.small_talk, SMALL_TALK)
-    else:
-        likeliest = max(prediction.classes)
-        prompt_class = JUDGED[prediction.classes.index(likeliest)]
-        confidence = likeliest * (1 - prediction.has_code)
+    prompt_class, confidence = _likely_class(
+        text, prediction, tokens, context_tokens, tool_use
+    )
     signals = prediction.marks
     if second:
         signals += ("second look",)
     if is_long and not has_code:
         signals += (f"{context_length} tokens",)
+    if tool_use is not None:
+        signals += (tool_use.value,)
     return PromptFeatures(
         chars=len(text),
         words=count_words(text),
@@ -159,8 +162,32 @@ def extract(
         confidence=confidence,
         signals=signals,
         complexity=complexity_of(prediction, prompt_class),
-        doubtful=not second and abs(prediction.has_code - _EVEN) < DOUBT,
+        doubtful=tool_use is None
+        and not second
+        and abs(prediction.has_code - _EVEN) < DOUBT,
     )
+
+
+def _likely_class(
+    text: str,
+    prediction: Prediction,
+    tokens: int,
+    context_tokens: int,
+    tool_use: ToolUse | None,
+) -> _LikelyClass:
+    """Return the class of a prompt; the arguments are those of ``extract``, and what the model finds in the text."""
+    if tool_use is not None:
+        return _LikelyClass(PromptClass.TOOLS, 1.0)
+    if prediction.has_code >= _EVEN:
+        return _LikelyClass(PromptClass.CODE, prediction.has_code)
+    if max(tokens, context_tokens) > LONG_TOKENS:
+        return _LikelyClass(PromptClass.LONG_CONTEXT, 1 - prediction.has_code)
+    if is_small_talk(text, prediction, tokens, context_tokens):
+        confidence = max(prediction.small_talk, SMALL_TALK)
+        return _LikelyClass(PromptClass.SMALL_TALK, confidence)
+    likeliest = max(prediction.classes)
+    prompt_class = JUDGED[prediction.classes.index(likeliest)]
+    return _LikelyClass(prompt_class, likeliest * (1 - prediction.has_code))
 
 
 def _count_tokens(text: str, counter: TokenCounter, context_tokens: int) -> int:

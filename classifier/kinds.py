@@ -16,11 +16,12 @@ class PromptClass(StrEnum):
     MULTILINGUAL = "multilingual"
     LONG_CONTEXT = "long_context"
     SMALL_TALK = "small_talk"
+    TOOLS = "tools"
     UNKNOWN = "unknown"
 
 
-# Classes told apart where a prompt neither holds nor asks for code, is not long and is no small talk; unknown is text that
-# says nothing.
+# Classes told apart where a prompt neither holds nor asks for code, is not long, is no small talk and has nothing to do with
+# tools; unknown is text that says nothing.
 JUDGED = (
     PromptClass.CHAT,
     PromptClass.EXTRACTION,
@@ -37,3 +38,10 @@ class Complexity(StrEnum):
     TRIVIAL = "trivial"
     MODERATE = "moderate"
     COMPLEX = "complex"
+
+
+class ToolUse(StrEnum):
+    """What in a request's structure makes it one of the class ``TOOLS``, whatever its words."""
+
+    OFFERED = "tools offered"
+    RESULT = "a tool's result"  # the last message

@@ -41,6 +41,7 @@ COMMANDS = (
     ("health",),
     ("keys",),
     *(("keys", name) for name in ("add", "list", "revoke", "off", "on")),
+    ("verify",),
     ("profile",),
     ("profile", "quality"),
     ("profile", "latency"),

@@ -109,5 +109,9 @@ class RefusedError(ProbeError):
     """The engine refused the request (HTTP 400)."""
 
 
+class BusyError(ProbeError):
+    """The engine, or the router before it, has no room for the request now (HTTP 429 or 503)."""
+
+
 class NoScoresError(ProbeError):
     """The engine's answers have no token ids or no log-probabilities."""

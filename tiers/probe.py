@@ -19,7 +19,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from tiers.errors import NoScoresError, ProbeError, RefusedError
+from tiers.errors import BusyError, NoScoresError, ProbeError, RefusedError
 from tiers.snapshot import Gauges
 
 if TYPE_CHECKING:
@@ -61,6 +61,11 @@ GREEDY = {
 }
 LOAD_S = 300.0  # bounds the time in which an adapter is loaded or unloaded
 MAX_BYTES = 16 << 20  # longer answers are refused
+_REFUSALS: Mapping[int, type[ProbeError]] = {
+    httpx.codes.BAD_REQUEST: RefusedError,
+    httpx.codes.TOO_MANY_REQUESTS: BusyError,
+    httpx.codes.SERVICE_UNAVAILABLE: BusyError,
+}
 SHOWN_CHARS = 500  # so much of an engine's answer is shown in an error
 
 
@@ -525,6 +530,21 @@ class EngineProbe:
             raise ProbeError(f"{self.url}{CHAT} answers without a message")
         return message
 
+    async def ask(
+        self, path: str, body: Mapping[str, Any], timeout_s: float
+    ) -> Mapping[str, Any]:
+        """Return the engine's complete answer to a request, a JSON object, as it is.
+
+        Raises:
+            RefusedError: The engine does not take such a request.
+            BusyError: It has no room for the request now.
+            ProbeError: The engine does not answer within ``timeout_s``, or not with an object.
+        """
+        answer = await self._json("POST", path, body, timeout_s=timeout_s)
+        self._checked(_ParsedAnswer, path, answer)
+        assert isinstance(answer, dict)
+        return answer
+
     async def prompt_logprobs(
         self, model: str, token_ids: Sequence[int], timeout_s: float
     ) -> tuple[float, ...]:
@@ -756,7 +776,7 @@ class EngineProbe:
         return bytes(content)
 
     def _refusal(self, path: str, status: int, content: bytes) -> ProbeError:
-        kind = RefusedError if status == httpx.codes.BAD_REQUEST else ProbeError
+        kind = _REFUSALS.get(status, ProbeError)
         return kind(
             f"{self.url}{path}: HTTP {status}: {content.decode(errors='replace')[:SHOWN_CHARS]}"
         )

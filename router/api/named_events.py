@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
-from classifier import TokenCounter
+from classifier import TokenCounter, ToolUse
 from router.api.bodies import FieldProblem, InvalidBodyError
 from router.api.endpoint import (
     Endpoint,
@@ -29,6 +29,7 @@ from router.api.openai_prompt import (
     PART_TOKENS,
     SYSTEM_ROLES,
     last_turn,
+    offers_tools,
     other_parts,
     text_of,
 )
@@ -69,6 +70,8 @@ class Conversation:
     extras: list[str] = field(default_factory=list)
     # kinds of parts that are not text
     other_parts: list[str] = field(default_factory=list)
+    # what its structure has to do with tools; None: nothing
+    tool_use: ToolUse | None = None
 
     def add(self, role: Any, text: str) -> None:
         self.turns.append({"role": role, "content": text})
@@ -99,15 +102,25 @@ class Conversation:
             system=bool(self.turns) and self.turns[0]["role"] in SYSTEM_ROLES,
             other_parts=tuple(dict.fromkeys(self.other_parts)),
             parts=() if self.other_parts else tuple(parts),
+            tool_use=self.tool_use,
         )
 
 
 def read_messages(document: JsonObject) -> Conversation:
     """Read the body of a message request."""
     conversation = _begin(document, document.get("system"))
-    for message in _objects(document.get("messages")):
+    messages = _objects(document.get("messages"))
+    for message in messages:
         _read_message(message, conversation)
+    if messages and _results_in(messages[-1]):
+        conversation.tool_use = ToolUse.RESULT
     return conversation
+
+
+def _results_in(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the blocks of a message that are results of tools."""
+    blocks = _objects(message.get("content"))
+    return [block for block in blocks if block.get("type") == "tool_result"]
 
 
 def _read_message(message: dict[str, Any], conversation: Conversation) -> None:
@@ -115,7 +128,7 @@ def _read_message(message: dict[str, Any], conversation: Conversation) -> None:
     content = message.get("content")
     text = text_of(content)
     blocks = _objects(content)
-    results = [block for block in blocks if block.get("type") == "tool_result"]
+    results = _results_in(message)
     role = message.get("role")
     if results and not text:
         role = "tool"
@@ -137,8 +150,11 @@ def read_input(document: JsonObject) -> Conversation:
     response_input = document.get("input")
     if isinstance(response_input, str):
         conversation.add("user", response_input)
-    for item in _objects(response_input):
+    items = _objects(response_input)
+    for item in items:
         _read_item(item, conversation)
+    if items and items[-1].get("type") == "function_call_output":
+        conversation.tool_use = ToolUse.RESULT
     return conversation
 
 
@@ -163,6 +179,8 @@ def _begin(document: JsonObject, system_prompt: Any) -> Conversation:
         conversation.add("system", system_text)
     if document.get("tools"):
         conversation.extras.append(document.text_of("tools"))
+    if offers_tools(document):
+        conversation.tool_use = ToolUse.OFFERED
     return conversation
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from classifier import TokenCounter
+from classifier import TokenCounter, ToolUse
 from router.pipeline.request import PromptText, chat_part
 from router.upstream.json_object import JsonObject
 from tiers.prefix_memory import Part
@@ -18,6 +18,10 @@ SHORT_CHARS = 200
 # assumed for each part that is not text: no tier's tokenizer can count those
 PART_TOKENS = 1000
 SYSTEM_ROLES = ("system", "developer")
+RESULT_ROLES = (
+    "tool",
+    "function",
+)  # the role of a tool's result; the second is the older name
 # Known types of parts. Any other name is the caller's own text, which is not recorded.
 KINDS = (
     "image_url",
@@ -57,8 +61,33 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
         system=bool(messages) and messages[0].get("role") in SYSTEM_ROLES,
         other_parts=tuple(dict.fromkeys(other_kinds)),
         parts=() if other_kinds else tuple(parts),
+        tool_use=_tool_use_of(document, messages),
         salt=str(document.get("cache_salt", "")),
     )
+
+
+def _tool_use_of(
+    document: JsonObject, messages: Sequence[Mapping[str, Any]]
+) -> ToolUse | None:
+    if messages and messages[-1].get("role") in RESULT_ROLES:
+        return ToolUse.RESULT
+    return ToolUse.OFFERED if offers_tools(document) else None
+
+
+def offers_tools(document: JsonObject) -> bool:
+    """Tell whether a request of any of the APIs has tools that its answer may call."""
+    for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        offered = document.get(tools)
+        if isinstance(offered, list) and offered:
+            return not _is_none(document.get(choice))
+    return False
+
+
+def _is_none(tool_choice: Any) -> bool:
+    """Tell whether a choice of tools allows none; it is a word, or an object with it as in Anthropic's API."""
+    if isinstance(tool_choice, dict):
+        tool_choice = tool_choice.get("type")
+    return bool(tool_choice == "none")
 
 
 def _chat_part_of(

@@ -40,6 +40,7 @@ COMMANDS: dict[str, LazyCommand] = {
     "plan": LazyCommand("plan", "plan", panel="Measure"),
     "classify": LazyCommand("classify", "classify", panel="Measure"),
     "profile": LazyCommand("profile", "profile_app", panel="Measure"),
+    "verify": LazyCommand("verify", "verify", panel="Measure"),
     "reload": LazyCommand("show_settings", "reload", panel="Operate"),
     "tiers": LazyCommand("tiers", "tiers_app", panel="Operate"),
     "adapters": LazyCommand("adapters", "adapters_app", panel="Operate"),
@@ -116,9 +117,13 @@ def make_app(names: Iterable[str] = SHOWN) -> typer.Typer:
         if isinstance(implementation, typer.Typer):
             app.add_typer(implementation, name=name, rich_help_panel=command.panel)
         else:
-            app.command(name, hidden=name in HIDDEN, rich_help_panel=command.panel)(
-                implementation
+            register = app.command(
+                name,
+                cls=getattr(module, "COMMAND_CLASS", None),
+                hidden=name in HIDDEN,
+                rich_help_panel=command.panel,
             )
+            register(implementation)
     return app
 
 

@@ -80,7 +80,7 @@ DayOption = Annotated[
 MixOption = Annotated[
     str,
     typer.Option(
-        help="What is asked: chat, coding, rag (assumed shares), or the decision log of your own traffic.",
+        help="What is asked: chat, coding, agents, rag (assumed shares), or the decision log of your own traffic.",
         metavar="NAME|FILE",
     ),
 ]

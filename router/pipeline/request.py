@@ -9,7 +9,14 @@ from typing import Any, Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from classifier import Complexity, PromptClass, PromptFeatures, TokenCounter, extract
+from classifier import (
+    Complexity,
+    PromptClass,
+    PromptFeatures,
+    TokenCounter,
+    ToolUse,
+    extract,
+)
 from router.auth.api_keys import ANONYMOUS, BeyondKeyError, Caller
 from router.policy.decision import PRIORITIES, Priority, RoutingQuery, Sla, Sort
 from router.telemetry.record import Journey
@@ -78,26 +85,33 @@ class PromptText(Struct, frozen=True):
     # All that the model reads, in order. Empty: not known, as with parts that are not text. A part of -1 tokens is
     # ``text``, whose tokens may not be counted yet.
     parts: tuple[Part, ...] = ()
+    # what its structure has to do with tools, which tells its class; None: nothing
+    tool_use: ToolUse | None = None
     # a value of the caller's that keeps its prefix from being shared with others; empty: none
     salt: str = ""
 
     def classify(
         self, counter: TokenCounter, second: Sequence[float] = ()
     ) -> PromptFeatures:
-        """Return the text's features. What cannot be read, as images and token ids, counts as complex."""
+        """Return the prompt's features. What cannot be read, as images and token ids, counts as complex."""
         features = extract(
             self.text,
             counter,
             context_tokens=self.prompt_tokens or 0,
             second=second,
             tokens=self.text_tokens,
+            tool_use=self.tool_use,
         )
         if not self.other_parts and (self.text or not self.prompt_tokens):
             return features
         signals = tuple(f"part that is not text: {kind}" for kind in self.other_parts)
+        prompt_class = PromptClass.UNKNOWN
+        if self.tool_use is not None:
+            prompt_class = PromptClass.TOOLS
+            signals += (self.tool_use.value,)
         return replace(
             features,
-            prompt_class=PromptClass.UNKNOWN,
+            prompt_class=prompt_class,
             complexity=Complexity.COMPLEX,
             signals=signals,
         )

@@ -58,7 +58,7 @@ _NUMBER_WORDS = (
     "twelve",
 )
 
-_BULLET = regex.compile(r"^[ \t]*(?:[-*•+]|\d{1,3}[.)])[ \t]+", regex.MULTILINE)
+BULLET = regex.compile(r"^[ \t]*(?:[-*•+]|\d{1,3}[.)])[ \t]+", regex.MULTILINE)
 _ABBREVIATION = regex.compile(
     r"\b(?:(?:Mrs?|Ms|Dr|Prof|St)\.(?=\s)|(?:etc|vs|e\.g|i\.e|[ap]\.m|[A-Z]\.[A-Z])\.(?=\s+\p{Ll}))"
 )
@@ -190,9 +190,9 @@ def _has_letter_or_digit(word: str) -> bool:
 
 
 def count_sentences(text: str) -> int:
-    prose = _ABBREVIATION.sub("", _BULLET.sub("", text))
+    prose = _ABBREVIATION.sub("", BULLET.sub("", text))
     return sum(1 for part in _SENTENCE_END.split(prose) if count_words(part))
 
 
 def count_bullets(text: str) -> int:
-    return len(_BULLET.findall(text))
+    return len(BULLET.findall(text))

@@ -9,7 +9,6 @@ import jsonschema_rs
 import regex
 from pydantic import Field, field_validator, model_validator
 
-from router.policy.profiles import Frozen
 from router.profiling.answer_text import (
     CLOSING,
     EDGES,
@@ -24,11 +23,19 @@ from router.profiling.answer_text import (
     plain_signs,
     word_pattern,
 )
+from router.profiling.calls import BAD_VALUE_ERRORS, ExpectedCall, are_right
+from router.profiling.check_base import REGEX_S, AnswerCheck, Text
+from router.profiling.equality import is_same
+from router.profiling.long_checks import (
+    ItemsCheck,
+    LinesCheck,
+    ProgramCheck,
+    StepsCheck,
+    TableCheck,
+)
 from router.profiling.model_answer import ModelAnswer
 from router.profiling.safe_code import compute
 
-MAX_ANSWER = 20_000  # characters of an answer that are read
-REGEX_S = 0.2
 SAYS_ANSWER = (
     r"(?i:\banswer(?: is| would be| must be|:| =)"
     r"(?: clearly| option| choice|:| the)*[ (\['\n]*)"
@@ -36,7 +43,6 @@ SAYS_ANSWER = (
 COMMA = "[,\uff0c\u3001\u060c]"
 MARKUP = r"\\(?:boxed|text|textbf|mathrm)\b|[*_`{}$\"]"
 
-Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0)] | None
 
 
@@ -44,47 +50,7 @@ class NeedsRunError(Exception):
     """The check runs the answer, which is not done here."""
 
 
-def is_same(value: Any, wanted_value: Any) -> bool:
-    """Compare a value with one from JSON: tuples are lists, keys are texts, and numbers are equal but for rounding."""
-    if isinstance(wanted_value, list):
-        return _is_same_list(value, wanted_value)
-    if isinstance(wanted_value, dict):
-        return _is_same_dict(value, wanted_value)
-    if isinstance(wanted_value, bool | str | None) or isinstance(value, bool):
-        return type(value) is type(wanted_value) and bool(value == wanted_value)
-    if not isinstance(value, int | float):
-        return False
-    return value == wanted_value or math.isclose(value, wanted_value, rel_tol=1e-9)
-
-
-def _is_same_list(value: Any, wanted_value: list[Any]) -> bool:
-    if not isinstance(value, list | tuple) or len(value) != len(wanted_value):
-        return False
-    return all(map(is_same, value, wanted_value))
-
-
-def _is_same_dict(value: Any, wanted_value: dict[str, Any]) -> bool:
-    if not isinstance(value, dict):
-        return False
-    by_name = {str(key): item for key, item in value.items()}
-    if by_name.keys() != wanted_value.keys():
-        return False
-    return all(is_same(item, wanted_value[name]) for name, item in by_name.items())
-
-
-class _Check(Frozen):
-    """What tells whether an answer to a task is right."""
-
-    def passes(self, answer: ModelAnswer) -> bool:
-        """Tell whether an answer is right; one without text is not. Thoughts before the text do not count."""
-        text = answer.text[:MAX_ANSWER].strip()
-        return bool(text) and self._passes(text)
-
-    def _passes(self, answer: str) -> bool:
-        raise NotImplementedError
-
-
-class NumberCheck(_Check):
+class NumberCheck(AnswerCheck):
     """The last number, or the last that is in a box."""
 
     type: Literal["number"]
@@ -97,7 +63,7 @@ class NumberCheck(_Check):
         return is_equal or abs(number - self.value) <= self.tolerance
 
 
-class ChoiceCheck(_Check):
+class ChoiceCheck(AnswerCheck):
     """The first option that is named, unless "the answer is" names one."""
 
     type: Literal["choice"]
@@ -149,7 +115,7 @@ def _option_pattern(option: str) -> str:
     return rf"(?<!\w'|[\w.])(?:{upper}|{lower}){no_article}"
 
 
-class ExactCheck(_Check):
+class ExactCheck(AnswerCheck):
     """The complete answer, but for case, quotes, white space, emphasis and closing punctuation."""
 
     type: Literal["exact"]
@@ -159,7 +125,7 @@ class ExactCheck(_Check):
         return bare(answer) in {bare(value) for value in self.values}
 
 
-class ContainsCheck(_Check):
+class ContainsCheck(AnswerCheck):
     """Texts that are in the answer, as complete words, and texts that are not."""
 
     type: Literal["contains"]
@@ -182,7 +148,7 @@ class ContainsCheck(_Check):
         return not any(has_words(normal_answer, text) for text in self.none)
 
 
-class RegexCheck(_Check):
+class RegexCheck(AnswerCheck):
     """A pattern of the library ``regex`` that is found in the answer, in time."""
 
     type: Literal["regex"]
@@ -204,7 +170,7 @@ class RegexCheck(_Check):
             return False
 
 
-class JsonCheck(_Check):
+class JsonCheck(AnswerCheck):
     """The first JSON value of the answer: its schema, and values by JSON pointer."""
 
     type: Literal["json"]
@@ -231,7 +197,7 @@ class JsonCheck(_Check):
             value = first_json(answer)
             validator = jsonschema_rs.validator_for(self.json_schema, offline=True)
             return validator.is_valid(value) and self._has_values(value)
-        except (LookupError, ValueError, TypeError, RecursionError, OverflowError):
+        except BAD_VALUE_ERRORS:
             return False
 
     def _has_values(self, value: Any) -> bool:
@@ -250,7 +216,7 @@ def _value_at(value: Any, pointer: str) -> Any:
     return value
 
 
-class ConstraintsCheck(_Check):
+class ConstraintsCheck(AnswerCheck):
     """Counts, beginning, end, words and case of the answer."""
 
     type: Literal["constraints"]
@@ -327,7 +293,7 @@ class ConstraintsCheck(_Check):
         return not self.no_commas or regex.search(COMMA, answer) is None
 
 
-class CodeCheck(_Check):
+class CodeCheck(AnswerCheck):
     """Python that computes the expected values; it is read, and not run."""
 
     type: Literal["code"]
@@ -345,7 +311,7 @@ class CodeCheck(_Check):
             return False
 
 
-class RunsCheck(_Check):
+class RunsCheck(AnswerCheck):
     """Python that comes to the end of a test, which is run elsewhere."""
 
     type: Literal["runs"]
@@ -355,7 +321,7 @@ class RunsCheck(_Check):
         raise NeedsRunError(answer.text)
 
 
-Check = Annotated[
+TextCheck = (
     NumberCheck
     | ChoiceCheck
     | ExactCheck
@@ -364,6 +330,48 @@ Check = Annotated[
     | JsonCheck
     | ConstraintsCheck
     | CodeCheck
-    | RunsCheck,
+    | TableCheck
+    | StepsCheck
+    | LinesCheck
+    | ItemsCheck
+    | ProgramCheck
+)
+
+
+class CallsCheck(AnswerCheck):
+    """The functions that an answer calls and their arguments; where none is to be called, its text.
+
+    Attributes:
+        type: ``calls``.
+        calls: The right calls, in any order; empty: none is right, and the answer must have text.
+        text: What the text must be; only where no call is right. None: any text.
+    """
+
+    type: Literal["calls"]
+    calls: tuple[ExpectedCall, ...]
+    text: Annotated[TextCheck, Field(discriminator="type")] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_kind_of_answer(self) -> CallsCheck:
+        if self.calls and self.text is not None:
+            raise ValueError("text is checked only where calls is empty")
+        return self
+
+    def passes(self, answer: ModelAnswer) -> bool:
+        """Tell whether an answer makes the right calls, or has the right text where none is to be made.
+
+        Text beside calls does not count: models may say what they are about to do.
+        """
+        if not are_right(answer.tool_calls, self.calls):
+            return False
+        if self.calls:
+            return True
+        if self.text is None:
+            return bool(answer.text.strip())
+        return self.text.passes(answer)
+
+
+Check = Annotated[
+    TextCheck | CallsCheck | RunsCheck,
     Field(discriminator="type"),
 ]

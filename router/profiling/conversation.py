@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import jsonschema_rs
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from router.policy.profiles import Frozen
+from router.profiling.calls import ExpectedArgument, ExpectedCall
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Text = Annotated[str, Field(min_length=1)]
@@ -115,6 +116,70 @@ def check_tools(tools: Sequence[Any]) -> None:
         if name in names:
             raise ValueError(f"two functions are named {name}")
         names.add(name)
+
+
+def check_expected_calls(
+    expected_calls: Sequence[ExpectedCall], tools: Sequence[Any]
+) -> None:
+    """Check the calls that a task expects against the tools that it offers.
+
+    Raises:
+        ValueError: A function is not offered, or arguments are missing, unknown or not valid by the function's schema.
+    """
+    schemas: dict[str, dict[str, Any]] = {}
+    for tool in _validate(TOOLS, tools):
+        schemas[tool.function.name] = tool.function.parameters
+    for expected_call in expected_calls:
+        if expected_call.name not in schemas:
+            offered = ", ".join(schemas) or "none"
+            raise ValueError(
+                f"the function {expected_call.name} is not offered; tools has {offered}"
+            )
+        _check_arguments(expected_call, schemas[expected_call.name])
+
+
+def _check_arguments(expected_call: ExpectedCall, schema: Mapping[str, Any]) -> None:
+    required = set(schema.get("required", ()))
+    certain = {
+        name
+        for name, argument in expected_call.arguments.items()
+        if not argument.is_optional
+    }
+    if required - certain:
+        names = ", ".join(sorted(required - certain))
+        raise ValueError(f"{expected_call.name} requires {names}")
+    properties = schema.get("properties", {})
+    for name, argument in expected_call.arguments.items():
+        if name not in properties:
+            known = ", ".join(properties) or "no arguments"
+            raise ValueError(
+                f"{expected_call.name} has no argument {name}; it has {known}"
+            )
+        location = f"{expected_call.name}.{name}"
+        _check_values(location, name, argument=argument, schema=schema)
+        if _has_enum(properties[name]) and not argument.is_exact:
+            raise ValueError(
+                f'{location} has an enum, so its values count only as written: set "exact": true'
+            )
+
+
+def _check_values(
+    location: str, name: str, *, argument: ExpectedArgument, schema: Mapping[str, Any]
+) -> None:
+    """Check an argument's right values by its function's schema, each as if it were the only argument."""
+    schema_of_one = {**schema, "required": []}
+    validator = jsonschema_rs.validator_for(schema_of_one, offline=True)
+    for value in argument.values:
+        error = next(validator.iter_errors({name: value}), None)
+        if error is not None:
+            raise ValueError(f"{location}: {error.message}")
+
+
+def _has_enum(schema: Any) -> bool:
+    """Tell whether a schema, or one within it, lists values."""
+    if isinstance(schema, Mapping):
+        return "enum" in schema or any(map(_has_enum, schema.values()))
+    return isinstance(schema, list) and any(map(_has_enum, schema))
 
 
 def _validate(adapter: TypeAdapter[Validated], values: Sequence[Any]) -> Validated:

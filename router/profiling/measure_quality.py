@@ -20,7 +20,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from router.line_file import begin_line
-from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
+from router.policy.profiles import (
+    REFERENCE,
+    ModeCounts,
+    ProfileError,
+    QualityProfile,
+)
 from router.profiling.answering import (
     AnswerLimits,
     answer_body,
@@ -30,7 +35,8 @@ from router.profiling.answering import (
     read_answer,
 )
 from router.profiling.checks import RunsCheck
-from router.profiling.measuring_client import first_of
+from router.profiling.measuring_client import TooLongForTierError, first_of
+from router.profiling.scaled_context import scaled_tasks
 from router.profiling.scoring import (
     CHAT,
     COMPLETIONS,
@@ -68,7 +74,7 @@ class QualityPlan:
     """What is asked, and what becomes of the answers.
 
     Attributes:
-        tasks: The tasks, in the order in which those of one kind are asked.
+        tasks: The tasks. Those of one kind are asked in the order of their digests, which mixes short and long ones.
         name: What the tasks are, for people.
         journal: File of judged answers, in JSON lines.
         parallel: Tasks at a time; None: as many as the tiers' engines compute at once.
@@ -79,6 +85,7 @@ class QualityPlan:
         run_code: Runs the code of an answer with a test; None: tasks that need it are left out.
         think_tokens: Tokens for thoughts on top of each task's own limit; None: by the context, if the model thinks.
         has_both_modes: Where requests can switch thinking, the mode that they have to ask for is measured as well.
+        fills_context: Whether tasks as long as the tiers' shortest context are asked as well.
     """
 
     tasks: tuple[Task, ...]
@@ -92,6 +99,7 @@ class QualityPlan:
     run_code: Callable[[str, str], Awaitable[bool]] | None = None
     think_tokens: int | None = None
     has_both_modes: bool = False
+    fills_context: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,8 @@ async def measure_quality(
     plan = await _without_refused_tools(client, plan, fleet, report_progress)
     thinking = await _find_out_thinking(client, plan, report_progress)
     context = _shortest_context(fleet)
+    if plan.fills_context:
+        plan = replace(plan, tasks=(*plan.tasks, *scaled_tasks(context)))
     mode = _answering_mode(thinking, ThinkingMode.DEFAULT, context, plan)
     measurement = _QualityMeasurement(client, plan, fleet, mode, report_progress)
     await measurement.ask_all()
@@ -143,8 +153,12 @@ async def measure_quality(
     other_mode = _answering_mode(thinking, thinking.other_mode, context, plan)
     other = _QualityMeasurement(client, other_plan, fleet, other_mode, report_progress)
     await other.ask_all()
-    other_counts = other.profile(is_complete=True).counts
-    return profile.model_copy(update={"other_counts": other_counts})
+    other_counts = ModeCounts(
+        mode=thinking.other_mode,
+        think_tokens=other_mode.limits.think_tokens,
+        counts=other.profile(is_complete=True).counts,
+    )
+    return profile.model_copy(update={"other_mode": other_counts})
 
 
 async def _find_out_thinking(
@@ -350,6 +364,13 @@ class _QualityMeasurement:
         limits = await self._limits_of(task)
         if limits is None:
             return
+        try:
+            await self._judge_all(task, limits)
+        except* TooLongForTierError:
+            self._show("left out: a task is longer than was estimated")
+
+    async def _judge_all(self, task: Task, limits: AnswerLimits) -> None:
+        """Have the first tiers answer, and the others unless that settles the task."""
         async with asyncio.TaskGroup() as group:
             for tier in self._first_tiers:
                 group.create_task(self._judge(task, tier, limits))
@@ -483,7 +504,7 @@ def _askable_tasks(plan: QualityPlan, fleet: FleetState) -> list[Task]:
         )
         if can_be_checked and task.input_chars < longest_prompt_chars:
             tasks.append(task)
-    return tasks
+    return sorted(tasks, key=lambda task: task.digest)
 
 
 def _setting(

@@ -8,12 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from classifier import Complexity, EstimatingCounter, PromptClass, extract
+from classifier import Complexity, EstimatingCounter, PromptClass, ToolUse, extract
 from router.policy.profiles import Frozen, ProfileError
-from router.profiling.checks import Check
-from router.profiling.conversation import check_tools, check_turns
+from router.profiling.calls import ExpectedArgument, ExpectedCall
+from router.profiling.checks import CallsCheck, Check
+from router.profiling.conversation import (
+    check_expected_calls,
+    check_tools,
+    check_turns,
+)
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -68,6 +73,12 @@ class Task(Frozen):
     ) -> tuple[dict[str, Any], ...]:
         check_turns(turns)
         return turns
+
+    @model_validator(mode="after")
+    def _expects_what_it_offers(self) -> Task:
+        if isinstance(self.check, CallsCheck):
+            check_expected_calls(self.check.calls, self.tools)
+        return self
 
     @cached_property
     def digest(self) -> str:
@@ -159,12 +170,22 @@ def _with_kind(row: dict[str, Any]) -> dict[str, Any]:
     has_kind = {"class", "complexity"} <= row.keys()
     if has_kind or not isinstance(prompt, str):
         return {"class": PromptClass.UNKNOWN, "complexity": Complexity.MODERATE, **row}
-    features = extract(prompt, EstimatingCounter())
+    features = extract(prompt, EstimatingCounter(), tool_use=_tool_use_of(row))
     return {
         "class": features.prompt_class,
         "complexity": features.complexity or Complexity.MODERATE,
         **row,
     }
+
+
+def _tool_use_of(row: dict[str, Any]) -> ToolUse | None:
+    """Return what a row, which need not be valid, has to do with tools, as is told of requests."""
+    match row:
+        case {"turns": [*_, {"role": "tool"}]}:
+            return ToolUse.RESULT
+        case {"tools": [_, *_]}:
+            return ToolUse.OFFERED
+    return None
 
 
 def _describe_fault(error: ErrorDetails) -> str:
@@ -180,10 +201,17 @@ def _describe_fault(error: ErrorDetails) -> str:
 
 
 def _field_names(location: tuple[int | str, ...]) -> list[str]:
-    """Return the fields of what a location is in: a task, or its check."""
+    """Return the fields of what a location is in: a task, its check, or a part of the check."""
+    path = location[:-1]
+    check_names = [str(part) for part in path if part in _check_types()]
     model: type[Frozen] = Task
-    if len(location) > 1:
-        model = _check_types()[str(location[1])]
+    if "arguments" in path:
+        model = ExpectedArgument
+    elif path[:3] == ("check", "calls", "calls"):
+        model = ExpectedCall
+    elif check_names:
+        # A check may hold another: the last that is named is the innermost.
+        model = _check_types()[check_names[-1]]
     return [field.alias or name for name, field in model.model_fields.items()]
 
 

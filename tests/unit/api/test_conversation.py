@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from classifier import EstimatingCounter
+from classifier import EstimatingCounter, PromptClass, ToolUse
 from router.api.named_events import Conversation, read_input, read_messages
 from router.upstream.json_object import JsonObject
 
@@ -186,3 +186,43 @@ def test_malformed_conversations_read_as_empty(reader: Any, odd: Any) -> None:
         reader, messages=odd, input=odd, system=odd, instructions=odd, tools=odd
     ).prompt(EstimatingCounter())
     assert prompt.text == ""
+
+
+USE = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+ASKED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [USE]}]
+RETURNED = {"type": "tool_result", "tool_use_id": "t", "content": "4 degrees"}
+FUNCTION_CALL = {
+    "type": "function_call",
+    "call_id": "t",
+    "name": "weather",
+    "arguments": "{}",
+}
+OUTPUT = {"type": "function_call_output", "call_id": "t", "output": "4 degrees"}
+
+
+@pytest.mark.parametrize(
+    ("reader", "body", "tool_use"),
+    [
+        (read_messages, {"messages": TALK}, None),
+        (read_messages, {"messages": TALK, "tools": [TOOL]}, ToolUse.OFFERED),
+        (read_messages, {"messages": TALK, "tools": [TOOL], "tool_choice": {"type": "any"}}, ToolUse.OFFERED),
+        (read_messages, {"messages": TALK, "tools": [TOOL], "tool_choice": {"type": "none"}}, None),
+        (read_messages, {"messages": [*ASKED, {"role": "user", "content": [RETURNED]}]}, ToolUse.RESULT),
+        (read_messages, {"messages": [*ASKED, {"role": "user", "content": [RETURNED, {"type": "text", "text": "so?"}]}]}, ToolUse.RESULT),
+        (read_messages, {"messages": [*ASKED, {"role": "user", "content": [RETURNED]}, *TALK[1:]]}, None),
+        (read_input, {"input": TALK}, None),
+        (read_input, {"input": "hi", "tools": [TOOL]}, ToolUse.OFFERED),
+        (read_input, {"input": "hi", "tools": [TOOL], "tool_choice": "none"}, None),
+        (read_input, {"input": [TALK[0], FUNCTION_CALL, OUTPUT]}, ToolUse.RESULT),
+        (read_input, {"input": [TALK[0], FUNCTION_CALL, OUTPUT, TALK[2]]}, None),
+        (read_input, {"input": [OUTPUT]}, ToolUse.RESULT),
+    ],
+)  # fmt: skip
+def test_tools_are_told_by_structure(
+    reader: Any, body: dict[str, Any], tool_use: ToolUse | None
+) -> None:
+    """Also where nothing but a result stands in the conversation."""
+    prompt = read(reader, **body).prompt(EstimatingCounter())
+    assert prompt.tool_use is tool_use
+    is_tools = prompt.classify(EstimatingCounter()).prompt_class is PromptClass.TOOLS
+    assert is_tools is (tool_use is not None)

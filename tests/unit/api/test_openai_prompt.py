@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from classifier import EstimatingCounter
+from classifier import Complexity, EstimatingCounter, PromptClass, ToolUse
 from router.api.openai_prompt import (
     PART_TOKENS,
     SHORT_CHARS,
@@ -204,3 +204,64 @@ def test_what_no_prefix_is_known_of() -> None:
     ids = list(range(1000, 1400))
     assert 300 < shared(completion(ids), completion([*ids, 7])) <= 400
     assert shared(chat(user(LONG)), chat(user(LONG), cache_salt="mine")) == 0
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "parameters": {"type": "object"}},
+    }
+]
+FUNCTIONS = [{"name": "get_weather", "parameters": {"type": "object"}}]
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "a",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": "{}"},
+        }
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "4 degrees"}
+NAMED_CHOICE = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "tool_use"),
+    [
+        ([user("hi")], {}, None),
+        ([user("hi")], {"tools": TOOLS}, ToolUse.OFFERED),
+        ([user("hi")], {"tools": TOOLS, "tool_choice": "auto"}, ToolUse.OFFERED),
+        ([user("hi")], {"tools": TOOLS, "tool_choice": NAMED_CHOICE}, ToolUse.OFFERED),
+        ([user("hi")], {"functions": FUNCTIONS}, ToolUse.OFFERED),
+        ([user("hi"), CALL, RESULT], {"tools": TOOLS}, ToolUse.RESULT),
+        ([user("hi"), CALL, RESULT], {}, ToolUse.RESULT),
+        ([user("hi"), CALL, RESULT], {"tools": TOOLS, "tool_choice": "none"}, ToolUse.RESULT),
+        ([user("hi"), {"role": "function", "name": "get_weather", "content": "4"}], {}, ToolUse.RESULT),
+        ([user("hi"), CALL, RESULT, assistant("4."), user("thanks")], {"tools": TOOLS}, ToolUse.OFFERED),
+        ([user("hi"), CALL, RESULT, assistant("4."), user("thanks")], {}, None),
+        ([user("hi")], {"tools": TOOLS, "tool_choice": "none"}, None),
+        ([user("hi")], {"functions": FUNCTIONS, "function_call": "none"}, None),
+        ([user("hi")], {"tools": []}, None),
+        ([user("hi")], {"tools": None}, None),
+        ([user("hi")], {"tools": "get_weather"}, None),
+        ([], {"tools": TOOLS}, ToolUse.OFFERED),
+    ],
+)  # fmt: skip
+def test_tools_are_told_by_structure(
+    messages: list[Any], more: dict[str, Any], tool_use: ToolUse | None
+) -> None:
+    prompt = chat(*messages, **more)
+    assert prompt.tool_use is tool_use
+    is_tools = prompt.classify(COUNTER).prompt_class is PromptClass.TOOLS
+    assert is_tools is (tool_use is not None)
+
+
+def test_a_picture_beside_tools_is_hard_work_with_tools() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    features = chat(user([picture]), tools=TOOLS).classify(COUNTER)
+    assert features.prompt_class is PromptClass.TOOLS
+    assert features.complexity is Complexity.COMPLEX
+    assert features.signals == ("part that is not text: image_url", "tools offered")

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from classifier import EstimatingCounter, PromptClass, PromptFeatures, extract
+from classifier import (
+    EstimatingCounter,
+    PromptClass,
+    PromptFeatures,
+    ToolUse,
+    extract,
+)
 from classifier.features import (
     LONG_TOKENS,
     SMALL_TALK_CONTEXT_TOKENS,
@@ -334,3 +340,43 @@ def test_any_punctuation_is_read(text: str) -> None:
 def test_hostile_text_ends(unit: str) -> None:
     """The longest prompts of one repeated mark are read to the end."""
     assert read((unit * 16_000)[:16_000]).chars == 16_000
+
+
+@pytest.mark.parametrize("tool_use", ToolUse)
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "",
+        "ok",
+        "hello there",
+        "Write a SQL query for the ten best customers",
+        LONG_PROSE,
+    ],
+    ids=["nothing", "ok", "small talk", "code", "long"],
+)
+def test_what_has_to_do_with_tools_is_told_by_structure(
+    prompt: str, tool_use: ToolUse
+) -> None:
+    """Neither small talk, code nor length changes the class; what else the words say stays."""
+    by_words = read(prompt)
+    by_structure = extract(prompt, COUNTER, tool_use=tool_use)
+    assert by_structure.prompt_class is PromptClass.TOOLS
+    assert by_structure.confidence == 1
+    assert not by_structure.doubtful
+    assert by_structure.signals == (*by_words.signals, tool_use.value)
+    assert by_structure.has_code == by_words.has_code
+    assert by_structure.language == by_words.language
+
+
+def test_the_complexity_of_a_request_with_tools_is_that_of_its_words() -> None:
+    simple = "What time is it in Rome?"
+    hard = (
+        "Plan a three-week trip through Japan for a family of five, book trains, hotels and tables within our budget, compare "
+        "the alternatives day by day, explain each trade-off, and then set up reminders for every deadline."
+    )
+    complexities = [
+        extract(prompt, COUNTER, tool_use=ToolUse.OFFERED).complexity
+        for prompt in (simple, hard)
+    ]
+    assert complexities == [read(simple).complexity, read(hard).complexity]
+    assert complexities == [Complexity.TRIVIAL, Complexity.COMPLEX]

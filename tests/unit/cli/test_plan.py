@@ -496,7 +496,7 @@ def test_loads(load: str, rate: float) -> None:
         ),
         (
             ("--gpus", "H100", "--load", "1/s", "--mix", "poetry"),
-            "neither chat, coding, rag nor a decision log",
+            "neither chat, coding, agents, rag nor a decision log",
         ),
         (
             ("--gpus", "1xH100", "--load", "900/s", "--write", "/none/x.toml"),

@@ -195,7 +195,12 @@ def test_small_talk_loses_nothing() -> None:
 def test_what_a_prompt_may_be_is_weighed() -> None:
     """Unknown is the mean of classes that may be taken for one another; a mixture lies between."""
     table = losses("awq-int4", (), LARGE)
-    told_by_marks = {PromptClass.CODE, PromptClass.LONG_CONTEXT, PromptClass.SMALL_TALK}
+    told_by_marks = {
+        PromptClass.CODE,
+        PromptClass.LONG_CONTEXT,
+        PromptClass.SMALL_TALK,
+        PromptClass.TOOLS,
+    }
     doubtful = [
         table[kind][TRIVIAL].mean for kind in CLASSES if kind not in told_by_marks
     ]

@@ -14,6 +14,7 @@ from classifier import PromptClass
 from router.policy.profiles import ProfileError, QualityProfile
 from router.profiling.measure_quality import QualityPlan, measure_quality
 from router.profiling.router_client import RouterClient
+from router.profiling.scaled_context import scaled_tasks
 from router.profiling.tasks import Task
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
@@ -193,6 +194,28 @@ async def test_what_reference_and_lowest_tier_get_wrong_is_asked_of_no_other(
         }
         await measured(client, tmp_path, (task("one", NO_MATCH),), scored=0)
         assert sum(asked(stack).values()) == 0
+
+
+@pytest.mark.anyio
+async def test_tasks_as_long_as_the_context_are_asked_where_they_fit(
+    tmp_path: Path,
+) -> None:
+    """The shortest context of the tiers counts, and an answer has to fit it beside its prompt."""
+    async with connected(tmp_path) as (stack, client):
+        context = min(spec.max_model_len for spec in stack.fleet.specs)
+        too_long = task("long", prompt="word " * context, max_tokens=8)
+        tasks = (*TASKS, too_long)
+        profile = await measured(client, tmp_path, tasks, scored=0, fills_context=True)
+        prompts = [
+            body["messages"][0]["content"]
+            for body in stack.engines[PRECISE].requests
+            if "messages" in body
+        ]
+        scaled = scaled_tasks(context)
+        assert scaled
+        assert {task.prompt for task in scaled} <= set(prompts)
+        assert too_long.prompt not in prompts
+        assert tasks_asked(FAST, profile) == len(TASKS) + len(scaled)
 
 
 @pytest.mark.anyio

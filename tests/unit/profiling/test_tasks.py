@@ -96,6 +96,12 @@ def tool(name: str = "get_weather") -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+def calls_check(**argument: Any) -> dict[str, Any]:
+    """Return a check that expects one call with the argument city."""
+    call = {"name": "get_weather", "arguments": {"city": argument}}
+    return {"type": "calls", "calls": [call]}
+
+
 def earlier_call(arguments: str = '{"city": "Oslo"}') -> dict[str, Any]:
     function = {"name": "get_weather", "arguments": arguments}
     call = {"id": "call_1", "type": "function", "function": function}
@@ -115,6 +121,24 @@ def test_a_task_may_offer_tools_and_have_turns_after_its_prompt(tmp_path: Path) 
     assert with_tools.messages[2] == earlier_call()
     assert with_tools.tools == (tool(),)
     assert with_tools.input_chars > plain.input_chars + len(json.dumps(turns)) - 10
+
+
+def test_expected_calls_have_what_their_function_requires_as_written(
+    tmp_path: Path,
+) -> None:
+    offered = tool()
+    parameters = offered["function"]["parameters"]
+    parameters["required"] = ["city"]
+    optional = calls_check(values=["Oslo"], optional=True)
+    with pytest.raises(ProfileError, match="get_weather requires city"):
+        read(tmp_path / "t", {**TASK, "tools": [offered], "check": optional})
+    parameters["properties"]["city"]["enum"] = ["Oslo", "Bergen"]
+    loose = calls_check(values=["Oslo"])
+    with pytest.raises(ProfileError, match="has an enum"):
+        read(tmp_path / "t", {**TASK, "tools": [offered], "check": loose})
+    exact = calls_check(values=["Oslo"], exact=True)
+    (task,) = read(tmp_path / "t", {**TASK, "tools": [offered], "check": exact})
+    assert task.check.calls[0].arguments["city"].is_exact
 
 
 def test_tools_and_turns_are_part_of_the_digest(tmp_path: Path) -> None:
@@ -148,6 +172,12 @@ def test_tools_and_turns_are_part_of_the_digest(tmp_path: Path) -> None:
         ({**TASK, "turns": [earlier_call(), result("call_2")]}, "turns: tool_call_id 'call_2' is the id of no earlier call"),
         ({**TASK, "turns": [earlier_call()]}, "turns: the last message must be the user's or a tool's result"),
         ({**TASK, "turns": [earlier_call("{"), result()]}, "turns: 0.assistant.tool_calls.0.function.arguments: "),
+        ({**TASK, "check": calls_check(values=["Oslo"])}, "line 2: a task: the function get_weather is not offered; tools has none"),
+        ({**TASK, "tools": [tool()], "check": calls_check(values=[4])}, 'line 2: a task: get_weather.city: 4 is not of type "string"'),
+        ({**TASK, "tools": [tool()], "check": calls_check(vals=[4])}, "city.vals: there is no such field; there are values, schema, optional, exact"),
+        ({**TASK, "tools": [tool()], "check": {"type": "calls", "calls": [{"name": "get_weather", "args": {}}]}}, "args: there is no such field; there are name, arguments"),
+        ({**TASK, "tools": [tool()], "check": {"type": "calls", "calls": [], "text": {"type": "exact", "values": ["a"], "all": "a"}}}, "all: there is no such field; there are type, values"),
+        ({**TASK, "tools": [tool()], "check": {"type": "calls", "calls": [{"name": "get_weather", "arguments": {"town": ["Oslo"]}}]}}, "get_weather has no argument town; it has city"),
         ([], "line 2: a task: Input should be a valid dictionary"),
         ("{", "line 2: a task is a JSON object: Expecting"),
         ("[" * 100_000, "line 2: it is nested too deep"),
@@ -172,3 +202,12 @@ def test_a_file_without_tasks_is_refused(
         path.write_bytes(content)
     with pytest.raises(ProfileError, match=why):
         read_tasks(path)
+
+
+def test_tools_tell_the_class_that_a_line_leaves_out(tmp_path: Path) -> None:
+    offers = {**TASK, "prompt": "hello there", "tools": [tool()]}
+    has_result = {**TASK, "turns": [earlier_call(), result()]}
+    talks_on = {**TASK, "turns": [{"role": "user", "content": "And a title."}]}
+    tasks = read(tmp_path / "t", offers, has_result, talks_on)
+    classes = [task.prompt_class for task in tasks]
+    assert classes == [PromptClass.TOOLS, PromptClass.TOOLS, PromptClass.WRITING]

@@ -1,0 +1,303 @@
+"""``qarr verify``: what it prints, what it writes, and its exit status, which scripts act on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from router.cli.verify_targets import TargetError, TargetKind, parse_target
+from router.policy.decision import PRIORITIES
+from tests.fakes.engine import Behaviour
+from tests.fakes.model_engine import ModelEngine
+from tests.unit.cli.stub_router import qarr
+from tests.unit.router_stack import router_stack
+from tests.unit.verification.engine_pair import (
+    knowing_engine,
+    serving_pair,
+    write_tasks,
+)
+from tiers.spec import TierName
+
+pytestmark = pytest.mark.anyio
+NOBODY = "http://127.0.0.1:9"
+
+
+@asynccontextmanager
+async def pair_of(
+    candidate: ModelEngine, reference: ModelEngine | None = None
+) -> AsyncIterator[tuple[str, str]]:
+    """Serve a reference without faults and a candidate, and yield the options that name them."""
+    async with serving_pair(reference or knowing_engine(), candidate) as urls:
+        reference_url, candidate_url = urls
+        yield f"--reference={reference_url}", f"--candidate={candidate_url}"
+
+
+async def verify(*args: str, **env: str) -> Result:
+    """Run the command beside the fakes."""
+    return await asyncio.to_thread(qarr, "verify", *args, **env)
+
+
+async def test_the_same_exits_with_0_and_says_what_may_be_lost(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path)
+    async with pair_of(knowing_engine()) as pair:
+        result = await verify(*pair, f"--tasks={tasks}")
+    assert result.exit_code == 0
+    last_line = result.stdout.splitlines()[-1]
+    assert last_line.startswith("same: at most ")
+    assert "of 100 answers lost (2 tolerated)" in last_line
+
+
+async def test_worse_exits_with_1_and_the_last_line_is_the_verdict(
+    tmp_path: Path,
+) -> None:
+    tasks = write_tasks(tmp_path)
+    async with pair_of(knowing_engine(wrong_share=0.3)) as pair:
+        result = await verify(*pair, f"--tasks={tasks}")
+    assert result.exit_code == 1
+    last_line = result.stdout.splitlines()[-1]
+    assert last_line.startswith("worse: ")
+    assert "of 100 answers lost (" in last_line
+    assert "--report FILE.html" in last_line
+
+
+async def test_each_stage_has_a_line_with_its_verdict_and_time(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path)
+    async with pair_of(knowing_engine(wrong_share=0.3)) as pair:
+        result = await verify(*pair, f"--tasks={tasks}")
+    stages = [line.split("  ")[0].strip() for line in result.stdout.splitlines()[3:6]]
+    assert stages == ["same model", "likelihood", "answers"]
+    for line in result.stdout.splitlines()[3:6]:
+        assert " s " in line
+    for heading in ("Likelihood of the words", "By position", "By kind", "Answers"):
+        assert heading in result.stdout
+
+
+async def test_too_few_tasks_exit_with_2_and_say_how_many_it_would_take(
+    tmp_path: Path,
+) -> None:
+    tasks = write_tasks(tmp_path, count=20)
+    async with pair_of(knowing_engine()) as pair:
+        result = await verify(*pair, f"--tasks={tasks}")
+    assert result.exit_code == 2
+    last_line = result.stdout.splitlines()[-1]
+    assert last_line.startswith("cannot tell: between ")
+    assert "would need about" in last_line
+    assert "0.0 ±" not in result.stdout
+
+
+async def test_a_higher_tolerance_needs_fewer_tasks(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path, count=100)
+    async with pair_of(knowing_engine()) as pair:
+        strict = await verify(*pair, f"--tasks={tasks}")
+        lenient = await verify(*pair, f"--tasks={tasks}", "--tolerate=10")
+    assert strict.exit_code == 2
+    assert lenient.exit_code == 0
+
+
+async def test_no_answers_are_compared_with_0_tasks() -> None:
+    async with pair_of(knowing_engine()) as pair:
+        result = await verify(*pair, "--max-tasks=0")
+    assert result.exit_code == 2
+    assert "no answers were compared" in result.stdout
+
+
+async def test_json_is_all_that_standard_output_has(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path)
+    async with pair_of(knowing_engine(wrong_share=0.3)) as pair:
+        result = await verify(*pair, f"--tasks={tasks}", "--json")
+    found = json.loads(result.stdout)
+    assert found["verdict"] == "worse"
+    assert found["sentence"].startswith("worse: ")
+    assert found["next_step"]
+    assert found["same_model"]["verdict"] == "same"
+    assert found["likelihood"]["verdict"] == "same"
+    assert found["answers"]["verdict"] == "worse"
+    assert found["answers"]["overall"]["loss"] > 0
+    assert "worse: " in result.stderr
+
+
+async def test_the_page_is_written(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path)
+    page = tmp_path / "report.html"
+    async with pair_of(knowing_engine(wrong_share=0.3)) as pair:
+        result = await verify(*pair, f"--tasks={tasks}", f"--report={page}")
+    assert result.exit_code == 1
+    assert "worse" in page.read_text("utf-8")
+    assert str(page) in result.stderr
+
+
+async def test_a_reference_is_saved_and_need_not_run_again(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path)
+    saved = tmp_path / "reference.json"
+    async with pair_of(knowing_engine(wrong_share=0.3)) as (reference, candidate):
+        saving = await verify(reference, f"--tasks={tasks}", f"--save={saved}")
+        verifying = await verify(f"--reference={saved}", candidate, f"--tasks={tasks}")
+    assert saving.exit_code == 0
+    assert saved.exists()
+    assert verifying.exit_code == 1
+    assert verifying.stdout.splitlines()[-1].startswith("worse: ")
+
+
+async def test_saving_goes_on_after_a_verdict(tmp_path: Path) -> None:
+    """A later candidate may need more tasks than this one."""
+    tasks = write_tasks(tmp_path, count=60)
+    saved = tmp_path / "reference.json"
+    async with pair_of(knowing_engine(wrong_share=0.9)) as pair:
+        result = await verify(*pair, f"--tasks={tasks}", f"--save={saved}")
+    assert result.exit_code == 1
+    assert len(json.loads(saved.read_text())["answers"]) == 60
+
+
+async def test_keys_are_taken_from_variables_and_not_shown(tmp_path: Path) -> None:
+    engine = knowing_engine()
+    tasks = write_tasks(tmp_path, count=5)
+    async with pair_of(engine) as pair:
+        result = await verify(
+            *pair, f"--tasks={tasks}", QARR_CANDIDATE_KEY="secret-of-candidate"
+        )
+    sent = engine.behaviour.heads["/v1/chat/completions"]["authorization"]
+    assert sent == "Bearer secret-of-candidate"
+    assert "secret" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (
+            ("--reference", NOBODY, "--candidate", NOBODY),
+            "Is the engine running, and is this its address?",
+        ),
+        (("--reference", NOBODY), "--candidate"),
+        (
+            ("--reference", "localhost:8000", "--candidate", NOBODY),
+            "http://localhost:8000",
+        ),
+        (("--reference", "no.tier", "--candidate", NOBODY), "no tier's name"),
+        (("--reference", "./saved.json", "--candidate", NOBODY), "cannot be read"),
+        (("--reference", NOBODY, "--candidate", "./saved.json"), "only a reference"),
+        (
+            ("--reference", "./saved.json", "--candidate", NOBODY, "--speed"),
+            "leave --speed out",
+        ),
+        (
+            ("--reference", "./saved.json", "--candidate", NOBODY, "--save", "x.json"),
+            "leave --save out",
+        ),
+        (
+            ("--reference", NOBODY, "--candidate", NOBODY, "--save", "/no/where.json"),
+            "--save /no/where.json cannot be written",
+        ),
+        (
+            ("--reference", "fast", "--candidate", NOBODY, "--reference-model", "m"),
+            "leave --reference-model out",
+        ),
+        (
+            ("--reference", "fast", "--candidate", NOBODY, "--url", NOBODY),
+            "Is the router running?",
+        ),
+    ],
+)
+def test_what_cannot_run_exits_with_3_and_says_what_to_do(
+    args: tuple[str, ...], said: str
+) -> None:
+    result = qarr("verify", *args)
+    assert result.exit_code == 3
+    assert said in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--tolerate", "many"),
+        ("--tolerate", "-1"),
+        ("--confidence", "101"),
+        ("--max-tasks", "-1"),
+        ("--nonsense",),
+    ],
+)
+def test_an_option_that_is_wrong_is_no_verdict(args: tuple[str, ...]) -> None:
+    """Typer's own status for it, 2, means "cannot tell" here."""
+    result = qarr("verify", "--reference", NOBODY, "--candidate", NOBODY, *args)
+    assert result.exit_code == 3
+    assert args[0] in result.stderr
+
+
+def test_without_options_nothing_is_verified() -> None:
+    result = qarr("verify")
+    assert result.exit_code == 3
+    assert "--reference" in result.stderr
+
+
+async def test_an_engine_that_dies_is_no_verdict(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path, count=20)
+    candidate = knowing_engine()
+    candidate.behaviour.instead = {"/v1/completions": "nonsense"}
+    async with pair_of(candidate) as pair:
+        result = await verify(*pair, f"--tasks={tasks}")
+    assert result.exit_code == 3
+    assert "could not run:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("http://127.0.0.1:8000", TargetKind.URL),
+        ("https://host/v1", TargetKind.URL),
+        ("precise", TargetKind.TIER),
+        ("saved.json", TargetKind.FILE),
+        ("folder/saved", TargetKind.FILE),
+    ],
+)
+def test_targets_are_told_apart(text: str, kind: TargetKind) -> None:
+    target = parse_target("--reference", text, model="", key_variable="")
+    assert target.kind is kind
+
+
+def test_a_host_without_a_scheme_is_no_tier() -> None:
+    with pytest.raises(TargetError, match="http://engine-1:8000/v1"):
+        parse_target("--candidate", "engine-1:8000/v1", model="", key_variable="")
+
+
+async def test_tiers_of_a_running_router_are_compared_with_each_other(
+    tmp_path: Path,
+) -> None:
+    """Each tier is asked itself, also for its tokens: here ``fast`` has another tokenizer."""
+    other_tokenizer = Behaviour(vocabulary=100)
+    async with router_stack(tmp_path, fast=other_tokenizer) as stack:
+        pair = ("--reference=precise", "--url", stack.url, "--max-tasks=0")
+        same = await verify(*pair, "--candidate=precise")
+        other = await verify(*pair, "--candidate=fast")
+    assert "nothing differs" in same.stdout
+    assert same.exit_code == 2
+    assert "worse: not the same model: tokenizer" in other.stdout
+    assert other.exit_code == 1
+    assert same.stderr.count(f"router {stack.url}") == 1
+
+
+async def test_verifying_tiers_yields_to_the_requests_of_users(tmp_path: Path) -> None:
+    """What a tier of the router is asked has the lowest priority, and no other tier answers for it."""
+    tasks = write_tasks(tmp_path, count=3)
+    async with router_stack(tmp_path) as stack:
+        await verify(
+            "--reference=precise",
+            "--candidate=fast",
+            "--url",
+            stack.url,
+            f"--tasks={tasks}",
+        )
+        priorities = {
+            request.get("priority")
+            for name in (TierName.FAST, TierName.PRECISE)
+            for request in stack.engines[name].requests
+            if "messages" in request
+        }
+        assert not stack.engines[TierName.BALANCED].requests
+    (priority,) = priorities
+    assert priority == PRIORITIES["batch"]
