@@ -334,7 +334,7 @@ class CutRouter:
             "open requests": len(pipeline.registry.open),
             "quota slots": len(quotas._open),
             "slots in the ledger": sum(
-                len(counts.slots) for counts in quotas._local._counts_by_key.values()
+                len(counts.places) for counts in quotas._local._counts_by_key.values()
             ),
             "connections": sum(
                 connection.state is ConnectionState.ACTIVE for connection in connections
