@@ -140,22 +140,22 @@ def candidate_at(
 ) -> Candidate:
     """Return one replica as a candidate; where its speed is known, its times are corrected by recent errors."""
     replica = tier.replicas[position]
+    speed = replica.speed
     cached_tokens = None if tier.cached is None else tier.cached[position]
     load = load_of(replica, tier.output_tokens[position], fleet)
     corrected: CorrectedTimes | None = None
     uncorrected: PredictedTimes | None = None
-    if replica.speed is not None:
+    if speed is not None:
         uncached_tokens = max(demand.prompt_tokens - (cached_tokens or 0), 0)
-        uncorrected = _predict_times(
-            replica.speed,
+        uncorrected = speed.times(
+            uncached_tokens,
             load,
-            demand,
-            uncached_tokens=uncached_tokens,
-            max_num_seqs=tier.spec.max_num_seqs,
+            tier.spec.max_num_seqs,
+            output_share=demand.output_share,
+            sequences=demand.sequences,
+            output_tokens=demand.output_tokens / demand.sequences,
         )
-        corrected = _correct(
-            uncorrected, replica.speed, replica.trends, now=_time_of(fleet)
-        )
+        corrected = _correct(uncorrected, speed, replica.trends, now=_time_of(fleet))
     return Candidate(
         is_free=is_free,
         replica=replica,
@@ -171,25 +171,6 @@ def candidate_at(
 def _time_of(fleet: FleetLoad | None) -> float:
     """Return the monotonic time of a snapshot. In a decision log it is 0, before all trends, so that none of them fades."""
     return 0.0 if fleet is None else fleet.now
-
-
-def _predict_times(
-    speed: SpeedModel,
-    load: ReplicaLoad,
-    demand: Demand,
-    *,
-    uncached_tokens: int,
-    max_num_seqs: int,
-) -> PredictedTimes:
-    """Predict a request's times by the speed model alone."""
-    return speed.times(
-        uncached_tokens,
-        load,
-        max_num_seqs,
-        output_share=demand.output_share,
-        sequences=demand.sequences,
-        output_tokens=demand.output_tokens / demand.sequences,
-    )
 
 
 def _correct(
@@ -242,7 +223,10 @@ def choose_replica(
     sequences.
     """
     least_loaded = _least_loaded(tier, demand)
-    if least_loaded is None or not _caches_matter(tier):
+    if least_loaded is None or tier.cached is None:
+        return least_loaded
+    is_session_known = tier.home >= 0
+    if not is_session_known and not tell_apart(tier.cached):
         return least_loaded
     max_in_flight = tier.spec.max_in_flight
     able = [
@@ -278,16 +262,9 @@ def _least_loaded(tier: TierSnapshot, demand: Demand) -> int | None:
     return best_position
 
 
-def _caches_matter(tier: TierSnapshot) -> bool:
-    """Tell whether prefix caches may set a tier's replicas apart, or one of them is the session's own."""
-    if tier.cached is None:
-        return False
-    return tier.home >= 0 or tell_apart(tier.cached)
-
-
 def tell_apart(cached: Sequence[int]) -> bool:
     """Tell whether some replicas hold more of a prompt than others."""
-    return any(tokens != cached[0] for tokens in cached)
+    return len(set(cached)) > 1
 
 
 def _cheapest(
@@ -350,13 +327,14 @@ def _answer_ms(
     speed = replica.speed
     assert speed is not None
     load = load_of(replica, tier.output_tokens[position], fleet)
-    ttft_ms, tpot_ms = _predict_times(
-        speed,
+    output_tokens_each = demand.output_tokens / demand.sequences
+    ttft_ms, tpot_ms = speed.times(
+        uncached_tokens,
         load,
-        demand,
-        uncached_tokens=uncached_tokens,
-        max_num_seqs=tier.spec.max_num_seqs,
+        tier.spec.max_num_seqs,
+        output_share=demand.output_share,
+        sequences=demand.sequences,
+        output_tokens=output_tokens_each,
     )
     ttft_trend, tpot_trend = replica.trends.means(_time_of(fleet), speed)
-    output_tokens_each = demand.output_tokens / demand.sequences
     return ttft_ms * exp(ttft_trend) + output_tokens_each * tpot_ms * exp(tpot_trend)

@@ -6,6 +6,7 @@ the last chunk of each choice, where vLLM would have put it. Token ids, which fa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ from router.upstream.sse import DONE, SEPARATOR, Chunk, written
 # Within a longer JSON string the quotes would be escaped, so these bytes are the name of a member, or a whole string of
 # just this text.
 _FINGERPRINT = b'"system_fingerprint"'
+# vLLM writes no space after a colon, others do.
+_write_null_for_token_ids = re.compile(rb'"token_ids": ?\[[^]]*\]').sub
+_write_null_for_prompt_ids = re.compile(rb'"prompt_token_ids": ?\[[^]]*\]').sub
+_NO_TOKEN_IDS = b'"token_ids":null'
+_NO_PROMPT_IDS = b'"prompt_token_ids":null'
 
 
 class RelayedEvents:
@@ -50,16 +56,32 @@ class RelayedEvents:
         self._is_chat = call.engine_request.path == CHAT
         self._wants_usage = call.engine_request.wants_usage
         self._hides_token_ids = call.engine_request.asks_token_ids
-        self._first_event = b""  # what other engines add is made to look like this
+        # What other engines add is made to look like this; it is empty, too, while token ids are not hidden.
+        self._first_event = b""
         self._has_sent_usage = False
 
     def encode(self, chunks: Sequence[Chunk]) -> bool:
-        """Send what came together, but for events that the caller would not have got from the engine."""
+        """Send what came together, but for events that the caller would not have got from the engine.
+
+        It runs for each token, so the usual event, with text and the ids of its tokens, is made here without further calls.
+        ``_event`` makes the others, the first one among them, and would make the same of this one.
+        """
         events = []
         for chunk in chunks:
-            event = self._event(chunk)
-            if event is not None:
-                events.append(written(event))
+            if (
+                self._first_event
+                and chunk.raw
+                and chunk.text
+                and chunk.token_ids
+                and chunk.finish_reason is None
+                and not chunk.prompt_ids
+            ):
+                event = _write_null_for_token_ids(_NO_TOKEN_IDS, chunk.raw, 1)
+                events.append(event + SEPARATOR)
+                continue
+            unusual_event = self._event(chunk)
+            if unusual_event is not None:
+                events.append(written(unusual_event))
         return self._out.write(events)
 
     def end(self) -> list[bytes]:
@@ -121,9 +143,9 @@ class RelayedEvents:
         if chunk.blank and chunk.token_ids and not chunk.finish_reason:
             # only engines that are asked for token ids send a token whose text comes later
             return None
-        event = _with_null(event, b'"token_ids"')
+        event = _write_null_for_token_ids(_NO_TOKEN_IDS, event, 1)
         if chunk.prompt_ids:
-            event = _with_null(event, b'"prompt_token_ids"')
+            event = _write_null_for_prompt_ids(_NO_PROMPT_IDS, event, 1)
         return event
 
     def _with_fingerprint(self, event: bytes) -> bytes:
@@ -170,13 +192,3 @@ class RelayedEvents:
             choice["stop_reason"] = chunk.stop_reason
         choice["token_ids"] = None
         return b"data: " + to_json({**self._template(), "choices": [choice]})
-
-
-def _with_null(event: bytes, name: bytes) -> bytes:
-    """Write null for a list, by its member's name; vLLM writes no space after a colon, others do."""
-    head, member, tail = event.partition(name + b":[")
-    if not member:
-        head, member, tail = event.partition(name + b": [")
-    if not member:
-        return event
-    return head + member[:-1] + b"null" + tail.partition(b"]")[2]

@@ -5,11 +5,14 @@ Exemplars (OpenMetrics) are trace ids.
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise, permutations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.samples import Exemplar
 
 from router.pipeline.registry import ENGINE_REFUSED, OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import SLA_IMPOSSIBLE, TIER_ABSENT, Refusal
@@ -63,6 +66,20 @@ OVERFLOW_OUTCOMES = (
 )
 
 
+class _QuickHistogram(Histogram):
+    """A histogram of the library that observes in half the time: each request adds to half a dozen.
+
+    The library tries one bound after the other, and checks the exemplar each time, which is a trace id here.
+    """
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        self._sum.inc(amount)
+        bucket = self._buckets[bisect_left(self._upper_bounds, amount)]
+        bucket.inc(1)
+        if exemplar is not None:
+            bucket.set_exemplar(Exemplar(exemplar, amount, time.time()))
+
+
 class _SeriesMaker:
     """Registers metrics, and returns for each a function from the values of its labels to their series.
 
@@ -81,7 +98,7 @@ class _SeriesMaker:
     def histogram(
         self, name: str, text: str, *, bounds: tuple[float, ...], labels: Sequence[str]
     ) -> Callable[..., Histogram]:
-        metric = Histogram(
+        metric = _QuickHistogram(
             f"qarr_{name}", text, labels, buckets=bounds, registry=self._registry
         )
         return cache(metric.labels)
@@ -158,7 +175,7 @@ class RequestMetrics:
             bounds=QUEUE_S,
             labels=("priority",),
         )
-        self._overhead = Histogram(
+        self._overhead = _QuickHistogram(
             "qarr_overhead_seconds",
             "From a request's arrival until it is sent to an engine, without the queue.",
             buckets=OVERHEAD_S,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
 from msgspec.structs import replace
 
@@ -117,43 +116,31 @@ class Pipeline:
         call.context.journey = journey
         JOURNEY.set(journey)
 
-    @asynccontextmanager
-    async def serve(
-        self, call: Call, decision: Decision
-    ) -> AsyncIterator[ActiveRequest]:
-        """Open an answer, and give back what the request took, however it ends.
+    def serve(self, call: Call, decision: Decision) -> ServedRequest:
+        """Return a request to be entered: that opens an answer; leaving it gives back what the request took."""
+        return ServedRequest(self, call, decision)
 
-        Raises:
-            OverQuotaError: The caller's quota is used up.
-            OverBudgetError: A budget of the caller is used up.
-            RequestRefusedError: No tier serves the request, or no slot was free in time.
-            UpstreamError: No engine began an answer.
-        """
+    async def open(self, active: ActiveRequest, call: Call) -> None:
+        """Take what a request needs, and open its answer; see ``ServedRequest``."""
         engine_request = call.engine_request
         if not call.is_limited:
-            engine_request = engine_request.at_most(decision.query.max_tokens)
-        active = self.registry.begin(call.context, decision, call.options.priority)
-        error: BaseException | None = None
+            max_tokens = active.decision.query.max_tokens
+            engine_request = engine_request.at_most(max_tokens)
+        sent_at = time.monotonic()
+        if call.context.caller.quota is not None or call.context.caller.accounts:
+            await self._reserve(active, call)
+        await self._admit(active, engine_request, call, sent_at=sent_at)
+        if active.grant is not None:
+            await self._open_answer(
+                active, active.grant, engine_request, sent_at=sent_at
+            )
+
+    async def end(self, active: ActiveRequest, error: BaseException | None) -> None:
+        """Close the answer, give back what the request took, and record the request; ``error``: what it ended with."""
         try:
-            sent_at = time.monotonic()
-            if call.context.caller.quota is not None or call.context.caller.accounts:
-                await self._reserve(active, call)
-            await self._admit(active, engine_request, call, sent_at=sent_at)
-            if active.grant is not None:
-                await self._open_answer(
-                    active, active.grant, engine_request, sent_at=sent_at
-                )
-            yield active
-        except BaseException as caught:
-            error = caught
-            raise
+            await self._close(active, error)
         finally:
-            try:
-                await self._close(active, error)
-            finally:
-                self.registry.end(active, error)
-                # break the reference cycle between the exception and this frame
-                error = None
+            self.registry.end(active, error)
 
     async def _reserve(self, active: ActiveRequest, call: Call) -> None:
         """Take quota and budget of the caller, unless nobody serves the request."""
@@ -273,6 +260,49 @@ class Pipeline:
         finally:  # the budget goes back even if this task is cancelled while the quota does
             if active.budget is not None:
                 await active.budget.settle(active.cost or FREE)
+
+
+class ServedRequest:
+    """A request while it is served. Entering opens its answer; leaving gives back what it took, however it ends.
+
+    It is a class of its own, and no generator with ``asynccontextmanager``: the event loop keeps track of every
+    asynchronous generator, which costs each request as much as its lease.
+
+    Raises, when it is entered:
+        OverQuotaError: The caller's quota is used up.
+        OverBudgetError: A budget of the caller is used up.
+        RequestRefusedError: No tier serves the request, or no slot was free in time.
+        UpstreamError: No engine began an answer.
+    """
+
+    __slots__ = ("_active", "_call", "_decision", "_pipeline")
+    _active: ActiveRequest  # It is made when the request is entered.
+
+    def __init__(self, pipeline: Pipeline, call: Call, decision: Decision) -> None:
+        self._pipeline = pipeline
+        self._call = call
+        self._decision = decision
+
+    async def __aenter__(self) -> ActiveRequest:
+        call = self._call
+        active = self._pipeline.registry.begin(
+            call.context, self._decision, call.options.priority
+        )
+        self._active = active
+        try:
+            await self._pipeline.open(active, call)
+        except BaseException as error:
+            await self._pipeline.end(active, error)
+            raise
+        return active
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._pipeline.end(self._active, error)
 
 
 def _check_hint(call: Call) -> None:

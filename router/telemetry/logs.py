@@ -84,7 +84,12 @@ def log_request(record: RequestRecord) -> None:
         return
     text = f"POST {record.route} {record.outcome._value_}"
     ids = (record.request_id, record.trace_id)
-    log.handle(made_record(log.name, level, text, fields=record, ids=ids))
+    line = made_record(log.name, level, text, fields=record, ids=ids)
+    current = Logging.current
+    if current is None:
+        log.handle(line)
+    else:  # The line is complete: on its way to the queue, loggers and handlers would only look at it.
+        current.queue(line)
 
 
 def log_failure(scope: Scope, status: int) -> None:
@@ -125,6 +130,7 @@ class Logging:
         self._stderr = StderrHandler(telemetry)
         self._file: LogFile | None = None
         self._writer = Writer(self._stderr)
+        self.queue = self._writer.put
         self._queue_handler = PreparingHandler(cast("Any", self._writer))
         # Nobody reads thread and process from a record.
         logging.logThreads = False

@@ -22,7 +22,8 @@ _RANDOM = Random()  # noqa: S311  as OpenTelemetry's own ids: no secrets
 
 
 def random_hex(digits: int) -> str:
-    return f"{_RANDOM.getrandbits(4 * digits):0{digits}x}"
+    """Return an even number of random hexadecimal digits."""
+    return _RANDOM.getrandbits(4 * digits).to_bytes(digits // 2).hex()
 
 
 def trace_id_of(traceparent: str) -> str | None:

@@ -88,6 +88,9 @@ class AnswerProgress:
         """
         points = self._points
         output_ids = self.output_ids
+        write = self._written.write
+        held_back = self.held_back
+        characters = self.received_characters
         for chunk in chunks:
             if chunk.prompt_ids or chunk.finish_reason is not None or chunk.other:
                 self._note_besides_text(chunk)
@@ -96,19 +99,18 @@ class AnswerProgress:
             is_single_token = len(token_ids) == 1
             text = chunk.text
             if text:
-                while len(points) > 1 and points[1][1] <= self.received_characters:
+                while len(points) > 1 and points[1][1] <= characters:
                     del points[0]
-                self._written.write(text)
-                self.received_characters += len(text)
+                write(text)
+                characters += len(text)
                 self._has_text = True
                 if is_single_token:
-                    points.append(
-                        (len(output_ids), self.received_characters + self.held_back)
-                    )
+                    points.append((len(output_ids), characters + held_back))
                 elif not token_ids:
                     self.close(counted=False)
             elif is_single_token:
                 self._note_token_without_text()
+        self.received_characters = characters
 
     def _note_besides_text(self, chunk: Chunk) -> None:
         """Note the prompt and the end of the answer, and output that could not be continued as text can."""

@@ -281,6 +281,9 @@ class EventParser:
         chunks: list[Chunk] = []
         if self.ended:
             return chunks
+        is_usual = self._is_usual
+        read_event = self._read_event
+        done = self._done
         try:
             if self._ends_in_cr or b"\r" in data:
                 data = self._with_line_feeds(data)
@@ -288,17 +291,18 @@ class EventParser:
                 data = self._take_whole_events(data)
             for text in data.split(SEPARATOR):
                 event = text
-                if text and text != self._done and not self._is_usual(text):
-                    event = canonical(text, named=self._done is None)
-                if event == self._done:
-                    self.over = True
-                elif event:
-                    chunk = self._read_event(event)
+                if not is_usual(text) and text and text != done:
+                    event = canonical(text, named=done is None)
+                if not event:
+                    continue
+                if event != done:
+                    chunk = read_event(event)
                     chunks.append(chunk)
-                    self.over = chunk.last
-                if self.over:
-                    self.ended = True
-                    break
+                    if not chunk.last:
+                        continue
+                self.over = True
+                self.ended = True
+                break
         except EngineBrokeError as error:
             self.ended = True
             self._fault = without_trace(error)
