@@ -13,7 +13,6 @@ from click.testing import Result
 
 from router.cli.verify_targets import TargetError, TargetKind, parse_target
 from router.policy.decision import PRIORITIES
-from tests.fakes.engine import Behaviour
 from tests.fakes.model_engine import ModelEngine
 from tests.unit.cli.stub_router import qarr
 from tests.unit.router_stack import router_stack
@@ -269,8 +268,9 @@ async def test_tiers_of_a_running_router_are_compared_with_each_other(
     tmp_path: Path,
 ) -> None:
     """Each tier is asked itself, also for its tokens: here ``fast`` has another tokenizer."""
-    other_tokenizer = Behaviour(vocabulary=100)
-    async with router_stack(tmp_path, fast=other_tokenizer) as stack:
+    async with router_stack(tmp_path) as stack:
+        # the router itself refuses such a tier when it starts
+        stack.engines[TierName.FAST].vocabulary = 100
         pair = ("--reference=precise", "--url", stack.url, "--max-tasks=0")
         same = await verify(*pair, "--candidate=precise")
         other = await verify(*pair, "--candidate=fast")

@@ -188,7 +188,11 @@ async def test_thinking_is_measured_in_the_mode_that_is_asked_for(
     tmp_path: Path,
 ) -> None:
     """Each report names the mode that it did not measure."""
-    switch = {"has_switch": True, "thinks_by_default": False, "thought": "So."}
+    switch: dict[str, Any] = {
+        "has_switch": True,
+        "thinks_by_default": False,
+        "thought": "So.",
+    }
 
     def engine() -> ModelEngine:
         return knowing_engine(**switch, reasoning_field="reasoning")
