@@ -211,7 +211,7 @@ async def score_texts(
     texts: Sequence[WrittenText],
     report: Callable[[int, int], None],
 ) -> tuple[TextScores, ...]:
-    """Have an engine score texts, its own or another's, by prefill.
+    """Have an engine score texts, its own or another's, by prefill. Those that its context has no room for are left out.
 
     Args:
         engine: Who scores.
@@ -233,7 +233,11 @@ async def score_texts(
             ranks=tuple(score.rank for score in answer_scores),
         )
 
-    return await _in_batches(texts, score, report)
+    context = engine.identity.max_model_len
+    fitting = [
+        text for text in texts if len(text.prompt_ids) + len(text.token_ids) < context
+    ]
+    return await _in_batches(fitting, score, report)
 
 
 def compare_likelihood(
@@ -255,6 +259,11 @@ def compare_likelihood(
     """
     across = _score_tokens("reference", reference.texts, scores_by_candidate)
     not_measured: list[str] = []
+    left_out = len(reference.texts) - len(scores_by_candidate)
+    if left_out:
+        not_measured.append(
+            f"The candidate's context has no room for {left_out} of the reference's {len(reference.texts)} texts."
+        )
     if scores_by_reference is None:
         not_measured.append(SAVED_REFERENCE)
     else:
@@ -319,9 +328,13 @@ def _range_name(first: int, last: int | None) -> str:
 def _score_tokens(
     writer: Role, texts: Sequence[WrittenText], scores: Sequence[TextScores]
 ) -> list[_ScoredToken]:
-    """Pair what was written with what was scored, token by token."""
+    """Pair what was written with what was scored, token by token. Texts that were not scored are left out."""
     tokens = []
-    for text, text_scores in zip(texts, scores, strict=True):
+    scores_by_name = {text_scores.name: text_scores for text_scores in scores}
+    for text in texts:
+        text_scores = scores_by_name.get(text.name)
+        if text_scores is None:
+            continue
         places = zip(
             text.logprobs, text_scores.logprobs, text_scores.ranks, strict=True
         )

@@ -143,7 +143,7 @@ async def test_scores_samples_and_messages_are_read() -> None:
         assert model.name == "fake"
 
 
-async def test_scores_of_other_tokens_are_an_error() -> None:
+async def test_ranked_scores_of_other_tokens_are_an_error() -> None:
     scored = (
         '{"choices": [{"prompt_logprobs": [null, {"9": {"logprob": -1, "rank": 1}}]}]}'
     )
