@@ -45,6 +45,9 @@ _KV_TOKENS = re.compile(
 _KV_BLOCK = re.compile(
     r'^vllm:cache_config_info\{(?:[^}]*,)?block_size="(\d+)"', re.MULTILINE
 )
+_CACHE_DTYPE = re.compile(
+    r'^vllm:cache_config_info\{(?:[^}]*,)?cache_dtype="([^"]+)"', re.MULTILINE
+)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 # bounds a complete answer that is no generation: the client's own timeouts start over with every byte
@@ -152,6 +155,10 @@ class _ScoredPrompt(_ParsedAnswer):
 
 class _TokenLogprobs(_ParsedAnswer):
     token_logprobs: tuple[float, ...]
+
+
+class _Version(_ParsedAnswer):
+    version: str
 
 
 class _ScoredCompletion(_ParsedAnswer):
@@ -321,6 +328,23 @@ class EngineProbe:
             root=card.root,
             adapters=tuple(sorted(adapters)),
         )
+
+    async def version(self) -> str | None:
+        """Return vLLM's release; None: the server does not tell it."""
+        try:
+            answer = await self._json("GET", "/version", None)
+            return self._checked(_Version, "/version", answer).version
+        except ProbeError:
+            return None
+
+    async def kv_cache_dtype(self) -> str | None:
+        """Return the type of the KV cache as vLLM names it, such as ``auto``; None: the server does not tell it."""
+        try:
+            page = (await self._content("GET", "/metrics")).decode(errors="replace")
+        except ProbeError:
+            return None
+        match = _CACHE_DTYPE.search(page)
+        return match[1] if match else None
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Have the engine load an adapter while it runs.

@@ -106,6 +106,25 @@ PRECISIONS: dict[TierName, Precision] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class EngineBuild:
+    """What an engine computes with, beside its weights.
+
+    Attributes:
+        version: The release of vLLM; None: it is not told.
+        kv_cache_dtype: Type of the KV cache as vLLM names it, such as ``auto`` or ``fp8``; None: it is not told.
+    """
+
+    version: str | None = None
+    kv_cache_dtype: str | None = None
+
+    def __str__(self) -> str:
+        """Return it for people, and for digests."""
+        version = self.version or "of an unknown release"
+        kv_cache = self.kv_cache_dtype or "unknown"
+        return f"vLLM {version}, KV cache {kv_cache}"
+
+
 class ReplicaStatus(Enum):
     """The state of a replica, or of a tier: that of its best replica. Only a ``READY`` one gets requests."""
 
@@ -197,7 +216,8 @@ class TierSpec:
         checkpoint: Folder that those are started from; None: there are none, or it is still to be made.
         digest: Digest of the checkpoint's weights; None: unknown.
         precision: Number format of the weights that are served, for people: read from the checkpoint, or ``fp8 (stated)``,
-            or ``unknown``. Of replicas that differ, all, with commas.
+            or ``unknown``; with that of the KV cache if it is quantized: ``fp8+kv-fp8``. Of replicas that differ, all, with
+            commas.
         stated_precision: What the settings say about engines given by URL; None: nothing.
         gpus: CUDA devices for the engines started here, in the order in which they are taken; empty: chosen by the plan.
         tensor_parallel: GPUs that share each layer of one engine.

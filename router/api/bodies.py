@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -471,7 +471,9 @@ def _render_replica(
 
 def _render_engine(replica: ReplicaState) -> dict[str, Any]:
     """Return what a replica's engine says of itself, and what is known of its KV cache."""
+    build = replica.build
     rendered: dict[str, Any] = {
+        "engine": None if build is None else asdict(build),
         "engine_running": None,
         "engine_waiting": None,
         "kv_cache_usage": None,

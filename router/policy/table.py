@@ -27,7 +27,8 @@ from router.policy.profiles import (
     profile_name,
 )
 from router.policy.settings import LikeTier
-from tiers.spec import PRECISIONS, UNKNOWN, TierName
+from tiers.kv_precision import weights_of
+from tiers.spec import PRECISIONS, UNKNOWN, TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from router.policy.profiles import AnswerCount
     from router.policy.settings import PolicySettings
     from tiers.fleet import Fleet
-    from tiers.spec import TierSpec
+    from tiers.spec import EngineBuild, TierSpec
     from tiers.speed import SpeedModel
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -97,6 +98,11 @@ class PolicyStore:
     def _identities(self) -> dict[TierName, str | None]:
         """Return the digests of the tiers' weights; a checkpoint may be made while the router serves."""
         return {spec.name: spec.identity for spec in self._fleet.specs}
+
+    @property
+    def _builds(self) -> dict[TierName, tuple[EngineBuild, ...]]:
+        """Return what each tier's engines compute with, as far as they were asked."""
+        return {spec.name: self._fleet.builds(spec.name) for spec in self._fleet.specs}
 
     @property
     def _quality_file(self) -> Path:
@@ -230,17 +236,17 @@ class PolicyStore:
             self.reload()
 
     def reload(self) -> None:
-        """Load the profiles again if one was made, changed or removed, or a tier serves another precision."""
+        """Load the profiles again if one was made, changed or removed, or a tier serves or computes with something else."""
         if self._state() != self._loaded_state:
             self._load()
             log.info("profiles loaded from %s", self._settings.profiles)
 
     def _state(self) -> list[object]:
-        """Return what the parameters depend on besides the settings: when files were changed, and the precisions."""
+        """Return what the parameters depend on besides the settings: when files were changed, and what is served."""
         paths = (self._quality_file, self._latency_file, *self._adapter_files.values())
         changes = [_changed(path) for path in paths]
         precisions = [spec.precision for spec in self._fleet.specs]
-        return [*changes, *precisions]
+        return [*changes, *precisions, self._builds]
 
     def _load(self) -> None:
         """Load the profiles that are there; one that cannot be used counts as not measured, and the router serves on."""
@@ -271,7 +277,9 @@ class PolicyStore:
                 latency = load_latency(path).check(
                     self._identities, self._fleet.machine, path
                 )
-                return {fit.tier: fit.model for fit in latency.fits}
+                self._tell_changed(latency.changed_tiers(self._builds), path)
+                covered = latency.covering(self._builds)
+                return {fit.tier: fit.model for fit in covered.fits}
         except ProfileError as error:
             log.warning("%s; speed counts as not measured under load", error)
         return {}
@@ -292,10 +300,23 @@ class PolicyStore:
     def _profile(self, path: Path) -> QualityProfile | None:
         try:
             if path.exists():
-                return load_profile(path).check(self._identities, path)
+                profile = load_profile(path).check(self._identities, path)
+                self._tell_changed(profile.changed_tiers(self._builds), path)
+                return profile.covering(self._builds)
         except ProfileError as error:
             log.warning("%s; published losses count", error)
         return None
+
+    def _tell_changed(self, tiers: frozenset[TierName], path: Path) -> None:
+        """Log which of a profile's tiers no longer count."""
+        for tier in in_order(tiers):
+            builds = "; ".join(map(str, self._fleet.builds(tier)))
+            log.warning(
+                "what %s says of tier %s no longer counts, because its engine has changed since then: %s",
+                path,
+                tier,
+                builds,
+            )
 
     def _set_speeds(self, speeds: dict[TierName, SpeedModel]) -> None:
         """Give the fleet the measured speeds. The supervisor passes them to replicas, and measures idle ones without."""
@@ -386,7 +407,7 @@ def _losses(
 
 
 def _precision(spec: TierSpec) -> str:
-    if spec.precision == UNKNOWN:
+    if weights_of(spec.precision) == UNKNOWN:
         return PRECISIONS.get(spec.name, UNKNOWN)
     return spec.precision
 

@@ -20,6 +20,7 @@ from router.policy.table import PolicyStore
 from router.profiling.idle_client import IdleClient, RequestCounts
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import QualityPlan, measure_quality
+from router.profiling.measuring_client import measured_identity
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
 from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import Settings
@@ -189,7 +190,10 @@ class AutoProfile:
     def _attempt(
         self, measurement: Measurement, tiers: tuple[TierName, ...]
     ) -> MeasurementAttempt:
-        identities = tuple(spec.identity for spec in self._fleet.specs)
+        identities = tuple(
+            measured_identity(spec.identity, self._fleet.builds(spec.name))
+            for spec in self._fleet.specs
+        )
         return MeasurementAttempt(measurement, frozenset(tiers), identities=identities)
 
     async def _measure_latency(self, tiers: tuple[TierName, ...]) -> None:

@@ -23,10 +23,11 @@ from router.profiling.measuring_client import (
     MeasuringClient,
     Step,
     ignore_waiting,
+    measured_identity,
 )
 from tiers.fleet import Fleet, Lease
 from tiers.replica import Replica
-from tiers.spec import ReplicaStatus, TierName, TierSpec
+from tiers.spec import EngineBuild, ReplicaStatus, TierName, TierSpec
 
 LONGEST_IDLE_S = 60.0
 STARTING = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
@@ -81,15 +82,18 @@ class IdleClient(MeasuringClient):
 
     async def fleet(self) -> FleetState:
         checkpoints: dict[TierName, str | None] = {}
+        builds: dict[TierName, tuple[EngineBuild, ...]] = {}
         ready_tiers: dict[TierName, MeasuredTier] = {}
         for spec in self._fleet.specs:
             checkpoints[spec.name] = spec.identity
+            builds[spec.name] = self._fleet.builds(spec.name)
             if self._fleet.is_ready(spec.name):
                 ready_tiers[spec.name] = self._measured_tier(spec)
         return FleetState(
             model=self._model,
             machine=self._fleet.machine,
             checkpoints=checkpoints,
+            builds=builds,
             tiers=ready_tiers,
         )
 
@@ -100,7 +104,7 @@ class IdleClient(MeasuringClient):
             if replica.state.status is ReplicaStatus.READY
         ]
         return MeasuredTier(
-            identity=spec.identity,
+            identity=measured_identity(spec.identity, self._fleet.builds(spec.name)),
             replicas=ready_tiers.count(spec.name),
             max_num_seqs=spec.max_num_seqs,
             max_model_len=spec.max_model_len,

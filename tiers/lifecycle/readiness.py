@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from tiers.checkpoints.precision import root_precision, told_precision
 from tiers.errors import EngineDiedError, NoScoresError, TokenizerMismatchError
+from tiers.kv_precision import with_kv_cache
 from tiers.lifecycle.likelihood import score_engine
 from tiers.lifecycle.process import selected_kernels
 from tiers.lifecycle.warmup import check_answer, warm_up
-from tiers.spec import UNKNOWN, ReplicaStatus, TierName
+from tiers.spec import UNKNOWN, EngineBuild, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +99,7 @@ class Readiness:
             self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
 
     async def _note_model(self, engine: Engine, probe: EngineProbe) -> None:
-        """Note which model, adapters and context length an engine serves.
+        """Note which model, adapters and context length an engine serves, and what computes them.
 
         Raises:
             EngineDiedError: Its context is shorter than its tier promises.
@@ -110,8 +111,16 @@ class Readiness:
         if await self._adapters.restore(engine, model.adapters):
             model = await probe.model()
         self.note_adapters(replica, model.adapters)
+        build = EngineBuild(
+            version=await probe.version(),
+            kv_cache_dtype=await probe.kv_cache_dtype(),
+        )
+        replica.update(build=build)
         if engine.launch is None:
-            await self._note_precision(replica, model.root)
+            await self._note_precision(replica, model.root, build.kv_cache_dtype)
+        else:
+            precision = with_kv_cache(replica.spec.precision, build.kv_cache_dtype)
+            self._fleet.note_precision(replica, precision)
         if model.max_model_len < replica.spec.max_model_len:
             raise EngineDiedError(
                 f"{replica.url} has a context of {model.max_model_len} tokens, tier {replica.spec.name} promises "
@@ -224,13 +233,16 @@ class Readiness:
             log.info("%s offers %s", replica.id, offer)
             self._changes.tell(replica)
 
-    async def _note_precision(self, replica: Replica, root: str | None) -> None:
+    async def _note_precision(
+        self, replica: Replica, root: str | None, kv_cache_dtype: str | None
+    ) -> None:
         """Find out what an engine that runs elsewhere serves; warn if another replica of its tier serves something else."""
         tier = replica.spec.name
         stated = replica.spec.stated_precision
         precision_before = replica.spec.precision
         read_precision = await asyncio.to_thread(root_precision, replica.url, root)
-        precision = told_precision(read_precision, stated)
+        weights = told_precision(read_precision, stated)
+        precision = with_kv_cache(weights, kv_cache_dtype)
         shown_before = self._fleet.spec(tier).precision
         do_replicas_differ = self._fleet.note_precision(replica, precision)
         shown = self._fleet.spec(tier).precision
