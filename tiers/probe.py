@@ -52,6 +52,13 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 # bounds a complete answer that is no generation: the client's own timeouts start over with every byte
 ANSWER_S = 30.0
+# Penalties of an engine's own generation_config.json would keep it from the likeliest tokens.
+GREEDY = {
+    "temperature": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
 LOAD_S = 300.0  # bounds the time in which an adapter is loaded or unloaded
 MAX_BYTES = 16 << 20  # longer answers are refused
 SHOWN_CHARS = 500  # so much of an engine's answer is shown in an error
@@ -120,6 +127,26 @@ class _ParsedAnswer(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
+class TokenScore(NamedTuple):
+    """How likely an engine finds a token in its place.
+
+    Attributes:
+        logprob: Its log-probability, in nats.
+        rank: Its place among all tokens by likelihood, from 1.
+    """
+
+    logprob: float
+    rank: int
+
+
+class SampledText(NamedTuple):
+    """Tokens that an engine drew, with the log-probability of each before temperature and cuts, in nats."""
+
+    text: str
+    logprobs: tuple[float, ...]
+    finish_reason: str | None
+
+
 class _ModelList(_ParsedAnswer):
     # adapters may follow the model, without a context length
     data: Annotated[tuple[Any, ...], Field(min_length=1)]
@@ -148,6 +175,14 @@ class _TokenScore(_ParsedAnswer):
     logprob: float
 
 
+class _RankedScore(_TokenScore):
+    rank: Annotated[int, Field(ge=1)]
+
+
+class _RankedPrompt(_ParsedAnswer):
+    prompt_logprobs: tuple[dict[str, _RankedScore] | None, ...]
+
+
 class _ScoredPrompt(_ParsedAnswer):
     # One entry a token, with the scores of that token and of likelier ones by their ids; the first token has none.
     prompt_logprobs: tuple[dict[str, _TokenScore] | None, ...]
@@ -155,6 +190,16 @@ class _ScoredPrompt(_ParsedAnswer):
 
 class _TokenLogprobs(_ParsedAnswer):
     token_logprobs: tuple[float, ...]
+
+
+class _Sample(_ParsedAnswer):
+    text: str
+    logprobs: _TokenLogprobs
+    finish_reason: str | None = None
+
+
+class _Detokenized(_ParsedAnswer):
+    prompt: str
 
 
 class _Version(_ParsedAnswer):
@@ -329,6 +374,21 @@ class EngineProbe:
             adapters=tuple(sorted(adapters)),
         )
 
+    async def models(self) -> tuple[ServedModel, ...]:
+        """Return all models that are listed, adapters left out: a router lists one for each way to be served.
+
+        Raises:
+            ProbeError: The server does not answer, or lists no model with a context.
+        """
+        path = "/v1/models"
+        listed = self._checked(_ModelList, path, await self._json("GET", path, None))
+        models = []
+        for entry in listed.data:
+            if self._checked(_AdapterCard, path, entry).parent is None:
+                card = self._checked(_Card, path, entry)
+                models.append(ServedModel(card.id, card.max_model_len, card.root))
+        return tuple(models)
+
     async def version(self) -> str | None:
         """Return vLLM's release; None: the server does not tell it."""
         try:
@@ -387,6 +447,84 @@ class EngineProbe:
             {"model": model, "prompt": text, "add_special_tokens": special}
         )
 
+    async def rendered_tokens(
+        self, model: str, chat: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """Return the ids of a chat, with tools or other fields of ``/tokenize``, rendered through the chat template.
+
+        Raises:
+            RefusedError: The template or the engine does not take such a chat.
+            ProbeError: The engine does not answer, or not with ids.
+        """
+        return tuple(await self._tokenized({"model": model, **chat}))
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included.
+
+        Raises:
+            ProbeError: The engine does not answer, or not with text.
+        """
+        path = "/detokenize"
+        body = {"model": model, "tokens": list(token_ids)}
+        answer = await self._json("POST", path, body)
+        return self._checked(_Detokenized, path, answer).prompt
+
+    async def token_scores(
+        self, model: str, token_ids: Sequence[int], timeout_s: float
+    ) -> tuple[TokenScore, ...]:
+        """Return log-probability and rank of each token but the first, given those before it: one prefill.
+
+        Raises:
+            NoScoresError: The engine's answer has none.
+            ProbeError: The engine does not answer within ``timeout_s``.
+        """
+        answer = await self._json(
+            "POST", COMPLETIONS, _scoring_body(model, token_ids), timeout_s=timeout_s
+        )
+        scores = self._only_choice(_RankedPrompt, answer).prompt_logprobs[1:]
+        try:
+            scored_tokens = zip(scores, token_ids[1:], strict=True)
+            places = [score[str(token)] for score, token in scored_tokens if score]
+        except (KeyError, ValueError) as error:
+            raise self._other_tokens() from error
+        return tuple(TokenScore(place.logprob, place.rank) for place in places)
+
+    async def sample(
+        self, body: Mapping[str, Any], timeout_s: float
+    ) -> tuple[SampledText, ...]:
+        """Return the answers to a completion; what its body leaves out, such as the temperature, the engine decides.
+
+        Raises:
+            NoScoresError: They have no log-probabilities.
+            ProbeError: The engine does not answer within ``timeout_s``.
+        """
+        request = {**body, "logprobs": 0}
+        answer = await self._json("POST", COMPLETIONS, request, timeout_s=timeout_s)
+        choices = self._checked(_Choices, COMPLETIONS, answer).choices
+        samples = [self._scored(_Sample, choice) for choice in choices]
+        return tuple(
+            SampledText(
+                sample.text, sample.logprobs.token_logprobs, sample.finish_reason
+            )
+            for sample in samples
+        )
+
+    async def chat(
+        self, body: Mapping[str, Any], timeout_s: float
+    ) -> Mapping[str, Any]:
+        """Return the first choice's message of a chat that is not streamed, as the engine's parsers made it.
+
+        Raises:
+            RefusedError: The engine does not take such a request.
+            ProbeError: The engine does not answer within ``timeout_s``, or not with a message.
+        """
+        answer = await self._json("POST", CHAT, body, timeout_s=timeout_s)
+        choices = self._checked(_Choices, CHAT, answer).choices
+        message = choices[0].get("message") if choices else None
+        if not isinstance(message, dict):
+            raise ProbeError(f"{self.url}{CHAT} answers without a message")
+        return message
+
     async def prompt_logprobs(
         self, model: str, token_ids: Sequence[int], timeout_s: float
     ) -> tuple[float, ...]:
@@ -395,14 +533,9 @@ class EngineProbe:
         Raises:
             ProbeError: The engine does not answer within ``timeout_s``, or without log-probabilities.
         """
-        body = {
-            "model": model,
-            "prompt": list(token_ids),
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": 0,
-        }
-        answer = await self._json("POST", COMPLETIONS, body, timeout_s=timeout_s)
+        answer = await self._json(
+            "POST", COMPLETIONS, _scoring_body(model, token_ids), timeout_s=timeout_s
+        )
         choice = self._only_choice(_ScoredPrompt, answer)
         # the first token follows nothing, and has no score
         scores = choice.prompt_logprobs[1:]
@@ -412,9 +545,7 @@ class EngineProbe:
                 score[str(token)].logprob for score, token in scored_tokens if score
             )
         except (KeyError, ValueError) as error:
-            raise ProbeError(
-                f"{self.url}{COMPLETIONS} scores other tokens than those of the prompt"
-            ) from error
+            raise self._other_tokens() from error
 
     async def continuation(
         self, model: str, token_ids: Sequence[int], count: int, timeout_s: float
@@ -428,7 +559,7 @@ class EngineProbe:
             "model": model,
             "prompt": list(token_ids),
             "max_tokens": count,
-            "temperature": 0,
+            **GREEDY,
             "ignore_eos": True,
             "return_token_ids": True,
             "logprobs": 0,
@@ -453,12 +584,25 @@ class EngineProbe:
             raise ProbeError(
                 f"{self.url}{COMPLETIONS} gives {len(choices)} answers to one prompt"
             )
+        return self._scored(kind, choices[0])
+
+    def _scored(self, kind: type[_Read], choice: Mapping[str, Any]) -> _Read:
+        """Validate one choice of a completion.
+
+        Raises:
+            NoScoresError: It lacks fields.
+        """
         try:
-            return kind.model_validate(choices[0])
+            return kind.model_validate(choice)
         except ValidationError as error:
             raise NoScoresError(
                 f"{self.url}{COMPLETIONS} gives no log-probabilities with token ids, which older releases of vLLM do not"
             ) from error
+
+    def _other_tokens(self) -> ProbeError:
+        return ProbeError(
+            f"{self.url}{COMPLETIONS} scores other tokens than those of the prompt"
+        )
 
     async def takes_thinking(self, model: str, timeout_s: float) -> bool:
         """Tell whether the engine takes a bound on tokens of reasoning; vLLM refuses it for a model that shows none."""
@@ -661,6 +805,17 @@ class EngineProbe:
         if not self.api_key:
             return {}
         return {"authorization": f"Bearer {self.api_key}"}
+
+
+def _scoring_body(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return a request for the scores of a prompt's tokens. vLLM computes them anew, whatever its prefix cache holds."""
+    return {
+        "model": model,
+        "prompt": list(token_ids),
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": 0,
+    }
 
 
 def _first_int(pattern: re.Pattern[str], page: str) -> int | None:

@@ -1,0 +1,314 @@
+"""What an engine tells of its model before anything is judged: tokens, chat template, defaults, parsers."""
+
+from __future__ import annotations
+
+import json
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from tiers.errors import ProbeError, RefusedError
+from tiers.verification.findings import EngineIdentity, Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tiers.verification.engine import Engine
+
+REQUEST_S = 120.0  # Limit of each request, in seconds: an engine's first one may compile kernels.
+# Texts in which tokenizers differ: digits, white space, several scripts, code, and the marks of well-known models.
+TEXTS: Mapping[str, str] = {
+    "prose": "The harbour pilots' guild hasn't met since mid-October, e.g. for re-licensing.",
+    "digits": "In 1987 it cost 1,234,567.89 EUR, or 0x1F4 units: 3.14159265358979 and 00012.",
+    "white space": "a  b   c\n\n\n  d\t\te \r\n f        g\u00a0h",
+    "code": "def f(x: list[int]) -> str:\n    return f\"{x!r}\" if x else ''  # naïve\n",
+    "scripts": "Größe, façade, Жить, 漢字かな, العربية, हिन्दी, 🙂🙃, e\u0301",
+    "marks": (
+        "<s></s><bos><eos><|im_start|><|im_end|><|endoftext|><|begin_of_text|><|eot_id|><|end_of_text|>[INST][/INST]"
+        "<start_of_turn><end_of_turn><think></think><tool_call></tool_call><|assistant|><|user|><|end|>"
+    ),
+}
+WEATHER_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_forecast",
+        "description": "Look up the weather of a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "days", "unit"],
+        },
+    },
+}
+# The value has quotes, an umlaut and braces, which simple parsers stumble over.
+CALL_ARGUMENTS: Mapping[str, Any] = {
+    "city": 'Köln "Mitte" {1}',
+    "days": 3,
+    "unit": "celsius",
+}
+_USER = {"role": "user", "content": "Will it rain in Köln tomorrow?"}
+_SYSTEM = {"role": "system", "content": "You answer in one sentence."}
+_ASSISTANT = {"role": "assistant", "content": "I cannot see the weather."}
+_THANKS = {"role": "user", "content": "Thank you."}
+_CALL_MESSAGE: Mapping[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call00001",
+            "type": "function",
+            "function": {
+                "name": "get_forecast",
+                "arguments": json.dumps(CALL_ARGUMENTS, ensure_ascii=False),
+            },
+        }
+    ],
+}
+_RESULT = {"role": "tool", "tool_call_id": "call00001", "content": '{"rain_mm": 4}'}
+CHATS: Mapping[str, Mapping[str, Any]] = {
+    "a question": {"messages": [_USER]},
+    "a question without the beginning of an answer": {
+        "messages": [_USER],
+        "add_generation_prompt": False,
+    },
+    "a system message": {"messages": [_SYSTEM, _USER]},
+    "an assistant's turn": {"messages": [_USER, _ASSISTANT, _THANKS]},
+    "a tool": {"messages": [_USER], "tools": [WEATHER_TOOL]},
+    "a tool's call and result": {
+        "messages": [_USER, _CALL_MESSAGE, _RESULT],
+        "tools": [WEATHER_TOOL],
+    },
+}
+_FINISHED_ANSWER = {
+    "messages": [_USER, _ASSISTANT],
+    "add_generation_prompt": False,
+}
+_FINISHED_CALL = {
+    "messages": [_USER, _CALL_MESSAGE],
+    "tools": [WEATHER_TOOL],
+    "add_generation_prompt": False,
+}
+# Beginnings that many words can follow, so that sampling defaults show in what is drawn.
+OPENINGS = (
+    "Once upon a time, in a small village by the sea, there lived",
+    "My favourite things to do on a weekend are",
+    "The old man opened the box and found",
+    "In the year 2150, people will",
+)
+DRAWS = 16  # after each opening, and at most so many at a time
+DRAWN_TOKENS = 12
+
+
+class TextTokens(Finding):
+    """The tokens of a fixed text."""
+
+    name: str
+    token_ids: tuple[int, ...]
+
+
+class RenderedChat(Finding):
+    """A fixed chat as the chat template writes it.
+
+    Attributes:
+        name: What the chat has.
+        token_ids: Its tokens; empty: the template refuses such a chat.
+        text: The same as text, special tokens included; empty if it is refused, or the engine does not detokenize.
+    """
+
+    name: str
+    token_ids: tuple[int, ...]
+    text: str
+
+
+class DrawnTexts(Finding):
+    """Random continuations of one opening by the engine's own sampling defaults.
+
+    Attributes:
+        opening: The beginning.
+        logprobs: For each continuation the mean log-probability of its tokens before temperature and cuts, in nats.
+    """
+
+    opening: str
+    logprobs: tuple[float, ...]
+
+
+class ParsedCall(Finding):
+    """What an engine's tool parser makes of a call that the model was made to write.
+
+    Attributes:
+        name: The function's name; empty: no call was found.
+        arguments: The arguments as text.
+    """
+
+    name: str
+    arguments: str
+
+
+class ModelFacts(Finding):
+    """What an engine tells of its model. What it does not tell is None or empty.
+
+    Attributes:
+        identity: The engine.
+        texts: Tokens of the fixed texts.
+        chats: The fixed chats; empty: the model has no chat template.
+        ends: Tokens that end an answer, of those that the chat template writes after one.
+        drawn: Continuations by the engine's sampling defaults.
+        call: The tool parser's work; None: it was not tried, because the engine takes no tools.
+        thinks: Whether the engine tells the model's reasoning apart from its answers.
+        not_told: Sentences about what could not be observed.
+    """
+
+    identity: EngineIdentity
+    texts: tuple[TextTokens, ...]
+    chats: tuple[RenderedChat, ...]
+    ends: tuple[int, ...]
+    drawn: tuple[DrawnTexts, ...]
+    call: ParsedCall | None
+    thinks: bool
+    not_told: tuple[str, ...]
+
+
+async def observe_facts(engine: Engine) -> ModelFacts:
+    """Ask an engine for everything that ``compare_facts`` compares.
+
+    Raises:
+        ProbeError: The engine stops answering, or is no vLLM.
+    """
+    observer = _Observer(engine)
+    texts = [await observer.tokenize(name) for name in TEXTS]
+    chats = await observer.render_chats()
+    ends = await observer.find_ends() if chats else ()
+    drawn = await observer.draw()
+    call = await observer.parse_call() if chats else None
+    thinks = bool(chats) and await engine.probe.takes_thinking(engine.model, REQUEST_S)
+    return ModelFacts(
+        identity=engine.identity,
+        texts=tuple(texts),
+        chats=chats,
+        ends=ends,
+        drawn=drawn,
+        call=call,
+        thinks=thinks,
+        not_told=tuple(observer.not_told),
+    )
+
+
+class _Observer:
+    """Asks one engine, and keeps sentences about what it does not tell."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.probe = engine.probe
+        self.model = engine.model
+        self.not_told: list[str] = []
+
+    def _note(self, sentence: str) -> None:
+        self.not_told.append(f"{self.engine.identity.name} {sentence}")
+
+    async def tokenize(self, name: str) -> TextTokens:
+        """Return the tokens of a fixed text, special ones included."""
+        ids = await self.probe.text_tokens(self.model, TEXTS[name], special=True)
+        return TextTokens(name=name, token_ids=tuple(ids))
+
+    async def render_chats(self) -> tuple[RenderedChat, ...]:
+        """Return the fixed chats as the template writes them; none if it refuses the simplest."""
+        chats = [await self._render(name, CHATS[name]) for name in CHATS]
+        if not any(chat.token_ids for chat in chats):
+            self._note("has no chat template")
+            return ()
+        return tuple(chats)
+
+    async def _render(self, name: str, chat: Mapping[str, Any]) -> RenderedChat:
+        try:
+            token_ids = await self.probe.rendered_tokens(self.model, chat)
+        except RefusedError:
+            return RenderedChat(name=name, token_ids=(), text="")
+        return RenderedChat(
+            name=name, token_ids=token_ids, text=await self._text_of(token_ids)
+        )
+
+    async def _text_of(self, token_ids: Sequence[int]) -> str:
+        try:
+            return await self.probe.detokenize(self.model, token_ids)
+        except ProbeError:
+            return ""
+
+    async def find_ends(self) -> tuple[int, ...]:
+        """Return which of the last tokens that the template writes after an answer end one when the model chooses them."""
+        rendered = await self._render("", _FINISHED_ANSWER)
+        last_ids = tuple(dict.fromkeys(rendered.token_ids[-3:]))
+        return tuple([token for token in last_ids if await self._is_end(token)])
+
+    async def _is_end(self, token: int) -> bool:
+        body = {
+            "model": self.model,
+            "prompt": OPENINGS[0],
+            "max_tokens": 2,
+            "allowed_token_ids": [token],
+        }
+        samples = await self.probe.sample(body, REQUEST_S)
+        return samples[0].finish_reason == "stop"
+
+    async def draw(self) -> tuple[DrawnTexts, ...]:
+        """Draw continuations without naming any sampling parameter."""
+        drawn = []
+        for opening in OPENINGS:
+            body = {
+                "model": self.model,
+                "prompt": opening,
+                "n": DRAWS,
+                "max_tokens": DRAWN_TOKENS,
+            }
+            samples = await self.probe.sample(body, REQUEST_S)
+            logprobs = [mean(sample.logprobs) for sample in samples if sample.logprobs]
+            drawn.append(DrawnTexts(opening=opening, logprobs=tuple(logprobs)))
+        return tuple(drawn)
+
+    async def parse_call(self) -> ParsedCall | None:
+        """Make the model write a call in its own form, and return what the engine's tool parser makes of it."""
+        body = {
+            "model": self.model,
+            "messages": [_USER],
+            "tools": [WEATHER_TOOL],
+            "tool_choice": "auto",
+            "temperature": 0,
+            "max_tokens": 200,
+            "structured_outputs": {"choice": [await self._written_call()]},
+        }
+        try:
+            message = await self.probe.chat(body, REQUEST_S)
+        except RefusedError:
+            self._note("takes no tools, so its tool parser was not tried")
+            return None
+        calls = message.get("tool_calls") or []
+        function = calls[0].get("function", {}) if calls else {}
+        return ParsedCall(
+            name=str(function.get("name") or ""),
+            arguments=str(function.get("arguments") or ""),
+        )
+
+    async def _written_call(self) -> str:
+        """Return how the model writes a call, as its template shows; the most common form where it shows none."""
+        opened = (await self._render("", CHATS["a tool"])).text
+        finished = (await self._render("", _FINISHED_CALL)).text
+        answered = (await self._render("", _FINISHED_ANSWER)).text
+        if opened and finished.startswith(opened):
+            end_of_turn = _common_ending(finished, answered)
+            written = finished.removeprefix(opened).removesuffix(end_of_turn)
+            if "get_forecast" in written:
+                return written
+        call = {"name": "get_forecast", "arguments": CALL_ARGUMENTS}
+        return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def _common_ending(left: str, right: str) -> str:
+    """Return the longest text that both end with."""
+    length = 0
+    for ours, theirs in zip(reversed(left), reversed(right), strict=False):
+        if ours != theirs:
+            break
+        length += 1
+    return left[len(left) - length :]
