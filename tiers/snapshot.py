@@ -22,6 +22,7 @@ from tiers.spec import (
     TemplateTokens,
     TierName,
     TierSpec,
+    Verification,
 )
 from tiers.speed import (
     ALWAYS_MS,
@@ -137,6 +138,8 @@ class ReplicaState(Struct, frozen=True):
         prompts_at: Monotonic time at which the first of those prompts was begun.
         speed: How fast it is; None: not known.
         build: What its engine computes with; None: it was not asked yet.
+        verification: What is known of what its engine computes; None: it has not started yet.
+        verification_detail: How that is known, for people.
     """
 
     id: str
@@ -160,6 +163,8 @@ class ReplicaState(Struct, frozen=True):
     failed: int = 0
     gauges: Gauges | None = None
     build: EngineBuild | None = None
+    verification: Verification | None = None
+    verification_detail: str = ""
 
     @property
     def open(self) -> bool:

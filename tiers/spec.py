@@ -125,6 +125,18 @@ class EngineBuild:
         return f"vLLM {version}, KV cache {kv_cache}"
 
 
+class Verification(StrEnum):
+    """What is known of what an engine computes, before and while it serves."""
+
+    OFF = "off"  # nothing is verified
+    PENDING = "pending"  # there is no reference yet
+    VERIFIED = "verified"  # it was compared, and nothing wrong was found
+    ACCEPTED = "accepted"  # an operator accepted what it computes
+    REFERENCE = "reference"  # others are compared with it, and it with nothing
+    DIFFERS = "differs"  # it treats requests otherwise than its reference
+    CANNOT_TELL = "cannot tell"  # it does not give what is compared
+
+
 class ReplicaStatus(Enum):
     """The state of a replica, or of a tier: that of its best replica. Only a ``READY`` one gets requests."""
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from router.section import Section
+from tiers.lifecycle.gate import GateMode
 
 
 class ProfileSettings(Section):
@@ -22,4 +23,17 @@ class ProfileSettings(Section):
         description="Measure the speed and the loss of tiers without a profile in `policy.profiles`, as `qarr profile` "
         "does, while there are no requests. Only if this router started every engine: engines that others use too are "
         "left to `qarr profile`.",
+    )
+
+
+class QualitySettings(Section):
+    """What happens to engines of which it is not known whether they answer as they should."""
+
+    gate: GateMode = Field(
+        GateMode.WARN,
+        description="Before traffic, an engine that was not verified yet is compared with a reference: the same tokens, "
+        "chat template and defaults, and as likely the same texts. One that computes wrongly gets no requests. `warn`: one "
+        "that differs otherwise gets requests, and the log, the page and `qarr doctor` say so. `hold`: it gets none, and a "
+        "tier gets none either before its loss is measured and within `policy.loss_budget`, unless they require it by "
+        "name. `off`: nothing is compared.",
     )

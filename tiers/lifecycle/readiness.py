@@ -13,7 +13,7 @@ from tiers.kv_precision import with_kv_cache
 from tiers.lifecycle.likelihood import score_engine
 from tiers.lifecycle.process import selected_kernels
 from tiers.lifecycle.warmup import check_answer, warm_up
-from tiers.spec import UNKNOWN, EngineBuild, ReplicaStatus, TierName
+from tiers.spec import UNKNOWN, EngineBuild, ReplicaStatus, TierName, Verification
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tiers.lifecycle.adapters import AdapterLoader
     from tiers.lifecycle.canary import Canary
     from tiers.lifecycle.engine import Engine
+    from tiers.lifecycle.gate import Gate
     from tiers.lifecycle.idle_speed import IdleSpeed
     from tiers.lifecycle.likelihood import EngineScores
     from tiers.lifecycle.options import SupervisorOptions
@@ -45,6 +46,7 @@ class Readiness:
         changes: Marks replicas.
         idle_speed: Measures an engine's speed.
         adapters: Loads an engine's adapters again.
+        gate: Verifies engines; None: it does not.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class Readiness:
         changes: StatusChanges,
         idle_speed: IdleSpeed,
         adapters: AdapterLoader,
+        gate: Gate | None,
     ) -> None:
         self._options = options
         self._changes = changes
         self._idle_speed = idle_speed
         self._adapters = adapters
+        self._gate = gate
         self._tokens_digests: dict[str, str] = {}
         self._precise_scores: EngineScores | None = None
 
@@ -152,13 +156,14 @@ class Readiness:
     ) -> None:
         """Compare an engine's scores with its reference, and its speed with the profile while nothing else computes."""
         replica = engine.replica
-        if canary.tolerance:
+        if self._gate is not None:
             engine.scores = await self._score(replica, probe)
             engine.compared_with = None
             engine.slow = None
-        if engine.scores is not None:
-            await self.compare_with_highest(engine)
-            await canary.check_scores(engine.scores, replica.spec, replica.url)
+            await self._gate.check_start(engine)
+            await self._note_slowness(engine)
+        else:
+            replica.update(verification=Verification.OFF)
         profiled = self._fleet.speeds.get(replica.spec.name)
         if (
             profiled is not None
@@ -187,34 +192,44 @@ class Readiness:
             )
             return None
 
-    async def compare_with_highest(self, engine: Engine) -> None:
-        """Compare an engine with the one of tier precise that was ready last, once with each.
+    async def compare_with_others(self, engine: Engine) -> None:
+        """Compare an engine that serves with those that became ready after it, once with each.
 
         Raises:
             CanaryRefusedError: It serves another model, or computes wrongly.
         """
-        canary = self._options.canary
-        replica = engine.replica
-        if (
-            canary is None
-            or replica.spec.name == TierName.PRECISE
-            or engine.scores is None
-        ):
+        if self._gate is None:
             return
+        was_held = engine.held
+        is_news = await self._gate.check_pending(engine)
+        is_news = await self._note_slowness(engine) or is_news
+        status = engine.replica.state.status
+        if was_held and not engine.held and status is ReplicaStatus.DRAINING:
+            self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
+        elif engine.held and status is ReplicaStatus.READY:
+            self._changes.mark(engine, ReplicaStatus.DRAINING, engine.held)
+        elif is_news and status is ReplicaStatus.READY:
+            self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
+
+    async def _note_slowness(self, engine: Engine) -> bool:
+        """Note that an engine is much slower than the one of tier precise that was ready last; tell whether it is news."""
         highest = self._precise_scores
-        if highest is None or highest is engine.compared_with:
-            return
+        scores = engine.scores
+        is_reference = engine.replica.spec.name == TierName.PRECISE
+        if highest is None or scores is None or is_reference:
+            return False
+        if highest is engine.compared_with:
+            return False
         engine.compared_with = highest
-        canary.check_loss(engine.scores, highest, replica.spec, replica.url)
-        slowdown = engine.scores.token_ms / max(highest.token_ms, MIN_TOKEN_MS)
-        if slowdown >= MUCH_SLOWER:
-            slow = (
-                f"{slowdown:.0f} times slower a token than tier precise ({engine.scores.token_ms:.0f} instead of "
-                f"{highest.token_ms:.0f} ms)"
-            )
-            engine.slow = slow + await self._kernels_of(engine)
-            if replica.state.status is ReplicaStatus.READY:
-                self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
+        slowdown = scores.token_ms / max(highest.token_ms, MIN_TOKEN_MS)
+        if slowdown < MUCH_SLOWER:
+            return False
+        slow = (
+            f"{slowdown:.0f} times slower a token than tier precise ({scores.token_ms:.0f} instead of "
+            f"{highest.token_ms:.0f} ms)"
+        )
+        engine.slow = slow + await self._kernels_of(engine)
+        return True
 
     async def _kernels_of(self, engine: Engine) -> str:
         """Return which kernels an engine that was started here has chosen, as its log says, for a sentence's end."""
