@@ -1,8 +1,8 @@
 """Compare what two engines compute, by how likely each finds the other's greedy texts.
 
-An engine that computes wrongly either writes what a sound one finds unlikely, or finds unlikely what a sound one writes. Its own
-texts are scored as well: each token is computed twice, by the kernels of decode when it is written, and by those of prefill
-when it is scored. The place in the output counts: some faults begin late.
+An engine that computes wrongly either writes what a sound one finds unlikely, or finds unlikely what a sound one writes. Its
+own texts are scored as well: each token is computed twice, by the kernels of decode when it is written, and by those of
+prefill when it is scored. The place in the output counts: some faults begin late.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ NONSENSE_NATS = 1.0
 LATE_FACTOR = 3.0
 LATE_NATS = 0.3
 DECODE_NATS = 0.25
+SAVED_REFERENCE = (
+    "The reference is saved and cannot score the candidate's texts: faults that only decoding has are found by the "
+    "candidate's own scores alone."
+)
 MARGIN = 16  # tokens of the context that long prompts leave free
 RECORDS = "{records}"  # A long prompt has numbered records in its place.
 SHIPS = (
@@ -241,12 +245,9 @@ def compare_likelihood(
         took_s: How long the stage took, in seconds.
     """
     across = _score_tokens("reference", reference.texts, scores_by_candidate)
-    not_measured: tuple[str, ...] = ()
+    not_measured: list[str] = []
     if scores_by_reference is None:
-        not_measured = (
-            "The reference is saved and cannot score the candidate's texts: faults that only decoding has are found by the "
-            "candidate's own scores alone.",
-        )
+        not_measured.append(SAVED_REFERENCE)
     else:
         across += _score_tokens("candidate", candidate.texts, scores_by_reference)
     own = _score_tokens("reference", reference.texts, reference.own_scores)
@@ -264,7 +265,7 @@ def compare_likelihood(
         by_position=by_position,
         own=own_gaps,
         faults=tuple(faults),
-        not_measured=not_measured,
+        not_measured=tuple(not_measured),
         took_s=took_s,
     )
 
@@ -402,8 +403,12 @@ async def _in_batches(
         report(finished, len(items))
         return result
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(work_in_turn(item)) for item in items]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work_in_turn(item)) for item in items]
+    except ExceptionGroup as failures:
+        # Callers handle the error of an engine, not a group of them.
+        raise failures.exceptions[0] from None
     return tuple(task.result() for task in tasks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from tiers.verification.findings import EngineIdentity, Finding
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tiers.probe import SampledText
     from tiers.verification.engine import Engine
 
 REQUEST_S = 120.0  # Limit of each request, in seconds: an engine's first one may compile kernels.
@@ -27,6 +29,13 @@ TEXTS: Mapping[str, str] = {
         "<start_of_turn><end_of_turn><think></think><tool_call></tool_call><|assistant|><|user|><|end|>"
     ),
 }
+# The value has quotes, an umlaut and braces, which simple parsers stumble over.
+CALL_ARGUMENTS: Mapping[str, Any] = {
+    "city": 'Köln "Mitte" {1}',
+    "days": 3,
+    "unit": "celsius",
+}
+# Only one call keeps this schema: where an engine holds calls to their schema, the model can write no other.
 WEATHER_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -35,19 +44,14 @@ WEATHER_TOOL: Mapping[str, Any] = {
         "parameters": {
             "type": "object",
             "properties": {
-                "city": {"type": "string"},
-                "days": {"type": "integer"},
-                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+                "city": {"type": "string", "enum": [CALL_ARGUMENTS["city"]]},
+                "days": {"type": "integer", "enum": [CALL_ARGUMENTS["days"]]},
+                "unit": {"type": "string", "enum": [CALL_ARGUMENTS["unit"]]},
             },
             "required": ["city", "days", "unit"],
+            "additionalProperties": False,
         },
     },
-}
-# The value has quotes, an umlaut and braces, which simple parsers stumble over.
-CALL_ARGUMENTS: Mapping[str, Any] = {
-    "city": 'Köln "Mitte" {1}',
-    "days": 3,
-    "unit": "celsius",
 }
 _USER = {"role": "user", "content": "Will it rain in Köln tomorrow?"}
 _SYSTEM = {"role": "system", "content": "You answer in one sentence."}
@@ -98,8 +102,16 @@ OPENINGS = (
     "The old man opened the box and found",
     "In the year 2150, people will",
 )
-DRAWS = 16  # after each opening, and at most so many at a time
-DRAWN_TOKENS = 12
+DRAWS = 16  # after each opening
+DRAWN_TOKENS = 4
+# An engine without sampling defaults of its own draws with these.
+NEUTRAL: Mapping[str, Any] = {
+    "temperature": 1,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "repetition_penalty": 1,
+}
 
 
 class TextTokens(Finding):
@@ -129,10 +141,13 @@ class DrawnTexts(Finding):
     Attributes:
         opening: The beginning.
         logprobs: For each continuation the mean log-probability of its tokens before temperature and cuts, in nats.
+        neutral_logprobs: Of continuations that were drawn at temperature 1 without cuts, with the same random numbers. They
+            tell apart what the defaults do and what the weights do.
     """
 
     opening: str
     logprobs: tuple[float, ...]
+    neutral_logprobs: tuple[float, ...]
 
 
 class ParsedCall(Finding):
@@ -253,19 +268,26 @@ class _Observer:
         return samples[0].finish_reason == "stop"
 
     async def draw(self) -> tuple[DrawnTexts, ...]:
-        """Draw continuations without naming any sampling parameter."""
-        drawn = []
-        for opening in OPENINGS:
-            body = {
-                "model": self.model,
-                "prompt": opening,
-                "n": DRAWS,
-                "max_tokens": DRAWN_TOKENS,
-            }
-            samples = await self.probe.sample(body, REQUEST_S)
-            logprobs = [mean(sample.logprobs) for sample in samples if sample.logprobs]
-            drawn.append(DrawnTexts(opening=opening, logprobs=tuple(logprobs)))
-        return tuple(drawn)
+        """Draw continuations of all openings."""
+        drawn = [self._draw_after(opening) for opening in OPENINGS]
+        return tuple(await asyncio.gather(*drawn))
+
+    async def _draw_after(self, opening: str) -> DrawnTexts:
+        """Draw continuations without naming any sampling parameter, then neutral ones."""
+        body = {
+            "model": self.model,
+            "prompt": opening,
+            "n": DRAWS,
+            "max_tokens": DRAWN_TOKENS,
+            "seed": OPENINGS.index(opening),
+        }
+        samples = await self.probe.sample(body, REQUEST_S)
+        neutral = await self.probe.sample({**body, **NEUTRAL}, REQUEST_S)
+        return DrawnTexts(
+            opening=opening,
+            logprobs=_mean_logprobs(samples),
+            neutral_logprobs=_mean_logprobs(neutral),
+        )
 
     async def parse_call(self) -> ParsedCall | None:
         """Make the model write a call in its own form, and return what the engine's tool parser makes of it."""
@@ -302,6 +324,11 @@ class _Observer:
                 return written
         call = {"name": "get_forecast", "arguments": CALL_ARGUMENTS}
         return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def _mean_logprobs(samples: Sequence[SampledText]) -> tuple[float, ...]:
+    """Return each sample's mean log-probability; empty ones are left out."""
+    return tuple(mean(sample.logprobs) for sample in samples if sample.logprobs)
 
 
 def _common_ending(left: str, right: str) -> str:

@@ -193,7 +193,7 @@ def _compare_context(
         subject="context",
         reference=f"{ours:,} tokens",
         candidate=f"{theirs:,} tokens",
-        is_fault=theirs < ours,
+        is_fault=False,
         explanation=explanation,
     )
 
@@ -226,22 +226,17 @@ def _compare_sampling(
     reference: ModelFacts, candidate: ModelFacts
 ) -> Iterator[Difference]:
     """Yield a difference of what both draw without being told a temperature."""
-    shifts = [
-        _Shift(ours, theirs)
-        for ours, theirs in zip(reference.drawn, candidate.drawn, strict=True)
-        if min(len(ours.logprobs), len(theirs.logprobs)) > 1
-    ]
-    if not shifts:
-        return
-    shift = mean(by_opening.nats for by_opening in shifts)
-    error = math.sqrt(sum(by_opening.variance for by_opening in shifts)) / len(shifts)
+    ours = _Effects(reference.drawn)
+    theirs = _Effects(candidate.drawn)
+    shift = theirs.nats - ours.nats
+    error = math.sqrt(ours.variance + theirs.variance)
     if abs(shift) < max(SAMPLING_NATS, STANDARD_ERRORS * error):
         return
     direction = "less" if shift < 0 else "more"
     yield Difference(
         subject="sampling defaults",
-        reference=_show_drawn(reference.drawn),
-        candidate=_show_drawn(candidate.drawn),
+        reference=_show_effect(ours),
+        candidate=_show_effect(theirs),
         is_fault=True,
         explanation=(
             f"Where a request names no temperature, the candidate chooses {direction} likely tokens. Compare temperature, "
@@ -251,21 +246,36 @@ def _compare_sampling(
     )
 
 
-class _Shift:
-    """How much likelier one engine's continuations of an opening are than another's, and the variance of this."""
+class _Effect:
+    """What an engine's sampling defaults do after one opening: the change of the mean log-probability, and its variance."""
 
-    def __init__(self, reference: DrawnTexts, candidate: DrawnTexts) -> None:
-        self.nats = mean(candidate.logprobs) - mean(reference.logprobs)
-        self.variance = _variance_of_mean(reference) + _variance_of_mean(candidate)
-
-
-def _variance_of_mean(drawn: DrawnTexts) -> float:
-    return variance(drawn.logprobs) / len(drawn.logprobs)
+    def __init__(self, drawn: DrawnTexts) -> None:
+        self.nats = mean(drawn.logprobs) - mean(drawn.neutral_logprobs)
+        # Of engines without defaults both are the same texts, and this is too large.
+        self.variance = _variance_of_mean(drawn.logprobs)
+        self.variance += _variance_of_mean(drawn.neutral_logprobs)
 
 
-def _show_drawn(drawn: Sequence[DrawnTexts]) -> str:
-    surprise = -mean(mean(texts.logprobs) for texts in drawn)
-    return f"{surprise:.2f} nats of surprise a token"
+class _Effects:
+    """What an engine's sampling defaults do after all openings."""
+
+    def __init__(self, drawn: Sequence[DrawnTexts]) -> None:
+        effects = [_Effect(texts) for texts in drawn]
+        self.nats = mean(effect.nats for effect in effects)
+        self.variance = sum(effect.variance for effect in effects) / len(effects) ** 2
+
+
+def _variance_of_mean(logprobs: Sequence[float]) -> float:
+    if len(logprobs) < 2:
+        return 0.0
+    return variance(logprobs) / len(logprobs)
+
+
+def _show_effect(effects: _Effects) -> str:
+    if not round(effects.nats, 1):
+        return "as likely tokens as at temperature 1 without cuts"
+    direction = "more" if effects.nats > 0 else "less"
+    return f"tokens {abs(effects.nats):.1f} nats {direction} likely than at temperature 1 without cuts"
 
 
 def _compare_calls(
