@@ -366,6 +366,13 @@ class Fleet:
         specs = [spec if known.name is spec.name else known for known in self.specs]
         self.specs = rising(specs, self.losses)
 
+    def hold_tiers(self, held: Collection[TierName]) -> None:
+        """Let some tiers serve only requests that require them by name, and all others any request."""
+        for spec in self.specs:
+            if spec.held != (spec.name in held):
+                self.configure(replace(spec, held=spec.name in held))
+        self.on_capacity()
+
     def note_precision(self, replica: Replica, precision: str) -> bool:
         """Note the precision that a replica serves; return whether the known replicas of its tier differ in it."""
         replica.spec = replace(replica.spec, precision=precision)

@@ -236,6 +236,7 @@ class TierSpec:
         pipeline_parallel: Stages into which the layers of one engine are divided.
         draft: For speculative decoding; None: one token a step.
         adapters: Names of the LoRA adapters that all its engines offer.
+        held: Whether only requests get it that require it by name, until its loss is known (quality.gate = hold).
     """
 
     name: TierName
@@ -255,6 +256,7 @@ class TierSpec:
     pipeline_parallel: int = 1
     draft: Draft | None = None
     adapters: tuple[str, ...] = ()
+    held: bool = False
 
     @property
     def startable(self) -> bool:

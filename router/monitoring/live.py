@@ -325,6 +325,7 @@ class Live:
                 "negligible_loss": table.negligible_loss,
                 "losses": _render_losses(table),
                 "pointless": policy.pointless,
+                "worse": policy.worse,
                 "sla_confidence": table.sla_confidence,
             }
         )

@@ -27,8 +27,11 @@ from router.policy.profiles import (
     profile_name,
 )
 from router.policy.settings import LikeTier
+from router.policy.verdicts import TierVerdict, judge_tiers
 from tiers.kv_precision import weights_of
+from tiers.lifecycle.gate import GateMode
 from tiers.spec import PRECISIONS, UNKNOWN, TierName, in_order
+from tiers.verification.findings import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -72,14 +75,23 @@ class LossTally:
 class PolicyStore:
     """Holds the parameters that decisions are made by; they are a value, and replaced as a whole."""
 
-    def __init__(self, settings: PolicySettings, fleet: Fleet, model: str) -> None:
+    def __init__(
+        self,
+        settings: PolicySettings,
+        fleet: Fleet,
+        model: str,
+        *,
+        gate: GateMode = GateMode.WARN,
+    ) -> None:
         self._settings = settings
+        self._gate = gate
         self._fleet = fleet
         self._model = model
         self.tally = LossTally()
         self._requests_by_kind: Counter[Kind] = Counter()
         self._loaded_state: list[object] = []
         self.quality: QualityProfile | None = None
+        self.verdicts: Mapping[TierName, TierVerdict] = {}
         self.table = policy_table(settings, fleet.specs, self._parameters)
         self._load()
 
@@ -268,8 +280,44 @@ class PolicyStore:
         )
         self._rank_by_loss()
         self._set_speeds(speeds)
+        self._judge()
         for text in self.pointless.values():
             log.info("%s", text)
+
+    @property
+    def worse(self) -> dict[TierName, str]:
+        """Return the tiers that are known to lose more than the loss budget allows, with a sentence for people."""
+        return {
+            tier: verdict.sentence
+            for tier, verdict in self.verdicts.items()
+            if verdict.verdict is Verdict.WORSE
+        }
+
+    @property
+    def held(self) -> frozenset[TierName]:
+        """Return the tiers that get no requests before it is known that they lose little enough, if so configured.
+
+        Nothing can be measured without the reference, so none is held for the lack of it.
+        """
+        has_reference = not self._fleet.spec(REFERENCE).absent
+        if self._gate is not GateMode.HOLD or not has_reference:
+            return frozenset()
+        return frozenset(
+            tier
+            for tier, verdict in self.verdicts.items()
+            if verdict.verdict in {None, Verdict.WORSE}
+        )
+
+    def _judge(self) -> None:
+        """Judge the tiers' losses, log what is news, and hold tiers if so configured."""
+        verdicts = judge_tiers(self.table, self.measured)
+        for tier, verdict in verdicts.items():
+            if verdict != self.verdicts.get(tier) and verdict.verdict is not None:
+                is_worse = verdict.verdict is Verdict.WORSE
+                level = logging.WARNING if is_worse else logging.INFO
+                log.log(level, "%s", verdict.sentence)
+        self.verdicts = verdicts
+        self._fleet.hold_tiers(self.held)
 
     def _measured_speeds(self, path: Path) -> dict[TierName, SpeedModel]:
         try:

@@ -94,7 +94,11 @@ class AutoProfile:
         self._folder = settings.policy.profiles
         self._latency_s = settings.profile.latency_s
         self._client = IdleClient(
-            fleet, model, idle_s=settings.profile.idle_s, request_counts=request_counts
+            fleet,
+            model,
+            idle_s=settings.profile.idle_s,
+            request_counts=request_counts,
+            is_urgent=lambda: bool(policy.held),
         )
         self._attempts: set[MeasurementAttempt] = set()
         why_off = _why_off(settings, fleet)
@@ -128,6 +132,10 @@ class AutoProfile:
                 "quality": in_order(self._policy.measured),
             },
             "pointless": self._policy.pointless,
+            "verdicts": {
+                tier: {"verdict": verdict.verdict, "sentence": verdict.sentence}
+                for tier, verdict in self._policy.verdicts.items()
+            },
         }
 
     def _is_running(self) -> bool:
@@ -167,6 +175,9 @@ class AutoProfile:
         else:
             with only_one(self._folder):
                 self._policy.reload()  # profiles may have been made by hand since then
+                # Tiers may be held until their loss is known. Speed can only be measured while nobody is served.
+                if self._policy.held and (unmeasured := self._missing("quality")):
+                    await self._measure_quality(unmeasured)
                 if unmeasured := self._missing("latency"):
                     await self._measure_latency(unmeasured)
                 if unmeasured := self._missing("quality"):

@@ -182,19 +182,28 @@ class Canary:
         scores: EngineScores,
         reference: EngineScores,
         spec: TierSpec,
+        *,
+        precision: str,
         judge: TierName,
     ) -> None:
-        """Compare an engine that has no reference of its own with a running one of tier ``judge``.
+        """Compare an engine that has no reference of its own with a running one.
+
+        Args:
+            scores: What the engine computes.
+            reference: What the running one computes.
+            spec: The engine's tier.
+            precision: Of the two, the one with fewer bits.
+            judge: The running engine's tier.
 
         Raises:
             CanaryRefusedError: They differ by more than quantization explains.
         """
-        allowed = allowed_loss_gap(spec.precision) * self.tolerance
+        allowed = allowed_loss_gap(precision) * self.tolerance
         difference = gap(reference.texts, scores.texts)
         if difference > allowed:
             raise CanaryRefusedError(
                 f"its log-probabilities of fixed texts are {difference:.2f} nats a token from those of tier {judge}; at "
-                f"most {allowed:.2f} is allowed for {spec.precision} weights "
+                f"most {allowed:.2f} is allowed for {precision} weights "
                 f"({_by_text(reference.texts, scores.texts)}). It serves another model than tier {judge}, or computes "
                 f"wrongly. {_if_meant(spec)}"
             )

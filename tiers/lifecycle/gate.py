@@ -3,10 +3,11 @@
 The reference is never the engine's own first start, which may be broken. It is
 
 1. what transformers computed when the checkpoint was made, if it was made here (``canary``);
-2. a running engine of the highest precision, or of a higher one than the engine's that was verified itself.
+2. a running engine that was verified itself, or one of the highest precision. Where two engines agree that nothing else
+   vouches for, both are taken to be sound: two broken ones would hardly find the same tokens as likely.
 
-What was verified is kept in the canary's file. An engine of the same identity is only compared with its file at later starts:
-weights, release of vLLM, precision of weights and KV cache, and kernels.
+What was verified is kept in the canary's file. At later starts, an engine with the same weights, release of vLLM, precision
+of weights and KV cache, and kernels is only compared with that file.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ log = logging.getLogger(f"qarr.{__name__}")
 HELD_UNVERIFIED = "gets no requests before it is verified (quality.gate = hold)"
 # The differences that a fleet allows for: each tier promises a context of its own.
 ALLOWED_DIFFERENCES = frozenset({"context"})
+
+
+VOUCHED_FOR = {Verification.VERIFIED, Verification.ACCEPTED}
 
 
 class GateMode(StrEnum):
@@ -105,6 +109,7 @@ class Gate:
         """
         engine.observation = Observation()
         engine.difference = None
+        engine.replica.update(verification=None, verification_detail="")
         scores = engine.scores
         if scores is None:
             text = "it gives no log-probabilities, so nothing could be compared"
@@ -170,6 +175,34 @@ class Gate:
             )
             self._note(engine, Verification.REFERENCE, text)
 
+    def check_against_precise(self, engine: Engine, precise: Engine) -> None:
+        """Compare an engine with one of tier precise that became ready later, by their scores of the fixed texts.
+
+        Raises:
+            CanaryRefusedError: They differ too much, and tier precise is likelier to be right.
+        """
+        is_vouched_for = engine.replica.state.verification in VOUCHED_FOR
+        is_judge_vouched_for = precise.replica.state.verification in VOUCHED_FOR
+        if engine.replica.state.verification is Verification.ACCEPTED:
+            return
+        if is_judge_vouched_for or not is_vouched_for:
+            self._check_loss(engine, precise)
+
+    def _check_loss(self, engine: Engine, judge: Engine) -> None:
+        """Compare the scores of two engines; by how much they may differ is for the one of fewer bits to say."""
+        assert engine.scores is not None
+        assert judge.scores is not None
+        if made_checkpoint(engine.replica.spec) is not None:
+            return
+        lossier = min(engine, judge, key=self._rank)
+        self._canary.check_loss(
+            engine.scores,
+            judge.scores,
+            engine.replica.spec,
+            precision=lossier.replica.spec.precision,
+            judge=judge.replica.spec.name,
+        )
+
     def _find_reference(self, engine: Engine) -> Engine | None:
         """Return the best running engine that this one may be compared with; None: there is none."""
         candidates = [
@@ -183,16 +216,10 @@ class Gate:
         return max(candidates, key=self._rank, default=None)
 
     def _may_judge(self, judge: Engine, engine: Engine) -> bool:
-        """Tell whether an engine is of a higher precision, and the highest or verified itself; or verified and alike."""
-        is_verified = judge.replica.state.verification in {
-            Verification.VERIFIED,
-            Verification.ACCEPTED,
-        }
-        if self._rank(judge) == self._rank(engine):
-            return is_verified
-        return self._rank(judge) > self._rank(engine) and (
-            is_verified or self._is_highest(judge)
-        )
+        """Tell whether an engine was verified itself, or is of the highest precision and the other is not."""
+        if judge.replica.state.verification in VOUCHED_FOR:
+            return True
+        return self._is_highest(judge) and not self._is_highest(engine)
 
     def _rank(self, engine: Engine) -> int:
         return self._fleet.rank(engine.replica.spec.name)
@@ -211,12 +238,7 @@ class Gate:
         """
         judge = reference.replica
         began_at = time.monotonic()
-        assert engine.scores is not None
-        assert reference.scores is not None
-        if not is_made:
-            self._canary.check_loss(
-                engine.scores, reference.scores, engine.replica.spec, judge.spec.name
-            )
+        self._check_loss(engine, reference)
         try:
             async with self._comparing:
                 difference = await self._find_difference(engine, reference)
@@ -239,6 +261,8 @@ class Gate:
         took_s = time.monotonic() - began_at
         log.info("%s was verified in %.1f s", engine.replica.id, took_s)
         self._note_verified(engine, f"it was compared with {judge.id}")
+        if judge.state.verification is Verification.REFERENCE and not is_made:
+            self._note_verified(reference, f"{engine.replica.id} agrees with it")
 
     async def _find_difference(
         self, engine: Engine, reference: Engine

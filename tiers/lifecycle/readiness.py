@@ -63,7 +63,8 @@ class Readiness:
         self._adapters = adapters
         self._gate = gate
         self._tokens_digests: dict[str, str] = {}
-        self._precise_scores: EngineScores | None = None
+        # the engine of tier precise that was ready last
+        self._precise: Engine | None = None
 
     @property
     def _fleet(self) -> Fleet:
@@ -87,7 +88,7 @@ class Readiness:
         report = await self._warm_up_and_compare(engine, probe)
         check_answer(report.answer, self._options.warmup.question)
         if replica.spec.name == TierName.PRECISE and engine.scores is not None:
-            self._precise_scores = engine.scores
+            self._precise = engine
         replica.takes_priority = report.takes_priority
         replica.takes_thinking = report.takes_thinking
         replica.fingerprint = report.fingerprint
@@ -161,7 +162,7 @@ class Readiness:
             engine.compared_with = None
             engine.slow = None
             await self._gate.check_start(engine)
-            await self._note_slowness(engine)
+            await self._compare_with_precise(engine, self._gate)
         else:
             replica.update(verification=Verification.OFF)
         profiled = self._fleet.speeds.get(replica.spec.name)
@@ -202,7 +203,7 @@ class Readiness:
             return
         was_held = engine.held
         is_news = await self._gate.check_pending(engine)
-        is_news = await self._note_slowness(engine) or is_news
+        is_news = await self._compare_with_precise(engine, self._gate) or is_news
         status = engine.replica.state.status
         if was_held and not engine.held and status is ReplicaStatus.DRAINING:
             self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
@@ -211,16 +212,22 @@ class Readiness:
         elif is_news and status is ReplicaStatus.READY:
             self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
 
-    async def _note_slowness(self, engine: Engine) -> bool:
-        """Note that an engine is much slower than the one of tier precise that was ready last; tell whether it is news."""
-        highest = self._precise_scores
+    async def _compare_with_precise(self, engine: Engine, gate: Gate) -> bool:
+        """Compare an engine with the one of tier precise that was ready last; tell whether it turns out to be slow.
+
+        Raises:
+            CanaryRefusedError: It serves another model, or computes wrongly.
+        """
+        precise = self._precise
         scores = engine.scores
+        if precise is None or scores is None or precise.scores is None:
+            return False
         is_reference = engine.replica.spec.name == TierName.PRECISE
-        if highest is None or scores is None or is_reference:
+        if is_reference or precise.scores is engine.compared_with:
             return False
-        if highest is engine.compared_with:
-            return False
-        engine.compared_with = highest
+        engine.compared_with = precise.scores
+        gate.check_against_precise(engine, precise)
+        highest = precise.scores
         slowdown = scores.token_ms / max(highest.token_ms, MIN_TOKEN_MS)
         if slowdown < MUCH_SLOWER:
             return False
