@@ -46,14 +46,17 @@ class Passthrough:
     settings: Settings
 
     async def tokens(self, request: Request) -> Response:
-        """Let any ready engine tokenize, detokenize or count, since all engines share a tokenizer.
+        """Let a ready engine tokenize, detokenize or count: one of the tier that is named, else any.
 
-        Such a request needs no slot: it takes nothing from generation.
+        Such a request needs no slot: it takes nothing from generation. All engines should share a tokenizer; naming a tier
+        lets ``qarr verify`` find one that does not.
         """
         document = read_document(await self._body(request))
-        resolve(document, self.settings.openai, self.fleet)
+        named_tier = resolve(document, self.settings.openai, self.fleet).tier
+        replicas = self._ready_replicas(context_of(request.scope).caller.tiers)
+        replicas.sort(key=lambda replica: replica.spec.name != named_tier)
         targets = []
-        for replica in self._ready_replicas(context_of(request.scope).caller.tiers):
+        for replica in replicas:
             body = document.edited({"model": replica.model})
             targets.append(PassthroughTarget(replica.url, replica.api_key, body))
         return await self._pass_on(request, "tokens", targets, quota_tokens=0)

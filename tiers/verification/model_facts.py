@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiers.errors import ProbeError, RefusedError
 from tiers.verification.findings import EngineIdentity, Finding
@@ -102,7 +102,9 @@ OPENINGS = (
     "The old man opened the box and found",
     "In the year 2150, people will",
 )
-DRAWS = 16  # after each opening
+# So many continuations of an opening come from each request: a router wants a free place for each of them at once.
+DRAWS = 8
+REQUESTS = 2  # for each opening
 DRAWN_TOKENS = 4
 # An engine without sampling defaults of its own draws with these.
 NEUTRAL: Mapping[str, Any] = {
@@ -166,6 +168,7 @@ class ModelFacts(Finding):
     """What an engine tells of its model. What it does not tell is None or empty.
 
     Attributes:
+        form: Of what is asked: facts of another form, saved by another release, cannot be compared.
         identity: The engine.
         texts: Tokens of the fixed texts.
         chats: The fixed chats; empty: the model has no chat template.
@@ -176,6 +179,7 @@ class ModelFacts(Finding):
         not_told: Sentences about what could not be observed.
     """
 
+    form: Literal[1] = 1
     identity: EngineIdentity
     texts: tuple[TextTokens, ...]
     chats: tuple[RenderedChat, ...]
@@ -195,10 +199,13 @@ async def observe_facts(engine: Engine) -> ModelFacts:
     observer = _Observer(engine)
     texts = [await observer.tokenize(name) for name in TEXTS]
     chats = await observer.render_chats()
-    ends = await observer.find_ends() if chats else ()
-    drawn = await observer.draw()
-    call = await observer.parse_call() if chats else None
-    thinks = bool(chats) and await engine.probe.takes_thinking(engine.model, REQUEST_S)
+    # The engine computes them in one batch.
+    ends, drawn, call, thinks = await asyncio.gather(
+        observer.find_ends(),
+        observer.draw(),
+        observer.parse_call(),
+        observer.thinks(),
+    )
     return ModelFacts(
         identity=engine.identity,
         texts=tuple(texts),
@@ -212,12 +219,18 @@ async def observe_facts(engine: Engine) -> ModelFacts:
 
 
 class _Observer:
-    """Asks one engine, and keeps sentences about what it does not tell."""
+    """Asks one engine.
+
+    Attributes:
+        has_template: Whether it takes chats, once they were rendered.
+        not_told: Sentences about what it does not tell.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.probe = engine.probe
         self.model = engine.model
+        self.has_template = True
         self.not_told: list[str] = []
 
     def _note(self, sentence: str) -> None:
@@ -229,9 +242,10 @@ class _Observer:
         return TextTokens(name=name, token_ids=tuple(ids))
 
     async def render_chats(self) -> tuple[RenderedChat, ...]:
-        """Return the fixed chats as the template writes them; none if it refuses the simplest."""
+        """Return the fixed chats as the template writes them; none if it refuses all."""
         chats = [await self._render(name, CHATS[name]) for name in CHATS]
-        if not any(chat.token_ids for chat in chats):
+        self.has_template = any(chat.token_ids for chat in chats)
+        if not self.has_template:
             self._note("has no chat template")
             return ()
         return tuple(chats)
@@ -253,6 +267,8 @@ class _Observer:
 
     async def find_ends(self) -> tuple[int, ...]:
         """Return which of the last tokens that the template writes after an answer end one when the model chooses them."""
+        if not self.has_template:
+            return ()
         rendered = await self._render("", _FINISHED_ANSWER)
         last_ids = tuple(dict.fromkeys(rendered.token_ids[-3:]))
         return tuple([token for token in last_ids if await self._is_end(token)])
@@ -274,23 +290,30 @@ class _Observer:
 
     async def _draw_after(self, opening: str) -> DrawnTexts:
         """Draw continuations without naming any sampling parameter, then neutral ones."""
-        body = {
-            "model": self.model,
-            "prompt": opening,
-            "n": DRAWS,
-            "max_tokens": DRAWN_TOKENS,
-            "seed": OPENINGS.index(opening),
-        }
-        samples = await self.probe.sample(body, REQUEST_S)
-        neutral = await self.probe.sample({**body, **NEUTRAL}, REQUEST_S)
+        logprobs: list[float] = []
+        neutral_logprobs: list[float] = []
+        for number in range(REQUESTS):
+            body = {
+                "model": self.model,
+                "prompt": opening,
+                "n": DRAWS,
+                "max_tokens": DRAWN_TOKENS,
+                "seed": number,
+            }
+            samples = await self.probe.sample(body, REQUEST_S)
+            logprobs += _mean_logprobs(samples)
+            neutral = await self.probe.sample({**body, **NEUTRAL}, REQUEST_S)
+            neutral_logprobs += _mean_logprobs(neutral)
         return DrawnTexts(
             opening=opening,
-            logprobs=_mean_logprobs(samples),
-            neutral_logprobs=_mean_logprobs(neutral),
+            logprobs=tuple(logprobs),
+            neutral_logprobs=tuple(neutral_logprobs),
         )
 
     async def parse_call(self) -> ParsedCall | None:
         """Make the model write a call in its own form, and return what the engine's tool parser makes of it."""
+        if not self.has_template:
+            return None
         body = {
             "model": self.model,
             "messages": [_USER],
@@ -312,6 +335,12 @@ class _Observer:
             arguments=str(function.get("arguments") or ""),
         )
 
+    async def thinks(self) -> bool:
+        """Tell whether the engine tells the model's reasoning apart from its answers."""
+        if not self.has_template:
+            return False
+        return await self.probe.takes_thinking(self.model, REQUEST_S)
+
     async def _written_call(self) -> str:
         """Return how the model writes a call, as its template shows; the most common form where it shows none."""
         opened = (await self._render("", CHATS["a tool"])).text
@@ -326,9 +355,9 @@ class _Observer:
         return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
-def _mean_logprobs(samples: Sequence[SampledText]) -> tuple[float, ...]:
+def _mean_logprobs(samples: Sequence[SampledText]) -> list[float]:
     """Return each sample's mean log-probability; empty ones are left out."""
-    return tuple(mean(sample.logprobs) for sample in samples if sample.logprobs)
+    return [mean(sample.logprobs) for sample in samples if sample.logprobs]
 
 
 def _common_ending(left: str, right: str) -> str:

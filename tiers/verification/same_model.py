@@ -226,6 +226,8 @@ def _compare_sampling(
     reference: ModelFacts, candidate: ModelFacts
 ) -> Iterator[Difference]:
     """Yield a difference of what both draw without being told a temperature."""
+    if not (_are_enough(reference.drawn) and _are_enough(candidate.drawn)):
+        return
     ours = _Effects(reference.drawn)
     theirs = _Effects(candidate.drawn)
     shift = theirs.nats - ours.nats
@@ -244,6 +246,12 @@ def _compare_sampling(
             "--override-generation-config."
         ),
     )
+
+
+def _are_enough(drawn: Sequence[DrawnTexts]) -> bool:
+    """Tell whether each opening has so many continuations that their variance is known."""
+    counts = [min(len(texts.logprobs), len(texts.neutral_logprobs)) for texts in drawn]
+    return bool(counts) and min(counts) > 1
 
 
 class _Effect:
@@ -266,8 +274,6 @@ class _Effects:
 
 
 def _variance_of_mean(logprobs: Sequence[float]) -> float:
-    if len(logprobs) < 2:
-        return 0.0
     return variance(logprobs) / len(logprobs)
 
 

@@ -382,6 +382,19 @@ async def test_tokens_are_passed_on(tmp_path: Path) -> None:
         assert stack.leases() == 0
 
 
+async def test_a_tier_that_is_named_tokenizes_itself(tmp_path: Path) -> None:
+    """A tier with another tokenizer shows its own tokens; without its engine another tier answers."""
+    async with router_stack(tmp_path) as stack:
+        stack.engines[TierName.PRECISE].vocabulary = 100
+        body = {"model": "precise", "prompt": "a bc"}
+        own = await stack.client.post(f"{stack.url}/tokenize", json=body)
+        assert own.json()["tokens"] == [101, 102]
+        precise = STANDARD_TIERS.index(TierName.PRECISE)
+        stack.fleet.replicas[precise].mark(ReplicaStatus.FAILED)
+        other = await stack.client.post(f"{stack.url}/tokenize", json=body)
+        assert other.json()["tokens"] == [1, 2]
+
+
 async def test_embeddings_need_an_engine_that_serves_them(tmp_path: Path) -> None:
     """Without one there is a 404 that says what to set."""
     async with router_stack(tmp_path) as stack:

@@ -41,7 +41,8 @@ async def connected(stack: AsyncExitStack, small: SmallModel) -> Engine:
 
 
 async def record_of(engine: Engine, *, quick: bool) -> LikelihoodRecord:
-    texts = await write_texts(engine, context=CONTEXT, quick=quick, report=ignore)
+    context = min(CONTEXT, engine.identity.max_model_len)
+    texts = await write_texts(engine, context=context, quick=quick, report=ignore)
     return LikelihoodRecord(
         texts=texts, own_scores=await score_texts(engine, texts, ignore)
     )
@@ -114,6 +115,8 @@ async def test_another_model_is_found_in_both_directions() -> None:
     assert finding.verdict is Verdict.WORSE
     assert gap_of(finding.by_kind, "reference", "code").gap > 1
     assert gap_of(finding.by_kind, "candidate", "code").gap > 1
+    assert len(finding.faults) == 2
+    assert "unlikely from the first tokens on" in finding.faults[0]
 
 
 async def test_a_fault_beyond_a_position_is_found_as_late() -> None:
@@ -122,8 +125,14 @@ async def test_a_fault_beyond_a_position_is_found_as_late() -> None:
     late = gap_of(finding.by_position, "reference", "beyond 1000")
     assert abs(first.gap) < 1e-9
     assert late.gap > 1
-    assert any("late" in fault for fault in finding.faults)
+    assert "unlikely late" in finding.faults[0]
     assert finding.verdict is Verdict.WORSE
+
+
+async def test_the_quick_form_sees_a_fault_beyond_some_hundred_positions() -> None:
+    finding = await Pair(SmallModel(), SmallModel(late_from=900)).compare(quick=True)
+    assert "unlikely late" in finding.faults[0]
+    assert "answers to long prompts" in finding.faults[0]
 
 
 async def test_a_fault_of_decode_alone_is_found_by_the_candidates_own_scores() -> None:
@@ -132,7 +141,8 @@ async def test_a_fault_of_decode_alone_is_found_by_the_candidates_own_scores() -
     )
     assert gap_of(finding.own, "candidate", "1 to 64").gap > 0.25
     assert abs(gap_of(finding.own, "reference", "1 to 64").gap) < 1e-9
-    assert any("decode" in fault for fault in finding.faults)
+    assert len(finding.faults) == 1
+    assert "The candidate computes other things when it decodes" in finding.faults[0]
 
 
 async def test_a_saved_reference_scores_nothing_and_the_finding_says_so() -> None:
@@ -142,6 +152,16 @@ async def test_a_saved_reference_scores_nothing_and_the_finding_says_so() -> Non
     assert {gap.writer for gap in finding.by_kind} == {"reference"}
     assert finding.verdict is Verdict.WORSE
     assert "saved" in finding.not_measured[0]
+
+
+async def test_texts_that_are_longer_than_the_candidates_context_are_left_out() -> None:
+    """A saved reference may have written for a longer context."""
+    finding = await Pair(SmallModel(), SmallModel(context=1500)).compare(is_saved=True)
+    assert finding.faults == ()
+    assert finding.not_measured[0].startswith("The candidate's context has no room for")
+    kinds = {gap.part for gap in finding.by_kind}
+    assert "code" in kinds
+    assert "long context" not in kinds
 
 
 async def test_progress_is_reported() -> None:
