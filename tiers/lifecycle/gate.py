@@ -239,14 +239,18 @@ class Gate:
         judge = reference.replica
         began_at = time.monotonic()
         self._check_loss(engine, reference)
+        difference: Difference | None = None
+        faults: tuple[str, ...] = ()
+        failure: str | None = None
         try:
             async with self._comparing:
                 difference = await self._find_difference(engine, reference)
-                faults: tuple[str, ...] = ()
-                if difference is None and not is_made:
+                if not is_made:
                     faults = await self._find_faults(engine, reference)
-        except (ProbeError, ExceptionGroup) as error:
-            text = f"it could not be compared with {judge.id}: {_first(error)}"
+        except* ProbeError as errors:
+            failure = _first(errors)
+        if failure is not None:
+            text = f"it could not be compared with {judge.id}: {failure}"
             self._note(engine, Verification.CANNOT_TELL, text)
             log.warning("%s is not verified: %s", engine.replica.id, text)
             return

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.fakes.engine import serving_all
+from tests.unit.own_engines import own_engines
 from tests.unit.tiers.verification.small_model import SmallModel
 from tiers.errors import CanaryRefusedError
 from tiers.fleet import Fleet
@@ -276,3 +277,37 @@ async def test_an_engine_that_cannot_be_compared_serves(
         await fleet.gate.check_start(fleet.fast)
         assert verification(fleet.fast) is Verification.CANNOT_TELL
         assert "no log-probabilities" in fleet.fast.replica.state.verification_detail
+
+
+async def test_engines_that_start_together_in_hold_are_ready_once_they_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is ready first waits for its reference, and no operator need resume it."""
+    canary = Canary(tmp_path / "canary.json")
+    async with own_engines(
+        tmp_path, monkeypatch, FAST, PRECISE, canary=canary, gate=GateMode.HOLD
+    ) as own:
+        states = {
+            replica.id: replica.state.verification for replica in own.fleet.replicas
+        }
+        assert states["fast-0"] is Verification.VERIFIED
+        assert states["precise-0"] is Verification.VERIFIED
+        fast = own.supervisor.engine("fast-0")
+        assert fast.key is not None
+        assert "FakeLinearKernel" in fast.key.engine
+        assert "vLLM 0.32.0, KV cache auto" in fast.key.engine
+
+
+async def test_nothing_is_compared_with_the_gate_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary = Canary(tmp_path / "canary.json")
+    async with own_engines(
+        tmp_path,
+        monkeypatch,
+        behaviour={"tells_ids": False},
+        canary=canary,
+        gate=GateMode.OFF,
+    ) as own:
+        assert own.first.state.verification is Verification.OFF
+        assert read_canary(canary.path).records == ()
