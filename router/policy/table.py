@@ -308,6 +308,13 @@ class PolicyStore:
             if verdict.verdict in {None, Verdict.WORSE}
         )
 
+    @property
+    def awaited(self) -> frozenset[TierName]:
+        """Return the tiers that are held because their loss is not known."""
+        return frozenset(
+            tier for tier in self.held if self.verdicts[tier].verdict is None
+        )
+
     def _judge(self) -> None:
         """Judge the tiers' losses, log what is news, and hold tiers if so configured."""
         verdicts = judge_tiers(self.table, self.measured)

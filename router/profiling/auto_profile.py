@@ -98,8 +98,9 @@ class AutoProfile:
             model,
             idle_s=settings.profile.idle_s,
             request_counts=request_counts,
-            is_urgent=lambda: bool(policy.held),
+            is_urgent=lambda: self._is_urgent,
         )
+        self._is_urgent = False
         self._attempts: set[MeasurementAttempt] = set()
         why_off = _why_off(settings, fleet)
         self._progress = MeasurementProgress(
@@ -176,8 +177,8 @@ class AutoProfile:
             with only_one(self._folder):
                 self._policy.reload()  # profiles may have been made by hand since then
                 # Tiers may be held until their loss is known. Speed can only be measured while nobody is served.
-                if self._policy.held and (unmeasured := self._missing("quality")):
-                    await self._measure_quality(unmeasured)
+                if self._policy.awaited and (unmeasured := self._missing("quality")):
+                    await self._measure_urgently(unmeasured)
                 if unmeasured := self._missing("latency"):
                     await self._measure_latency(unmeasured)
                 if unmeasured := self._missing("quality"):
@@ -219,6 +220,14 @@ class AutoProfile:
             self._begin("latency")
             profile = await measure_latency(self._client, plan, self._report_step)
         self._end("latency", tiers, keep_latency(self._folder, profile))
+
+    async def _measure_urgently(self, tiers: tuple[TierName, ...]) -> None:
+        """Measure losses beside the requests of callers."""
+        self._is_urgent = True
+        try:
+            await self._measure_quality(tiers)
+        finally:
+            self._is_urgent = False
 
     async def _measure_quality(self, tiers: tuple[TierName, ...]) -> None:
         plan = QualityPlan(

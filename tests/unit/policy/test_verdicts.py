@@ -107,10 +107,12 @@ def test_hold_waits_for_the_measurement_and_for_losses_within_the_budget(
     caplog.set_level(logging.INFO)
     policy = store(tmp_path, GateMode.HOLD)
     assert held(policy) == {FAST, BALANCED}
+    assert policy.awaited == {FAST, BALANCED}
     write(tmp_path, measured(worse=80))
     policy.reload()
     assert held(policy) == {FAST}
     assert policy.held == {FAST}
+    assert policy.awaited == frozenset()
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len([r for r in warnings if "fast loses more answers" in r.message]) == 1
     write(tmp_path, measured(worse=0), at=2.0)
