@@ -37,7 +37,7 @@ from router.settings import load_settings
 from tiers.checkpoints.prepare import find
 from tiers.checkpoints.reference import allowed_gap, gap
 from tiers.errors import CanaryRefusedError, ProbeError
-from tiers.lifecycle.canary import Canary
+from tiers.lifecycle.canary import Canary, EngineKey
 from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.lifecycle.likelihood import EngineScores, score_engine
 from tiers.lifecycle.process import selected_kernels
@@ -183,8 +183,9 @@ async def scores_of(url: str, batch: int) -> tuple[EngineScores, list[EngineScor
 
 async def refusal(scores: EngineScores, spec: TierSpec, work: Path) -> str:
     """Return why the check before traffic would refuse an engine; empty: it would not."""
+    key = EngineKey(weights=spec.identity or "", engine="")
     try:
-        await Canary(work / "canary.json").check_scores(scores, spec, "")
+        await Canary(work / "canary.json").check_scores(scores, spec, key)
     except CanaryRefusedError as error:
         return str(error)
     return ""

@@ -123,7 +123,7 @@ class App:
         }
         self._database = Database(settings.budgets.file)
         self._streams = ResumableStreams(settings.server)
-        policy = PolicyStore(settings.policy, fleet, model)
+        policy = PolicyStore(settings.policy, fleet, model, gate=settings.quality.gate)
         if transport is None:
             transport = EngineTransport(ca=settings.tls.ca)
         self._transport = transport

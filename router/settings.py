@@ -38,7 +38,7 @@ from router.deployment.settings import (
 )
 from router.pipeline.settings import AdmissionSettings
 from router.policy.settings import LikeTier, PolicySettings
-from router.profiling.settings import ProfileSettings
+from router.profiling.settings import ProfileSettings, QualitySettings
 from router.section import Section, SettingsError
 from router.server.settings import ServerSettings, TlsSettings
 from router.telemetry.settings import TelemetrySettings
@@ -95,6 +95,7 @@ class Settings(Section):
     ray: RaySettings = Field(default_factory=RaySettings)
     policy: PolicySettings = Field(default_factory=PolicySettings)
     profile: ProfileSettings = ProfileSettings()
+    quality: QualitySettings = QualitySettings()
     admission: AdmissionSettings = AdmissionSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     overflow: OverflowSettings = OverflowSettings()

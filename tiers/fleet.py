@@ -30,7 +30,13 @@ from tiers.preparing import Preparations
 from tiers.ranking import rising
 from tiers.replica import FleetOptions, Replica, SentPrompt, SlotShare, Totals, WorkMark
 from tiers.snapshot import FleetLoad, FleetSnapshot, TierSnapshot, Trends, load_of
-from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
+from tiers.spec import (
+    EngineBuild,
+    ReplicaStatus,
+    TemplateTokens,
+    TierName,
+    TierSpec,
+)
 from tiers.speed import (
     MAX_BESIDE,
     AnswerSample,
@@ -360,11 +366,24 @@ class Fleet:
         specs = [spec if known.name is spec.name else known for known in self.specs]
         self.specs = rising(specs, self.losses)
 
+    def hold_tiers(self, held: Collection[TierName]) -> None:
+        """Let some tiers serve only requests that require them by name, and all others any request."""
+        for spec in self.specs:
+            if spec.held != (spec.name in held):
+                self.configure(replace(spec, held=spec.name in held))
+        self.on_capacity()
+
     def note_precision(self, replica: Replica, precision: str) -> bool:
-        """Note what a replica given by URL serves; return whether the known replicas of its tier differ in it."""
+        """Note the precision that a replica serves; return whether the known replicas of its tier differ in it."""
         replica.spec = replace(replica.spec, precision=precision)
         replica.update()
         return self._show_precision(replica.spec.name) > 1
+
+    def builds(self, tier: TierName) -> tuple[EngineBuild, ...]:
+        """Return what a tier's engines compute with, each build once; empty: no engine was asked yet."""
+        states = [replica.state for replica in self._members.get(tier, ())]
+        known = [state.build for state in states if state.build is not None]
+        return tuple(dict.fromkeys(known))
 
     def _show_precision(self, tier: TierName) -> int:
         """Let a tier show what its replicas serve; return the number of their precisions."""

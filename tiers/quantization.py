@@ -6,6 +6,8 @@ import re
 from functools import lru_cache
 from typing import Literal, get_args
 
+from tiers.kv_precision import weights_of
+
 Quantization = Literal[
     "int4", "int8", "fp4", "fp6", "fp8", "fp16", "bf16", "fp32", "unknown"
 ]
@@ -17,9 +19,9 @@ _NAME = re.compile(rf"({'|'.join(QUANTIZATIONS[:-1])})(?!\d)")
 def quantizations_of(precision: str) -> frozenset[Quantization]:
     """Return the names of a precision as ``TierSpec`` has it: several where replicas differ.
 
-    What is stated counts as that: ``fp8 (stated; its checkpoint is bf16)`` is ``fp8``.
+    What is stated counts as that: ``fp8 (stated; its checkpoint is bf16)`` is ``fp8``. The KV cache does not count.
     """
-    return frozenset(map(_name_of, precision.split(", ")))
+    return frozenset(map(_name_of, weights_of(precision).split(", ")))
 
 
 def shown_quantization(precision: str) -> Quantization:

@@ -6,6 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
+from tiers.kv_precision import weights_of
 from tiers.spec import PRECISIONS, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def bits_of(precision: str) -> int | None:
 
     A name may have several numbers of bits; the lowest counts.
     """
-    return min(map(int, _BITS.findall(precision)), default=None)
+    return min(map(int, _BITS.findall(weights_of(precision))), default=None)
 
 
 def rising(

@@ -15,7 +15,15 @@ from msgspec import Struct
 
 from tiers.breaker import BreakerState
 from tiers.preparing import Preparing  # noqa: TC001  msgspec reads it for the decision log
-from tiers.spec import UNKNOWN, ReplicaStatus, TemplateTokens, TierName, TierSpec
+from tiers.spec import (
+    UNKNOWN,
+    EngineBuild,
+    ReplicaStatus,
+    TemplateTokens,
+    TierName,
+    TierSpec,
+    Verification,
+)
 from tiers.speed import (
     ALWAYS_MS,
     IDLE,
@@ -129,6 +137,9 @@ class ReplicaState(Struct, frozen=True):
             and the neighbours; the prompts as of ``prompts_at``, their rate as of ``prefill_at``.
         prompts_at: Monotonic time at which the first of those prompts was begun.
         speed: How fast it is; None: not known.
+        build: What its engine computes with; None: it was not asked yet.
+        verification: What is known of what its engine computes; None: it has not started yet.
+        verification_detail: How that is known, for people.
     """
 
     id: str
@@ -151,6 +162,9 @@ class ReplicaState(Struct, frozen=True):
     served: int = 0
     failed: int = 0
     gauges: Gauges | None = None
+    build: EngineBuild | None = None
+    verification: Verification | None = None
+    verification_detail: str = ""
 
     @property
     def open(self) -> bool:

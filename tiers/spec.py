@@ -106,6 +106,37 @@ PRECISIONS: dict[TierName, Precision] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class EngineBuild:
+    """What an engine computes with, beside its weights.
+
+    Attributes:
+        version: The release of vLLM; None: it is not told.
+        kv_cache_dtype: Type of the KV cache as vLLM names it, such as ``auto`` or ``fp8``; None: it is not told.
+    """
+
+    version: str | None = None
+    kv_cache_dtype: str | None = None
+
+    def __str__(self) -> str:
+        """Return it for people, and for digests."""
+        version = self.version or "of an unknown release"
+        kv_cache = self.kv_cache_dtype or "unknown"
+        return f"vLLM {version}, KV cache {kv_cache}"
+
+
+class Verification(StrEnum):
+    """What is known of what an engine computes, before and while it serves."""
+
+    OFF = "off"  # nothing is verified
+    PENDING = "pending"  # there is no reference yet
+    VERIFIED = "verified"  # it was compared, and nothing wrong was found
+    ACCEPTED = "accepted"  # an operator accepted what it computes
+    REFERENCE = "reference"  # others are compared with it, and it with nothing
+    DIFFERS = "differs"  # it treats requests otherwise than its reference
+    CANNOT_TELL = "cannot tell"  # it does not give what is compared
+
+
 class ReplicaStatus(Enum):
     """The state of a replica, or of a tier: that of its best replica. Only a ``READY`` one gets requests."""
 
@@ -197,13 +228,15 @@ class TierSpec:
         checkpoint: Folder that those are started from; None: there are none, or it is still to be made.
         digest: Digest of the checkpoint's weights; None: unknown.
         precision: Number format of the weights that are served, for people: read from the checkpoint, or ``fp8 (stated)``,
-            or ``unknown``. Of replicas that differ, all, with commas.
+            or ``unknown``; with that of the KV cache if it is quantized: ``fp8+kv-fp8``. Of replicas that differ, all, with
+            commas.
         stated_precision: What the settings say about engines given by URL; None: nothing.
         gpus: CUDA devices for the engines started here, in the order in which they are taken; empty: chosen by the plan.
         tensor_parallel: GPUs that share each layer of one engine.
         pipeline_parallel: Stages into which the layers of one engine are divided.
         draft: For speculative decoding; None: one token a step.
         adapters: Names of the LoRA adapters that all its engines offer.
+        held: Whether only requests get it that require it by name, until its loss is known (quality.gate = hold).
     """
 
     name: TierName
@@ -223,6 +256,7 @@ class TierSpec:
     pipeline_parallel: int = 1
     draft: Draft | None = None
     adapters: tuple[str, ...] = ()
+    held: bool = False
 
     @property
     def startable(self) -> bool:

@@ -253,6 +253,8 @@ QUALITY: dict[str, tuple[Chart, ...]] = {
                (f"sum by (job) (rate(qarr_loss_allowed_answers_total{{{J}}}[$__rate_interval])) / sum by (job) (rate(qarr_loss_counted_answers_total{{{J}}}[$__rate_interval]))", "{{job}} allowed"))),
         Chart("Expected of allowed", SHARE, "Over 100 % for an hour: alert.",
               ((f"job:qarr_loss:budget_ratio10m{{{J}}}", "{{job}} 10 min"), (f"job:qarr_loss:budget_ratio1h{{{J}}}", "{{job}} 1 h")), limit=1, alerts=("QarrLossOverBudget",)),
+        Chart("Tiers that answer worse than they may", COUNT, "1: the tier is known to lose more answers than policy.loss_budget allows.",
+              ((seen("qarr_tier_worse", "tier"), "{{tier}}"),), alerts=("QarrTierWorse",)),
         Chart("Caps on the loss, by class", SHARE, "policy.max_loss: most that an answer of a class may lose. None: only the budget holds.", ((seen("qarr_loss_bound_ratio", "class"), "{{class}}"),), "bars"),
         Chart("Expected loss", SHARE, "Share of answers that are expected to be worse than the highest precision's; of a class, its worst complexity.",
               ((seen("qarr_expected_loss_ratio", "class, tier"), ""),), "matrix", 12, height=11, columns=CLASS_BY_TIER, decimals=1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -462,16 +462,20 @@ def _render_replica(
         "output_tokens_outstanding": output_tokens,
         "served": replica.served,
         "failed": replica.failed,
-        **_render_engine(replica),
+        **_render_engine(replica, inside=inside),
         **_render_speed(replica.speed, tpot_trend),
         "ttft_trend": round(math.exp(ttft_trend), 3),
         "tpot_trend": round(math.exp(tpot_trend), 3),
     }
 
 
-def _render_engine(replica: ReplicaState) -> dict[str, Any]:
+def _render_engine(replica: ReplicaState, *, inside: bool) -> dict[str, Any]:
     """Return what a replica's engine says of itself, and what is known of its KV cache."""
+    build = replica.build
     rendered: dict[str, Any] = {
+        "engine": None if build is None else asdict(build),
+        "verification": replica.verification and replica.verification.value,
+        "verification_detail": replica.verification_detail if inside else "",
         "engine_running": None,
         "engine_waiting": None,
         "kv_cache_usage": None,

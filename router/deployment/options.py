@@ -35,6 +35,7 @@ def supervisor_options(settings: Settings) -> SupervisorOptions:
             drain_s=engine.drain_s, recycle_every_s=engine.recycle_every_s
         ),
         canary=make_canary(settings),
+        gate=settings.quality.gate,
         discovery=DiscoveryOptions(
             file=settings.discovery.file,
             names={tier: dns for tier, dns in dns_names.items() if dns},

@@ -152,10 +152,14 @@ def _labels_of(replica: Replica) -> ReplicaLabels:
 
 def _replica_families(replicas: Sequence[Replica]) -> Iterable[Metric]:
     states: list[Sample] = []
+    verifications: list[Sample] = []
     served: list[Sample] = []
     for replica in replicas:
         spec = replica.spec
         states.append(((*_labels_of(replica), replica.state.status.value), 1))
+        if replica.state.verification is not None:
+            verification = replica.state.verification.value
+            verifications.append(((*_labels_of(replica), verification), 1))
         checkpoint = spec.checkpoint_id or ""
         served.append(((*_labels_of(replica), spec.precision, checkpoint), 1))
     yield gauge(
@@ -163,6 +167,12 @@ def _replica_families(replicas: Sequence[Replica]) -> Iterable[Metric]:
         "1 for a replica's present state.",
         labels=(*REPLICA, "state"),
         samples=states,
+    )
+    yield gauge(
+        "replica_verification",
+        "1 for what is known of what a replica's engine computes.",
+        labels=(*REPLICA, "verification"),
+        samples=verifications,
     )
     yield gauge(
         "replica_info",

@@ -327,6 +327,7 @@ class Live:
                 "losses": _render_losses(table),
                 "pointless": policy.pointless,
                 "not_measured": render_unmeasured(policy.not_measured),
+                "worse": policy.worse,
                 "sla_confidence": table.sla_confidence,
             }
         )

@@ -45,6 +45,15 @@ class LossMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._expected_losses()
+        yield gauge(
+            "tier_worse",
+            "1 for a tier that is known to lose more answers than the loss budget allows, else 0.",
+            labels=("tier",),
+            samples=[
+                ((tier,), float(tier in self._policy.worse))
+                for tier in self._policy.verdicts
+            ],
+        )
         yield from self._loss_tally()
 
     def _expected_losses(self) -> Iterable[Metric]:

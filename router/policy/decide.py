@@ -307,6 +307,8 @@ def _lasting_obstacle(
     is_ready: bool,
 ) -> Obstacle | None:
     """Return why a tier does not serve a request, whatever its load; None: it does."""
+    if spec.held and not (query.require and query.hint is spec.name):
+        return Refusal.NOT_READY
     for check in checks:
         obstacle = check(spec, query)
         if obstacle is None:

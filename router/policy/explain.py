@@ -459,6 +459,8 @@ def _excluded(tier: TierSnapshot, query: RoutingQuery) -> str:
 
 def _not_ready(tier: TierSnapshot) -> str:
     preparing = tier.preparing
+    if tier.spec.held and tier.ready:
+        return "is held until its loss is known to be within the loss budget (quality.gate = hold)"
     if preparing is None:
         return f"is {tier.status.value}"
     if preparing.failed is not None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from tiers.spec import STANDARD_TIERS, TierName, in_order
+from tiers.kv_precision import is_quantized
+from tiers.spec import STANDARD_TIERS, EngineBuild, TierName, in_order
 from tiers.speed import SpeedModel
 from tiers.verification.thinking import ThinkingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
     from typing import Self
 
@@ -99,6 +101,10 @@ class AnswerCount(Frozen):
         return Flips(self.both + self.worse + self.better, self.worse, self.better)
 
 
+# what the engines of each tier compute with; empty: no engine was asked yet
+Builds = Mapping[TierName, tuple[EngineBuild, ...]]
+
+
 class _Profile(Frozen):
     """What was measured of one model's tiers."""
 
@@ -108,6 +114,22 @@ class _Profile(Frozen):
     model: str
     # The digest of each tier's weights. It is None for engines given by URL, whose checkpoint is not known.
     checkpoints: dict[TierName, str | None]
+    # What each tier's engines computed with. Older profiles do not say: they hold for a KV cache of the model's own type.
+    builds: dict[TierName, tuple[EngineBuild, ...]] = Field(default_factory=dict)
+
+    def changed_tiers(self, served: Builds) -> frozenset[TierName]:
+        """Return the tiers whose engines compute with something else now than when they were measured."""
+        return frozenset(
+            tier
+            for tier, builds in served.items()
+            if not all(self._was_measured_with(build, tier) for build in builds)
+        )
+
+    def _was_measured_with(self, build: EngineBuild, tier: TierName) -> bool:
+        measured_builds = self.builds.get(tier)
+        if not measured_builds:
+            return not is_quantized(build.kv_cache_dtype)
+        return build in measured_builds
 
     def _check_checkpoints(
         self, served: Mapping[TierName, str | None], path: Path
@@ -165,6 +187,19 @@ class QualityProfile(_Profile):
         """Return the profile if it is of these checkpoints; ``ProfileError``: it is of others."""
         self._check_checkpoints(checkpoints, path)
         return self
+
+    def covering(self, served: Builds) -> Self:
+        """Return what still holds of the profile: nothing of tiers whose engines have changed.
+
+        Losses are against the reference, so nothing holds once that one has changed.
+        """
+        changed_tiers = self.changed_tiers(served)
+        if not changed_tiers:
+            return self
+        counts = [count for count in self.counts if count.tier not in changed_tiers]
+        if REFERENCE in changed_tiers:
+            counts = []
+        return self.model_copy(update={"counts": tuple(counts), "whole": False})
 
 
 def profile_name(
@@ -287,8 +322,18 @@ class LatencyProfile(_Profile):
     fits: tuple[Fit, ...]
     samples: tuple[SpeedSample, ...]
 
+    def covering(self, served: Builds) -> Self:
+        """Return what still holds of the profile: nothing of tiers whose engines have changed."""
+        changed_tiers = self.changed_tiers(served)
+        fits = [fit for fit in self.fits if fit.tier not in changed_tiers]
+        samples = [
+            sample for sample in self.samples if sample.tier not in changed_tiers
+        ]
+        return self.model_copy(update={"fits": tuple(fits), "samples": tuple(samples)})
+
     def with_others(self, earlier: LatencyProfile) -> LatencyProfile:
-        """Return the profile with an earlier one's measurements of the tiers that it leaves out."""
+        """Return the profile with an earlier one's measurements of the tiers that it leaves out, if they still hold."""
+        earlier = earlier.covering(self.builds)
         own_tiers = {fit.tier for fit in self.fits}
         earlier_fits = [fit for fit in earlier.fits if fit.tier not in own_tiers]
         earlier_samples = [

@@ -28,7 +28,11 @@ from router.policy.profiles import (
     profile_name,
 )
 from router.policy.settings import LikeTier
-from tiers.spec import PRECISIONS, UNKNOWN, TierName
+from router.policy.verdicts import TierVerdict, judge_tiers
+from tiers.kv_precision import weights_of
+from tiers.lifecycle.gate import GateMode
+from tiers.spec import PRECISIONS, UNKNOWN, TierName, in_order
+from tiers.verification.findings import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     from router.policy.profiles import AnswerCount
     from router.policy.settings import PolicySettings
     from tiers.fleet import Fleet
-    from tiers.spec import TierSpec
+    from tiers.spec import EngineBuild, TierSpec
     from tiers.speed import SpeedModel
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -73,14 +77,23 @@ class LossTally:
 class PolicyStore:
     """Holds the parameters that decisions are made by; they are a value, and replaced as a whole."""
 
-    def __init__(self, settings: PolicySettings, fleet: Fleet, model: str) -> None:
+    def __init__(
+        self,
+        settings: PolicySettings,
+        fleet: Fleet,
+        model: str,
+        *,
+        gate: GateMode = GateMode.WARN,
+    ) -> None:
         self._settings = settings
+        self._gate = gate
         self._fleet = fleet
         self._model = model
         self.tally = LossTally()
         self._requests_by_kind: Counter[Kind] = Counter()
         self._loaded_state: list[object] = []
         self.quality: QualityProfile | None = None
+        self.verdicts: Mapping[TierName, TierVerdict] = {}
         self.table = policy_table(settings, fleet.specs, self._parameters)
         self._load()
 
@@ -99,6 +112,11 @@ class PolicyStore:
     def _identities(self) -> dict[TierName, str | None]:
         """Return the digests of the tiers' weights; a checkpoint may be made while the router serves."""
         return {spec.name: spec.identity for spec in self._fleet.specs}
+
+    @property
+    def _builds(self) -> dict[TierName, tuple[EngineBuild, ...]]:
+        """Return what each tier's engines compute with, as far as they were asked."""
+        return {spec.name: self._fleet.builds(spec.name) for spec in self._fleet.specs}
 
     @property
     def _quality_file(self) -> Path:
@@ -237,17 +255,17 @@ class PolicyStore:
             self.reload()
 
     def reload(self) -> None:
-        """Load the profiles again if one was made, changed or removed, or a tier serves another precision."""
+        """Load the profiles again if one was made, changed or removed, or a tier serves or computes with something else."""
         if self._state() != self._loaded_state:
             self._load()
             log.info("profiles loaded from %s", self._settings.profiles)
 
     def _state(self) -> list[object]:
-        """Return what the parameters depend on besides the settings: when files were changed, and the precisions."""
+        """Return what the parameters depend on besides the settings: when files were changed, and what is served."""
         paths = (self._quality_file, self._latency_file, *self._adapter_files.values())
         changes = [_changed(path) for path in paths]
         precisions = [spec.precision for spec in self._fleet.specs]
-        return [*changes, *precisions]
+        return [*changes, *precisions, self._builds]
 
     def _load(self) -> None:
         """Load the profiles that are there; one that cannot be used counts as not measured, and the router serves on."""
@@ -269,8 +287,51 @@ class PolicyStore:
         )
         self._rank_by_loss()
         self._set_speeds(speeds)
+        self._judge()
         for text in self.pointless.values():
             log.info("%s", text)
+
+    @property
+    def worse(self) -> dict[TierName, str]:
+        """Return the tiers that are known to lose more than the loss budget allows, with a sentence for people."""
+        return {
+            tier: verdict.sentence
+            for tier, verdict in self.verdicts.items()
+            if verdict.verdict is Verdict.WORSE
+        }
+
+    @property
+    def held(self) -> frozenset[TierName]:
+        """Return the tiers that get no requests before it is known that they lose little enough, if so configured.
+
+        Nothing can be measured without the reference, so none is held for the lack of it.
+        """
+        has_reference = not self._fleet.spec(REFERENCE).absent
+        if self._gate is not GateMode.HOLD or not has_reference:
+            return frozenset()
+        return frozenset(
+            tier
+            for tier, verdict in self.verdicts.items()
+            if verdict.verdict in {None, Verdict.WORSE}
+        )
+
+    @property
+    def awaited(self) -> frozenset[TierName]:
+        """Return the tiers that are held because their loss is not known."""
+        return frozenset(
+            tier for tier in self.held if self.verdicts[tier].verdict is None
+        )
+
+    def _judge(self) -> None:
+        """Judge the tiers' losses, log what is news, and hold tiers if so configured."""
+        verdicts = judge_tiers(self.table, self.measured)
+        for tier, verdict in verdicts.items():
+            if verdict != self.verdicts.get(tier) and verdict.verdict is not None:
+                is_worse = verdict.verdict is Verdict.WORSE
+                level = logging.WARNING if is_worse else logging.INFO
+                log.log(level, "%s", verdict.sentence)
+        self.verdicts = verdicts
+        self._fleet.hold_tiers(self.held)
 
     def _measured_speeds(self, path: Path) -> dict[TierName, SpeedModel]:
         try:
@@ -278,7 +339,9 @@ class PolicyStore:
                 latency = load_latency(path).check(
                     self._identities, self._fleet.machine, path
                 )
-                return {fit.tier: fit.model for fit in latency.fits}
+                self._tell_changed(latency.changed_tiers(self._builds), path)
+                covered = latency.covering(self._builds)
+                return {fit.tier: fit.model for fit in covered.fits}
         except ProfileError as error:
             log.warning("%s; speed counts as not measured under load", error)
         return {}
@@ -299,10 +362,23 @@ class PolicyStore:
     def _profile(self, path: Path) -> QualityProfile | None:
         try:
             if path.exists():
-                return load_profile(path).check(self._identities, path)
+                profile = load_profile(path).check(self._identities, path)
+                self._tell_changed(profile.changed_tiers(self._builds), path)
+                return profile.covering(self._builds)
         except ProfileError as error:
             log.warning("%s; published losses count", error)
         return None
+
+    def _tell_changed(self, tiers: frozenset[TierName], path: Path) -> None:
+        """Log which of a profile's tiers no longer count."""
+        for tier in in_order(tiers):
+            builds = "; ".join(map(str, self._fleet.builds(tier)))
+            log.warning(
+                "what %s says of tier %s no longer counts, because its engine has changed since then: %s",
+                path,
+                tier,
+                builds,
+            )
 
     def _set_speeds(self, speeds: dict[TierName, SpeedModel]) -> None:
         """Give the fleet the measured speeds. The supervisor passes them to replicas, and measures idle ones without."""
@@ -393,7 +469,7 @@ def _losses(
 
 
 def _precision(spec: TierSpec) -> str:
-    if spec.precision == UNKNOWN:
+    if weights_of(spec.precision) == UNKNOWN:
         return PRECISIONS.get(spec.name, UNKNOWN)
     return spec.precision
 

@@ -21,6 +21,7 @@ from router.policy.table import PolicyStore
 from router.profiling.idle_client import IdleClient, RequestCounts
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import QualityPlan, measure_quality
+from router.profiling.measuring_client import measured_identity
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
 from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import Settings
@@ -96,8 +97,13 @@ class AutoProfile:
         self._latency_s = settings.profile.latency_s
         self._think_tokens = settings.profile.think_tokens
         self._client = IdleClient(
-            fleet, model, idle_s=settings.profile.idle_s, request_counts=request_counts
+            fleet,
+            model,
+            idle_s=settings.profile.idle_s,
+            request_counts=request_counts,
+            is_urgent=lambda: self._is_urgent,
         )
+        self._is_urgent = False
         self._attempts: set[MeasurementAttempt] = set()
         why_off = _why_off(settings, fleet)
         self._progress = MeasurementProgress(
@@ -131,6 +137,10 @@ class AutoProfile:
             },
             "pointless": self._policy.pointless,
             "not_measured": render_unmeasured(self._policy.not_measured),
+            "verdicts": {
+                tier: {"verdict": verdict.verdict, "sentence": verdict.sentence}
+                for tier, verdict in self._policy.verdicts.items()
+            },
         }
 
     def _is_running(self) -> bool:
@@ -170,6 +180,9 @@ class AutoProfile:
         else:
             with only_one(self._folder):
                 self._policy.reload()  # profiles may have been made by hand since then
+                # Tiers may be held until their loss is known. Speed can only be measured while nobody is served.
+                if self._policy.awaited and (unmeasured := self._missing("quality")):
+                    await self._measure_urgently(unmeasured)
                 if unmeasured := self._missing("latency"):
                     await self._measure_latency(unmeasured)
                 if unmeasured := self._missing("quality"):
@@ -203,7 +216,10 @@ class AutoProfile:
     def _attempt(
         self, measurement: Measurement, tiers: tuple[TierName, ...]
     ) -> MeasurementAttempt:
-        identities = tuple(spec.identity for spec in self._fleet.specs)
+        identities = tuple(
+            measured_identity(spec.identity, self._fleet.builds(spec.name))
+            for spec in self._fleet.specs
+        )
         return MeasurementAttempt(measurement, frozenset(tiers), identities=identities)
 
     async def _measure_latency(self, tiers: tuple[TierName, ...]) -> None:
@@ -218,6 +234,14 @@ class AutoProfile:
             self._begin("latency")
             profile = await measure_latency(self._client, plan, self._report_step)
         self._end("latency", tiers, keep_latency(self._folder, profile))
+
+    async def _measure_urgently(self, tiers: tuple[TierName, ...]) -> None:
+        """Measure losses beside the requests of callers."""
+        self._is_urgent = True
+        try:
+            await self._measure_quality(tiers)
+        finally:
+            self._is_urgent = False
 
     async def _measure_quality(self, tiers: tuple[TierName, ...]) -> None:
         plan = QualityPlan(

@@ -23,10 +23,11 @@ from router.profiling.measuring_client import (
     MeasuringClient,
     Step,
     ignore_waiting,
+    measured_identity,
 )
 from tiers.fleet import Fleet, Lease
 from tiers.replica import Replica
-from tiers.spec import ReplicaStatus, TierName, TierSpec
+from tiers.spec import EngineBuild, ReplicaStatus, TierName, TierSpec
 
 LONGEST_IDLE_S = 60.0
 STARTING = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
@@ -40,7 +41,10 @@ class RequestCounts(NamedTuple):
 
 
 class IdleClient(MeasuringClient):
-    """A client of the fleet's engines that works once the router was idle for ``idle_s``."""
+    """A client of the fleet's engines that works once the router was idle for ``idle_s``.
+
+    While ``is_urgent`` says so it works at once, beside the requests of callers: tiers wait for what it measures.
+    """
 
     patience_s = math.inf
     slot_patience_s = 0.0  # a step that waits for a slot is not alone any more
@@ -51,12 +55,14 @@ class IdleClient(MeasuringClient):
         model: str,
         idle_s: float,
         request_counts: Callable[[], RequestCounts],
+        is_urgent: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self._fleet = fleet
         self._model = model
         self._idle_s = idle_s
         self._request_counts = request_counts
+        self._is_urgent = is_urgent
         self._timeouts: dict[Lease, asyncio.Timeout] = {}
         self._last_busy_at = time.monotonic()
         self._last_counts = request_counts()
@@ -81,15 +87,18 @@ class IdleClient(MeasuringClient):
 
     async def fleet(self) -> FleetState:
         checkpoints: dict[TierName, str | None] = {}
+        builds: dict[TierName, tuple[EngineBuild, ...]] = {}
         ready_tiers: dict[TierName, MeasuredTier] = {}
         for spec in self._fleet.specs:
             checkpoints[spec.name] = spec.identity
+            builds[spec.name] = self._fleet.builds(spec.name)
             if self._fleet.is_ready(spec.name):
                 ready_tiers[spec.name] = self._measured_tier(spec)
         return FleetState(
             model=self._model,
             machine=self._fleet.machine,
             checkpoints=checkpoints,
+            builds=builds,
             tiers=ready_tiers,
         )
 
@@ -100,7 +109,7 @@ class IdleClient(MeasuringClient):
             if replica.state.status is ReplicaStatus.READY
         ]
         return MeasuredTier(
-            identity=spec.identity,
+            identity=measured_identity(spec.identity, self._fleet.builds(spec.name)),
             replicas=ready_tiers.count(spec.name),
             max_num_seqs=spec.max_num_seqs,
             max_model_len=spec.max_model_len,
@@ -165,7 +174,8 @@ class IdleClient(MeasuringClient):
         try:
             async with asyncio.timeout(None) as timeout:
                 self._timeouts[lease] = timeout
-                self._fleet.preempt = self.preempt
+                if not self._is_urgent():
+                    self._fleet.preempt = self.preempt
                 async with self._http.stream(
                     "POST",
                     f"{replica.url}{path}",
@@ -186,6 +196,8 @@ class IdleClient(MeasuringClient):
                 self._fleet.preempt = None
 
     async def _is_quiet(self) -> bool:
+        if self._is_urgent():
+            return True
         now = time.monotonic()
         if self._has_other_work() or self._request_counts() != self._last_counts:
             self._last_counts = self._request_counts()

@@ -154,6 +154,7 @@ def import_runs(
         created=datetime.now(UTC),
         model=fleet.model,
         checkpoints=dict(fleet.checkpoints),
+        builds=dict(fleet.builds),
         tasks=f"lm-evaluation-harness ({_describe_tasks(answers)})",
         counts=count_answers(answers.values(), unpaired),
     )

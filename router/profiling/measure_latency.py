@@ -88,6 +88,7 @@ async def measure_latency(
         model=fleet.model,
         machine=fleet.machine,
         checkpoints=dict(fleet.checkpoints),
+        builds=dict(fleet.builds),
         fits=fit_tiers(samples, max_num_seqs),
         samples=tuple(samples),
     )

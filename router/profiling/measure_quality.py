@@ -281,6 +281,7 @@ class _QualityMeasurement:
             created=datetime.now(UTC),
             model=self._fleet.model,
             checkpoints=dict(self._fleet.checkpoints),
+            builds=dict(self._fleet.builds),
             tasks=self._plan.name,
             whole=is_complete,
             counts=count_answers(self._answers.values(), self._lower_tiers),

@@ -8,14 +8,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import httpx
 
 from router.policy.profiles import ProfileError
 from router.profiling.scoring import COMPLETIONS
-from tiers.spec import TierName
+from tiers.spec import EngineBuild, TierName
 
 EngineResponse = AbstractAsyncContextManager[httpx.Response]
 Step = Callable[[], Coroutine[Any, Any, None]]
@@ -57,10 +57,20 @@ def ignore_waiting() -> None:
     """Take no notice of a wait for others' requests."""
 
 
+def measured_identity(
+    checkpoint: str | None, builds: Sequence[EngineBuild]
+) -> str | None:
+    """Return what a tier's answers depend on: its checkpoint, and what its engines compute with; None: not known."""
+    if checkpoint is None:
+        return None
+    return "; ".join([checkpoint, *sorted(map(str, builds))])
+
+
 class MeasuredTier(NamedTuple):
     """A tier that is ready to be measured."""
 
-    identity: str | None  # digest or URL of the checkpoint that it serves
+    # digest or URL of the checkpoint that it serves, and what its engines compute with
+    identity: str | None
     replicas: int  # number of ready ones
     max_num_seqs: int
     max_model_len: int
@@ -75,6 +85,7 @@ class FleetState:
         model: Name of the model that all tiers serve.
         machine: What the machine is, for the profile of speed.
         checkpoints: Digest or URL of the checkpoint that each tier serves, ready or not.
+        builds: What the engines of each tier compute with.
         tiers: The tiers that are ready.
         in_flight: Number of requests on all replicas.
         served: Number of requests that all replicas have completed.
@@ -88,6 +99,7 @@ class FleetState:
     in_flight: int = 0
     served: int = 0
     measuring: str | None = None
+    builds: Mapping[TierName, tuple[EngineBuild, ...]] = field(default_factory=dict)
 
 
 class TimedAnswer(NamedTuple):

@@ -16,8 +16,9 @@ from router.profiling.measuring_client import (
     MeasuredTier,
     MeasuringClient,
     Step,
+    measured_identity,
 )
-from tiers.spec import TierName
+from tiers.spec import EngineBuild, TierName
 
 
 class NoRouterError(ProfileError):
@@ -117,10 +118,12 @@ def _fleet_of(answer: dict[str, Any], tiers: list[dict[str, Any]]) -> FleetState
     in_flight = 0
     served = 0
     checkpoints: dict[TierName, str | None] = {}
+    builds: dict[TierName, tuple[EngineBuild, ...]] = {}
     ready_tiers: dict[TierName, MeasuredTier] = {}
     for tier in tiers:
         name = TierName(tier["tier"])
         checkpoints[name] = tier["identity"]
+        builds[name] = _builds_of(tier)
         if tier["state"] == "ready":
             ready_tiers[name] = _measured_tier(tier)
         for replica in tier["replicas"]:
@@ -131,6 +134,7 @@ def _fleet_of(answer: dict[str, Any], tiers: list[dict[str, Any]]) -> FleetState
         model=answer["model"],
         machine=answer["machine"],
         checkpoints=checkpoints,
+        builds=builds,
         tiers=ready_tiers,
         in_flight=in_flight,
         served=served,
@@ -141,9 +145,23 @@ def _fleet_of(answer: dict[str, Any], tiers: list[dict[str, Any]]) -> FleetState
 def _measured_tier(tier: dict[str, Any]) -> MeasuredTier:
     states = [replica["state"] for replica in tier["replicas"]]
     return MeasuredTier(
-        identity=tier["identity"],
+        identity=measured_identity(tier["identity"], _builds_of(tier)),
         replicas=states.count("ready"),
         max_num_seqs=tier["max_num_seqs"],
         max_model_len=tier["max_model_len"],
         adapters=tier["adapters"],
     )
+
+
+def _builds_of(tier: dict[str, Any]) -> tuple[EngineBuild, ...]:
+    """Read what the engines of a tier compute with; those that were not asked yet are left out."""
+    builds = []
+    for replica in tier["replicas"]:
+        engine = replica.get("engine")
+        if engine is not None:
+            builds.append(
+                EngineBuild(
+                    version=engine["version"], kv_cache_dtype=engine["kv_cache_dtype"]
+                )
+            )
+    return tuple(dict.fromkeys(builds))

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from router.section import Section
+from tiers.lifecycle.gate import GateMode
 
 
 class ProfileSettings(Section):
@@ -29,4 +30,17 @@ class ProfileSettings(Section):
         description="Tokens for the thoughts of a model that thinks, on top of each task's own limit. By default half of "
         "the shortest context of the tiers, and at most 8,192. Answers that are cut while thinking are not measured; with a "
         "higher limit they are asked for again.",
+    )
+
+
+class QualitySettings(Section):
+    """What happens to engines of which it is not known whether they answer as they should."""
+
+    gate: GateMode = Field(
+        GateMode.WARN,
+        description="Before traffic, an engine that was not verified yet is compared with a reference: the same tokens, "
+        "chat template and defaults, and as likely the same texts. One that computes wrongly gets no requests. `warn`: one "
+        "that differs otherwise gets requests, and the log, the page and `qarr doctor` say so. `hold`: it gets none, and a "
+        "tier gets none either before its loss is measured and within `policy.loss_budget`, unless they require it by "
+        "name. `off`: nothing is compared.",
     )

@@ -129,8 +129,8 @@ def test_an_engine_is_recycled_under_load(up: Up) -> None:
     assert set(statuses) == {200}
     (serving,) = up.tiers()["fast"]["replicas"]
     assert serving["id"] != "fast-0"
-    (record,) = read_canary(up.profiles / "canary.json").records
-    assert record.tier == TierName.FAST
+    records = read_canary(up.profiles / "canary.json").records
+    (record,) = [record for record in records if record.tier == TierName.FAST]
     assert record.is_accepted is True
     differences = [
         abs(new - old)

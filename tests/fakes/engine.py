@@ -61,6 +61,8 @@ class Behaviour:
         group: How many pieces come in one event.
         thinks: Whether its model shows its reasoning; vLLM refuses a bound on that of others.
         held_from: From this piece on nothing is sent before the last one, as a parser holds a tool call back.
+        version: The release of vLLM that it says it is.
+        kv_cache_dtype: The type of its KV cache; with None it tells none.
         counts: Whether /metrics has a count of generated tokens.
         late: So many characters of a chat's text come only with the next piece, as a parser may hold them back.
         reasoning: So many pieces of a chat's answer are the model's reasoning.
@@ -111,6 +113,8 @@ class Behaviour:
     group: int = 1
     thinks: bool = False
     held_from: int | None = None
+    version: str = "0.32.0"
+    kv_cache_dtype: str | None = "auto"
     counts: bool = True
     late: int = 0
     reasoning: int = 0
@@ -257,6 +261,7 @@ class FakeEngine(Surface):
             routes=[
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
+                Route("/version", self._version),
                 Route("/v1/models", self._models),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/detokenize", self._detokenize, methods=["POST"]),
@@ -286,14 +291,23 @@ class FakeEngine(Surface):
         generated = (
             f"vllm:generation_tokens_total{label} {float(self.behaviour.tokens)}\n"
         )
+        cache_config = ""
+        if self.behaviour.kv_cache_dtype is not None:
+            cache_config = (
+                f'vllm:cache_config_info{{cache_dtype="{self.behaviour.kv_cache_dtype}",'
+                f'engine="0",kv_cache_dtype_skip_layers="[]"}} 1.0\n'
+            )
         return PlainTextResponse(
-            f"vllm:num_requests_running{label} {float(self.behaviour.running)}\n"
+            f"{cache_config}vllm:num_requests_running{label} {float(self.behaviour.running)}\n"
             f"vllm:num_requests_waiting{label} 0.0\nvllm:kv_cache_usage_perc{label} {self.behaviour.kv_cache_usage}\n"
             f"vllm:prompt_tokens_total{label} 0.0\n{generated if self.behaviour.counts else ''}"
             f"vllm:time_to_first_token_seconds_sum{label} 0.0\nvllm:time_to_first_token_seconds_count{label} 0.0\n"
             f"vllm:prefix_cache_queries_total{label} {float(self.behaviour.cache_queries)}\n"
             f"vllm:prefix_cache_hits_total{label} {float(self.behaviour.cache_hits)}\n"
         )
+
+    async def _version(self, _request: Request) -> Response:
+        return JSONResponse({"version": self.behaviour.version})
 
     async def _models(self, _request: Request) -> Response:
         behaviour = self.behaviour

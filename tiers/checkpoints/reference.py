@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from tiers.kv_precision import weights_of
 from tiers.ranking import bits_of
 
 if TYPE_CHECKING:
@@ -157,12 +158,14 @@ def _common_ending(left: Sequence[int], right: Sequence[int]) -> int:
 def allowed_gap(precision: str) -> float:
     """Return the largest gap of a sound engine from its own checkpoint's reference, in nats.
 
-    Where activations are rounded too (FP8, or an unknown precision), a bit of rounding anywhere moves what follows, so that
-    sound kernels differ more.
+    Where activations or the KV cache are rounded too, or the precision is unknown, a bit of rounding anywhere moves what
+    follows, so that sound kernels differ more.
 
     Args:
         precision: As ``TierSpec.precision`` names it.
     """
+    if weights_of(precision) != precision:
+        return ROUNDED_ACTIVATIONS_GAP
     if precision.startswith(("bf16", "fp16", "fp32")):
         return SIXTEEN_BITS_GAP
     if "int4" in precision:

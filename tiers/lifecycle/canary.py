@@ -4,8 +4,8 @@ A wrong checkpoint, a broken kernel or a fallback to a slow one may still answer
 (``tiers.checkpoints.reference``), and is compared with
 
 1. the scores that transformers computed when its checkpoint was made, if it was made here;
-2. else those of the highest precision, and those of its own first start;
-3. only its own first scores after an operator has accepted them (``qarr tiers record``).
+2. else its own scores when it was verified against a running engine (``gate``), never those of a start that was not;
+3. only its own scores when an operator accepted them (``qarr tiers record``).
 
 It also has to give the tokens that it generates the same log-probabilities in decode as in prefill.
 """
@@ -16,7 +16,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
@@ -43,17 +43,30 @@ if TYPE_CHECKING:
     from tiers.speed import SpeedModel
 
 log = logging.getLogger(f"qarr.{__name__}")
-# Files of this version hold greedy tokens, which cannot be compared with scores.
-FIRST_VERSION = 1
+# Files of these versions hold greedy tokens, or scores of first starts that were compared with nothing.
+OLD_VERSIONS = {1, 2}
 # Whatever engines compute is accepted for so long after ``qarr tiers record``.
 ACCEPTED_FOR = timedelta(hours=1)
 
 
+class EngineKey(NamedTuple):
+    """What was verified, or is to be.
+
+    Attributes:
+        weights: The checkpoint's digest or folder, or the engine's URL.
+        engine: What computes them: precision, release of vLLM, KV cache, kernels.
+    """
+
+    weights: str
+    engine: str
+
+
 class Record(BaseModel):
-    """The scores of one engine: of a checkpoint that is started here, or of an engine given by URL.
+    """The scores of one engine that was verified or accepted: of a checkpoint that is started here, or given by URL.
 
     Attributes:
         identity: The checkpoint's digest or folder, or the engine's URL.
+        engine: What computed the scores; see ``EngineKey``.
         is_accepted: Whether an operator accepted them in the place of any reference.
         texts_digest: Of the texts that were scored.
     """
@@ -62,6 +75,7 @@ class Record(BaseModel):
 
     tier: TierName
     identity: str
+    engine: str
     recorded: datetime
     is_accepted: bool = False
     texts_digest: str
@@ -87,24 +101,21 @@ class CanaryFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     records: tuple[Record, ...] = ()
     acceptances: tuple[Acceptance, ...] = ()
 
-    def find(self, tier: TierName, identity: str) -> Record | None:
+    def find(self, tier: TierName, key: EngineKey) -> Record | None:
         """Return an engine's record of the present texts; None: there is none."""
         current = texts_digest()
         for record in self.records:
-            if (record.tier, record.identity, record.texts_digest) == (
-                tier,
-                identity,
-                current,
-            ):
+            is_current = record.tier == tier and record.texts_digest == current
+            if is_current and (record.identity, record.engine) == key:
                 return record
         return None
 
     def with_record(self, record: Record) -> CanaryFile:
-        """Return the file with a record in the place of an engine's former one."""
+        """Return the file with a record in the place of a former one of the same weights: an older engine is gone."""
         others = [
             r
             for r in self.records
@@ -135,73 +146,73 @@ class Canary:
     max_slowdown: float = 0.0
 
     async def check_scores(
-        self, scores: EngineScores, spec: TierSpec, url: str
-    ) -> None:
-        """Compare an engine's scores with its reference, or record them if it has none.
-
-        The scores of an engine given by URL belong to its URL, not to what it says about itself, because a wrong checkpoint
-        would say something else.
+        self, scores: EngineScores, spec: TierSpec, key: EngineKey | None
+    ) -> Record | None:
+        """Compare an engine's scores with its references, and return the record that holds for it; None: there is none.
 
         Args:
             scores: What it computes.
             spec: Its tier.
-            url: Its address.
+            key: What it is; None: its weights have no name, so that nothing can be kept of it.
 
         Raises:
             CanaryRefusedError: They differ too much.
             CheckpointError: The file cannot be read.
         """
         self._check_decode(scores, spec)
-        identity = url if spec.urls else spec.identity
-        if identity is None:
-            return
+        if key is None:
+            return None
         file = read_canary(self.path)
-        known = file.find(spec.name, identity)
+        known = file.find(spec.name, key)
         now = datetime.now(UTC)
         if any(
             acceptance.holds_for(spec.name, known, now)
             for acceptance in file.acceptances
         ):
-            self._record(file, scores, spec, identity, is_accepted=True)
-            return
+            return self._record(scores, spec, key, is_accepted=True)
         made = made_checkpoint(spec)
         if made is not None and (known is None or not known.is_accepted):
             await self._check_made(scores, spec, made)
         elif known is not None:
             self._check_recorded(scores, spec, known)
-        else:
-            self._record(file, scores, spec, identity, is_accepted=False)
+        return known
 
     def check_loss(
-        self, scores: EngineScores, highest: EngineScores, spec: TierSpec, url: str
+        self,
+        scores: EngineScores,
+        reference: EngineScores,
+        spec: TierSpec,
+        *,
+        precision: str,
+        judge: TierName,
     ) -> None:
-        """Compare an engine that has no reference of its own with one of the highest precision.
+        """Compare an engine that has no reference of its own with a running one.
+
+        Args:
+            scores: What the engine computes.
+            reference: What the running one computes.
+            spec: The engine's tier.
+            precision: Of the two, the one with fewer bits.
+            judge: The running engine's tier.
 
         Raises:
-            CanaryRefusedError: They differ by more than quantization explains. The engine's record is deleted.
-            CheckpointError: The file cannot be used.
+            CanaryRefusedError: They differ by more than quantization explains.
         """
-        identity = url if spec.urls else spec.identity
-        if identity is None or made_checkpoint(spec) is not None:
-            return
-        file = read_canary(self.path)
-        known = file.find(spec.name, identity)
-        now = datetime.now(UTC)
-        is_accepted = known is not None and known.is_accepted
-        if is_accepted or any(
-            acceptance.holds_for(spec.name, known, now)
-            for acceptance in file.acceptances
-        ):
-            return
-        allowed = allowed_loss_gap(spec.precision) * self.tolerance
-        difference = gap(highest.texts, scores.texts)
+        allowed = allowed_loss_gap(precision) * self.tolerance
+        difference = gap(reference.texts, scores.texts)
         if difference > allowed:
-            self.forget_engine(spec.name, identity)
             raise CanaryRefusedError(
-                f"its log-probabilities of fixed texts are {difference:.2f} nats a token from those of tier precise; at "
-                f"most {allowed:.2f} is allowed for {spec.precision} weights ({_by_text(highest.texts, scores.texts)}). It "
-                f"serves another model than tier precise, or computes wrongly. {_if_meant(spec)}"
+                f"its log-probabilities of fixed texts are {difference:.2f} nats a token from those of tier {judge}; at "
+                f"most {allowed:.2f} is allowed for {precision} weights "
+                f"({_by_text(reference.texts, scores.texts)}). It serves another model than tier {judge}, or computes "
+                f"wrongly. {_if_meant(spec)}"
             )
+
+    def record_verified(
+        self, scores: EngineScores, spec: TierSpec, key: EngineKey
+    ) -> None:
+        """Keep the scores of an engine that was verified: later starts are compared with them."""
+        self._record(scores, spec, key, is_accepted=False)
 
     def _check_decode(self, scores: EngineScores, spec: TierSpec) -> None:
         allowed = allowed_gap(spec.precision) * self.tolerance
@@ -242,7 +253,7 @@ class Canary:
     def _check_recorded(
         self, scores: EngineScores, spec: TierSpec, known: Record
     ) -> None:
-        """Compare with its own first start."""
+        """Compare with what it computed when it was verified or accepted."""
         allowed = allowed_gap(spec.precision) * self.tolerance
         difference = gap(known.texts, scores.texts)
         if difference > allowed:
@@ -255,29 +266,31 @@ class Canary:
 
     def _record(
         self,
-        file: CanaryFile,
         scores: EngineScores,
         spec: TierSpec,
-        identity: str,
+        key: EngineKey,
         *,
         is_accepted: bool,
-    ) -> None:
+    ) -> Record:
         record = Record(
             tier=spec.name,
-            identity=identity,
+            identity=key.weights,
+            engine=key.engine,
             recorded=datetime.now(UTC),
             is_accepted=is_accepted,
             texts_digest=texts_digest(),
             texts=scores.texts,
         )
         try:
+            file = read_canary(self.path)
             write_canary(self.path, file.with_record(record))
         except CheckpointError as error:
             log.warning(
-                "the scores of %s are not recorded, so later starts are not compared: %s",
+                "the scores of %s are not recorded, so its next start is verified again: %s",
                 spec.name,
                 error,
             )
+        return record
 
     def check_speed(
         self, measured: SpeedModel, profiled: SpeedModel | None, spec: TierSpec
@@ -394,7 +407,7 @@ def _if_meant(spec: TierSpec) -> str:
 
 
 def read_canary(path: Path) -> CanaryFile:
-    """Return the recorded scores; none if there is no file, or one of the first version.
+    """Return the recorded scores; none if there is no file, or one of an earlier version.
 
     Raises:
         CheckpointError: The file cannot be read, or does not hold records.
@@ -402,7 +415,7 @@ def read_canary(path: Path) -> CanaryFile:
     try:
         content = path.read_bytes()
         document: Any = from_json(content)
-        if isinstance(document, dict) and document.get("version") == FIRST_VERSION:
+        if isinstance(document, dict) and document.get("version") in OLD_VERSIONS:
             return CanaryFile()
         return CanaryFile.model_validate_json(content)
     except FileNotFoundError:

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 from tiers.lifecycle.watchdog import Restarts, Wear
 
 if TYPE_CHECKING:
+    from tiers.lifecycle.canary import EngineKey
     from tiers.lifecycle.likelihood import EngineScores
     from tiers.lifecycle.process import EngineProcess
     from tiers.lifecycle.watchdog import WatchdogOptions
     from tiers.replica import Replica
     from tiers.spec import Adapter, EngineLaunch
+    from tiers.verification.likelihood import LikelihoodRecord
+    from tiers.verification.model_facts import ModelFacts
 
 
 # Throttling comes and goes: it is mentioned for this long after it was last seen.
@@ -27,6 +30,19 @@ class Symptom(Enum):
 
     MISSED_HEALTH_CHECKS = auto()
     SILENT = auto()
+
+
+@dataclass(slots=True)
+class Observation:
+    """What an engine told and wrote since its last start; each part is asked for when it is first needed.
+
+    Attributes:
+        facts: What it tells of its model.
+        record: What it wrote, and how likely it finds that.
+    """
+
+    facts: ModelFacts | None = None
+    record: LikelihoodRecord | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +62,10 @@ class Engine:
         throttled: What slows its processors down, or did within ``THROTTLED_S``; None: nothing that is known.
         throttled_at: When that was last seen.
         scores: What it computed for the fixed texts when it was last warmed; None: not compared.
-        compared_with: The scores of tier precise that these were compared with; None: with none yet.
+        compared_with: The scores of tier precise that its speed was compared with; None: with none yet.
+        key: What it was verified as, or is to be; None: its weights have no name.
+        observation: What it told when it was compared, or others were compared with it.
+        difference: That it treats requests otherwise than its reference, and how; None: it does not, as far as is known.
         slow: That it takes much longer for a token than tier precise, and why; None: it does not.
         was_ready: Whether it was ever ready.
         ready_at: Since when it is ready; None: it is not.
@@ -74,6 +93,9 @@ class Engine:
     throttled_at: float = 0.0
     scores: EngineScores | None = None
     compared_with: EngineScores | None = None
+    key: EngineKey | None = None
+    observation: Observation = field(default_factory=Observation)
+    difference: str | None = None
     slow: str | None = None
     was_ready: bool = False
     ready_at: float | None = None
@@ -91,7 +113,8 @@ class Engine:
     @property
     def remark(self) -> str | None:
         """Return what is to be said of it although it serves; None: nothing."""
-        remarks = [remark for remark in (self.less, self.slow) if remark]
+        possible = (self.less, self.slow, self.difference)
+        remarks = [remark for remark in possible if remark]
         if self.throttled:
             remarks.append(f"slower: {self.throttled}")
         return "; ".join(remarks) or None

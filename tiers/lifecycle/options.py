@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tiers.lifecycle.discovery import DiscoveryOptions
+from tiers.lifecycle.gate import GateMode
 from tiers.lifecycle.operations import OperationOptions
 from tiers.lifecycle.warmup import WarmupPlan
 from tiers.lifecycle.watchdog import WatchdogOptions
@@ -29,6 +30,7 @@ class SupervisorOptions:
         watchdog: When an engine is restarted.
         operations: How engines are drained and recycled.
         canary: Compares what engines compute with their references; None: no comparison.
+        gate: What happens to engines that are not verified, or are found to differ.
         discovery: Where engines that come and go are named.
     """
 
@@ -40,6 +42,7 @@ class SupervisorOptions:
     watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
     operations: OperationOptions = field(default_factory=OperationOptions)
     canary: Canary | None = None
+    gate: GateMode = GateMode.WARN
     discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
 
     def log_path(self, replica_id: str) -> Path:

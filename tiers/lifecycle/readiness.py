@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from tiers.checkpoints.precision import root_precision, told_precision
 from tiers.errors import EngineDiedError, NoScoresError, TokenizerMismatchError
+from tiers.kv_precision import with_kv_cache
 from tiers.lifecycle.likelihood import score_engine
 from tiers.lifecycle.process import selected_kernels
 from tiers.lifecycle.warmup import check_answer, warm_up
-from tiers.spec import UNKNOWN, ReplicaStatus, TierName
+from tiers.spec import UNKNOWN, EngineBuild, ReplicaStatus, TierName, Verification
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tiers.lifecycle.adapters import AdapterLoader
     from tiers.lifecycle.canary import Canary
     from tiers.lifecycle.engine import Engine
+    from tiers.lifecycle.gate import Gate
     from tiers.lifecycle.idle_speed import IdleSpeed
     from tiers.lifecycle.likelihood import EngineScores
     from tiers.lifecycle.options import SupervisorOptions
@@ -44,6 +46,7 @@ class Readiness:
         changes: Marks replicas.
         idle_speed: Measures an engine's speed.
         adapters: Loads an engine's adapters again.
+        gate: Verifies engines; None: it does not.
     """
 
     def __init__(
@@ -52,13 +55,16 @@ class Readiness:
         changes: StatusChanges,
         idle_speed: IdleSpeed,
         adapters: AdapterLoader,
+        gate: Gate | None,
     ) -> None:
         self._options = options
         self._changes = changes
         self._idle_speed = idle_speed
         self._adapters = adapters
+        self._gate = gate
         self._tokens_digests: dict[str, str] = {}
-        self._precise_scores: EngineScores | None = None
+        # the engine of tier precise that was ready last
+        self._precise: Engine | None = None
 
     @property
     def _fleet(self) -> Fleet:
@@ -82,7 +88,7 @@ class Readiness:
         report = await self._warm_up_and_compare(engine, probe)
         check_answer(report.answer, self._options.warmup.question)
         if replica.spec.name == TierName.PRECISE and engine.scores is not None:
-            self._precise_scores = engine.scores
+            self._precise = engine
         replica.takes_priority = report.takes_priority
         replica.takes_thinking = report.takes_thinking
         replica.fingerprint = report.fingerprint
@@ -98,7 +104,7 @@ class Readiness:
             self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
 
     async def _note_model(self, engine: Engine, probe: EngineProbe) -> None:
-        """Note which model, adapters and context length an engine serves.
+        """Note which model, adapters and context length an engine serves, and what computes them.
 
         Raises:
             EngineDiedError: Its context is shorter than its tier promises.
@@ -110,8 +116,16 @@ class Readiness:
         if await self._adapters.restore(engine, model.adapters):
             model = await probe.model()
         self.note_adapters(replica, model.adapters)
+        build = EngineBuild(
+            version=await probe.version(),
+            kv_cache_dtype=await probe.kv_cache_dtype(),
+        )
+        replica.update(build=build)
         if engine.launch is None:
-            await self._note_precision(replica, model.root)
+            await self._note_precision(replica, model.root, build.kv_cache_dtype)
+        else:
+            precision = with_kv_cache(replica.spec.precision, build.kv_cache_dtype)
+            self._fleet.note_precision(replica, precision)
         if model.max_model_len < replica.spec.max_model_len:
             raise EngineDiedError(
                 f"{replica.url} has a context of {model.max_model_len} tokens, tier {replica.spec.name} promises "
@@ -143,13 +157,14 @@ class Readiness:
     ) -> None:
         """Compare an engine's scores with its reference, and its speed with the profile while nothing else computes."""
         replica = engine.replica
-        if canary.tolerance:
+        if self._gate is not None:
             engine.scores = await self._score(replica, probe)
             engine.compared_with = None
             engine.slow = None
-        if engine.scores is not None:
-            await self.compare_with_highest(engine)
-            await canary.check_scores(engine.scores, replica.spec, replica.url)
+            await self._gate.check_start(engine)
+            await self._compare_with_precise(engine, self._gate)
+        else:
+            replica.update(verification=Verification.OFF)
         profiled = self._fleet.speeds.get(replica.spec.name)
         if (
             profiled is not None
@@ -178,34 +193,50 @@ class Readiness:
             )
             return None
 
-    async def compare_with_highest(self, engine: Engine) -> None:
-        """Compare an engine with the one of tier precise that was ready last, once with each.
+    async def compare_with_others(self, engine: Engine) -> None:
+        """Compare an engine that serves with those that became ready after it, once with each.
 
         Raises:
             CanaryRefusedError: It serves another model, or computes wrongly.
         """
-        canary = self._options.canary
-        replica = engine.replica
-        if (
-            canary is None
-            or replica.spec.name == TierName.PRECISE
-            or engine.scores is None
-        ):
+        if self._gate is None:
             return
-        highest = self._precise_scores
-        if highest is None or highest is engine.compared_with:
-            return
-        engine.compared_with = highest
-        canary.check_loss(engine.scores, highest, replica.spec, replica.url)
-        slowdown = engine.scores.token_ms / max(highest.token_ms, MIN_TOKEN_MS)
-        if slowdown >= MUCH_SLOWER:
-            slow = (
-                f"{slowdown:.0f} times slower a token than tier precise ({engine.scores.token_ms:.0f} instead of "
-                f"{highest.token_ms:.0f} ms)"
-            )
-            engine.slow = slow + await self._kernels_of(engine)
-            if replica.state.status is ReplicaStatus.READY:
-                self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
+        was_held = engine.held
+        is_news = await self._gate.check_pending(engine)
+        is_news = await self._compare_with_precise(engine, self._gate) or is_news
+        status = engine.replica.state.status
+        if was_held and not engine.held and status is ReplicaStatus.DRAINING:
+            self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
+        elif engine.held and status is ReplicaStatus.READY:
+            self._changes.mark(engine, ReplicaStatus.DRAINING, engine.held)
+        elif is_news and status is ReplicaStatus.READY:
+            self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
+
+    async def _compare_with_precise(self, engine: Engine, gate: Gate) -> bool:
+        """Compare an engine with the one of tier precise that was ready last; tell whether it turns out to be slow.
+
+        Raises:
+            CanaryRefusedError: It serves another model, or computes wrongly.
+        """
+        precise = self._precise
+        scores = engine.scores
+        if precise is None or scores is None or precise.scores is None:
+            return False
+        is_reference = engine.replica.spec.name == TierName.PRECISE
+        if is_reference or precise.scores is engine.compared_with:
+            return False
+        engine.compared_with = precise.scores
+        gate.check_against_precise(engine, precise)
+        highest = precise.scores
+        slowdown = scores.token_ms / max(highest.token_ms, MIN_TOKEN_MS)
+        if slowdown < MUCH_SLOWER:
+            return False
+        slow = (
+            f"{slowdown:.0f} times slower a token than tier precise ({scores.token_ms:.0f} instead of "
+            f"{highest.token_ms:.0f} ms)"
+        )
+        engine.slow = slow + await self._kernels_of(engine)
+        return True
 
     async def _kernels_of(self, engine: Engine) -> str:
         """Return which kernels an engine that was started here has chosen, as its log says, for a sentence's end."""
@@ -224,13 +255,16 @@ class Readiness:
             log.info("%s offers %s", replica.id, offer)
             self._changes.tell(replica)
 
-    async def _note_precision(self, replica: Replica, root: str | None) -> None:
+    async def _note_precision(
+        self, replica: Replica, root: str | None, kv_cache_dtype: str | None
+    ) -> None:
         """Find out what an engine that runs elsewhere serves; warn if another replica of its tier serves something else."""
         tier = replica.spec.name
         stated = replica.spec.stated_precision
         precision_before = replica.spec.precision
         read_precision = await asyncio.to_thread(root_precision, replica.url, root)
-        precision = told_precision(read_precision, stated)
+        weights = told_precision(read_precision, stated)
+        precision = with_kv_cache(weights, kv_cache_dtype)
         shown_before = self._fleet.spec(tier).precision
         do_replicas_differ = self._fleet.note_precision(replica, precision)
         shown = self._fleet.spec(tier).precision

@@ -25,6 +25,7 @@ from tiers.errors import PortInUseError, UnknownReplicaError
 from tiers.lifecycle.discovery import Discovery
 from tiers.lifecycle.elsewhere_engine import ElsewhereEngine
 from tiers.lifecycle.engine import Engine
+from tiers.lifecycle.gate import Gate, GateMode
 from tiers.lifecycle.idle_speed import IdleSpeed
 from tiers.lifecycle.operations import Operations
 from tiers.lifecycle.own_engine import OwnEngine
@@ -89,9 +90,26 @@ class Supervisor:
         self._idle_speed = IdleSpeed(fleet, options.warmup, self._probe)
         self.operations = Operations(self, options.operations)
         self._readiness = Readiness(
-            options, self.changes, self._idle_speed, self.operations.adapters
+            options,
+            self.changes,
+            self._idle_speed,
+            self.operations.adapters,
+            self._make_gate(options),
         )
         self._watcher = Watcher(options.watchdog, self.changes, self._readiness)
+
+    def _make_gate(self, options: SupervisorOptions) -> Gate | None:
+        canary = options.canary
+        if canary is None or not canary.tolerance or options.gate is GateMode.OFF:
+            return None
+        return Gate(
+            options.gate,
+            canary,
+            fleet=self.fleet,
+            engines=lambda: self.engines,
+            probe_of=self._probe,
+            log_path=options.log_path,
+        )
 
     def start(
         self, launches: Sequence[EngineLaunch], external: Sequence[TierSpec] = ()

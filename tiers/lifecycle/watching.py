@@ -121,7 +121,7 @@ class Watcher:
         """Draw conclusions from an engine's readings and those before; raise as ``watch`` does."""
         replica = engine.replica
         replica.note_gauges(gauges)
-        await self._readiness.compare_with_highest(engine)
+        await self._readiness.compare_with_others(engine)
         tokens_before = (
             0.0 if counters_before is None else counters_before.output_tokens
         )

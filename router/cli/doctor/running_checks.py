@@ -12,7 +12,8 @@ from router.cli.doctor.findings import CheckContext, Finding, ok, problem, warni
 from router.cli.doctor.tier_checks import judge_choice
 from tiers.preparing import Preparing
 from tiers.simulated.demo import simulated_precision
-from tiers.spec import PRECISIONS, TierName
+from tiers.spec import PRECISIONS, TierName, Verification
+from tiers.verification.findings import Verdict
 
 DETAIL_CHARS = 200
 TRANSIENT_STATES = {"starting", "warming", "draining"}
@@ -78,6 +79,22 @@ def _judge_running(fleet: dict[str, Any]) -> Iterator[Finding]:
     # A router of an earlier release does not tell this.
     for tier, unmeasured in profiling.get("not_measured", {}).items():
         yield warning(unmeasured["text"], unmeasured["remedy"], f"tier {tier}")
+    yield from _judge_verdicts(profiling)
+
+
+def _judge_verdicts(profiling: dict[str, Any]) -> Iterator[Finding]:
+    """Say which tiers lose more than they may, and of which this cannot be told."""
+    # A router of an earlier release has none.
+    for tier, verdict in profiling.get("verdicts", {}).items():
+        check = f"tier {tier}"
+        if verdict["verdict"] == Verdict.WORSE:
+            yield warning(
+                verdict["sentence"],
+                "raise policy.loss_budget if that is acceptable, else serve the tier in another precision",
+                check,
+            )
+        elif verdict["verdict"] is not None:
+            yield ok(verdict["sentence"], check)
 
 
 def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
@@ -98,6 +115,12 @@ def _judge_replica(replica: dict[str, Any], check: str) -> Finding:
         return warning(
             f"{text}, but gets few requests or none after failures",
             f"'qarr logs {replica_id} --level warning' has its last lines",
+            check,
+        )
+    if state == "ready" and replica.get("verification") == Verification.DIFFERS:
+        return warning(
+            f"{text}, but may answer wrongly",
+            "start it as its reference is started; if it is meant to be so, 'qarr tiers record' its tier",
             check,
         )
     if state == "ready":

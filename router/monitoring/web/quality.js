@@ -38,11 +38,18 @@ function showPolicy(policy) {
   const measured = tiers.some((t) => classes.some((c) => Object.values(losses[t][c]).some((l) => l.answers)));
   area.dataset.shown = "true";
   area.replaceChildren(...[
+    ...[...Object.values(policy.worse), ...differing()].map((why) => el("p", { class: "worse", role: "alert" }, why)),
     ...Object.values(policy.pointless).map((why) => el("p", { class: "pointless" }, why)),
     ...Object.entries(policy.not_measured ?? {}).map(([tier, { text, remedy }]) => el("p", { class: "cut" }, `${tier}: ${text}. To measure it, ${remedy}.`)),
     ...(measured || !tiers.length ? [] : unmeasured()),
     tiers.length ? lossTable(policy, classes, tiers) : el("p", {}, "The highest precision is the only one."),
   ].filter(Boolean));
+}
+
+/** The engines that treat requests otherwise than their reference, each in one sentence. */
+function differing() {
+  const replicas = fleet?.tiers.flatMap((t) => t.replicas) ?? [];
+  return replicas.filter((r) => r.verification === "differs").map((r) => `${r.id} may answer wrongly: ${r.verification_detail || "it differs from its reference"}.`);
 }
 
 function unmeasured() {

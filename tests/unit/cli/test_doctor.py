@@ -566,6 +566,35 @@ def test_what_was_cut_while_thinking_is_told_with_what_to_do() -> None:
     assert finding.remedy == "run 'qarr profile quality --think-tokens 200'"
 
 
+WORSE = {
+    "tiers": [],
+    "profiling": PROFILING
+    | {
+        "verdicts": {
+            "fast": {"verdict": "worse", "sentence": "fast loses too much."},
+            "balanced": {"verdict": "cannot tell", "sentence": "It is not known."},
+            "int8": {"verdict": None, "sentence": "int8 is not measured yet."},
+        }
+    },
+}
+
+
+def test_a_tier_that_loses_too_much_is_a_warning_in_one_sentence() -> None:
+    """One of which nothing can be told is none, and one that is not measured yet is not mentioned."""
+    answers = {
+        "GET /healthz": (200, {}),
+        "GET /readyz": (200, {}),
+        "GET /tiers": (200, WORSE),
+    }
+    with stub_router(**answers) as router:
+        findings = list(check_router(context(None, router.url, "secret")))
+    by_check = {finding.check: finding for finding in findings}
+    assert by_check["tier fast"].health is WARNING
+    assert by_check["tier fast"].text == "fast loses too much."
+    assert by_check["tier balanced"].health is OK
+    assert "tier int8" not in by_check
+
+
 @pytest.mark.parametrize(
     ("answers", "healths"),
     [

@@ -21,7 +21,7 @@ from router.policy.profiles import (
     profile_name,
 )
 from tests.unit.policy.made_profiles import IDENTITIES, counted, fit, latency, quality
-from tiers.spec import STANDARD_TIERS, TierName
+from tiers.spec import STANDARD_TIERS, EngineBuild, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,3 +166,69 @@ def test_the_first_fault_is_named(
         first_fault(caught.value)
         == f"version: Input should be {'3' if profile is QualityProfile else '1'}"
     )
+
+
+AUTO = EngineBuild(version="0.32.0", kv_cache_dtype="auto")
+NEWER = EngineBuild(version="0.33.0", kv_cache_dtype="auto")
+KV_FP8 = EngineBuild(version="0.32.0", kv_cache_dtype="fp8")
+
+
+def served(**builds: EngineBuild) -> dict[TierName, tuple[EngineBuild, ...]]:
+    """Return what each tier's engine computes with; by default what everything was measured with."""
+    return {tier: (builds.get(tier, AUTO),) for tier in STANDARD_TIERS}
+
+
+MEASURED_WITH = {"builds": served()}
+WHOLE = quality(counted(FAST, 8), counted(BALANCED, 1))
+
+
+@pytest.mark.parametrize("changed", [NEWER, KV_FP8], ids=["version", "KV cache"])
+def test_a_tier_whose_engine_has_changed_is_not_measured(changed: EngineBuild) -> None:
+    """Its losses and its speed are gone, those of other tiers still hold, and there is something left to measure."""
+    losses = WHOLE.model_copy(update=MEASURED_WITH)
+    speeds = latency({FAST: 10, PRECISE: 30}).model_copy(update=MEASURED_WITH)
+    now = served(fast=changed)
+    left = losses.covering(now)
+    assert left.of(FAST) == ()
+    assert left.of(BALANCED) == losses.of(BALANCED)
+    assert left.whole is False
+    assert [fit.tier for fit in speeds.covering(now).fits] == [PRECISE]
+    assert [sample.tier for sample in speeds.covering(now).samples] == [PRECISE]
+    assert losses.covering(served()) == losses
+    assert speeds.covering(served()) == speeds
+
+
+def test_no_loss_holds_once_the_reference_has_changed() -> None:
+    losses = WHOLE.model_copy(update=MEASURED_WITH)
+    left = losses.covering(served(precise=NEWER))
+    assert left.counts == ()
+    assert left.whole is False
+
+
+def test_profiles_that_do_not_name_engines_hold_for_unquantized_kv_caches() -> None:
+    """Earlier releases wrote such profiles; engines that do not tell what they are keep theirs as well."""
+    assert WHOLE.builds == {}
+    assert WHOLE.covering(served()) == WHOLE
+    assert WHOLE.covering(served(fast=EngineBuild())) == WHOLE
+    assert WHOLE.covering(served(fast=KV_FP8)).of(FAST) == ()
+
+
+def test_engines_that_were_not_asked_yet_contradict_nothing() -> None:
+    losses = WHOLE.model_copy(update=MEASURED_WITH)
+    assert losses.covering(dict.fromkeys(STANDARD_TIERS, ())) == losses
+
+
+def test_earlier_speeds_of_another_engine_are_not_kept() -> None:
+    """A tier that is measured alone does not bring back what other tiers had before their engines changed."""
+    earlier = latency({FAST: 99, PRECISE: 30}).model_copy(update=MEASURED_WITH)
+    newer = latency({FAST: 10}).model_copy(update={"builds": served(precise=NEWER)})
+    assert [fit.tier for fit in newer.with_others(earlier).fits] == [FAST]
+    same = latency({FAST: 10}).model_copy(update=MEASURED_WITH)
+    assert [fit.tier for fit in same.with_others(earlier).fits] == [FAST, PRECISE]
+
+
+def test_a_profile_keeps_what_its_engines_were_in_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "quality.json"
+    losses = WHOLE.model_copy(update=MEASURED_WITH)
+    path.write_text(losses.model_dump_json())
+    assert load_profile(path) == losses

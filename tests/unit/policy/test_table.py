@@ -27,7 +27,13 @@ from tests.unit.policy.made_profiles import (
 )
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
+from tiers.spec import (
+    STANDARD_TIERS,
+    EngineBuild,
+    ReplicaStatus,
+    TierName,
+    TierSpec,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,6 +134,33 @@ def test_profiles_that_appear_change_and_vanish_are_followed(tmp_path: Path) -> 
     assert mean(store) == published
     assert fleet.speeds == {}
     assert store.measured == frozenset()
+
+
+def test_what_was_measured_of_another_engine_does_not_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once an engine says that its KV cache is quantized now: losses and speed are unknown again, and the log says why."""
+    fleet = made_fleet()
+    replica = fleet.add(
+        Replica("fast-0", fleet.spec(FAST), "http://u", api_key="", model="m")
+    )
+    store = PolicyStore(settings(tmp_path), fleet, MODEL)
+    published = mean(store)
+    write(tmp_path, quality(counted(FAST, 30), counted(BALANCED, 1)))
+    write(tmp_path, latency({FAST: 10, PRECISE: 20}))
+    store.reload()
+    assert mean(store) > published
+    replica.update(build=EngineBuild(version="0.32.0", kv_cache_dtype="fp8"))
+    store.reload()
+    assert mean(store) == published
+    assert store.measured == frozenset()
+    assert set(fleet.speeds) == {PRECISE}
+    assert "says of tier fast no longer counts" in caplog.text
+    assert "vLLM 0.32.0, KV cache fp8" in caplog.text
+    replica.update(build=EngineBuild(version="0.32.0", kv_cache_dtype="auto"))
+    store.reload()
+    assert mean(store) > published
+    assert set(fleet.speeds) == {FAST, PRECISE}
 
 
 def test_an_adapter_has_losses_of_its_own(tmp_path: Path) -> None:

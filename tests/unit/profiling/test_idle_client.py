@@ -111,6 +111,19 @@ async def test_the_fleet_has_what_is_ready() -> None:
         assert fleet.machine == "m"
 
 
+async def test_what_tiers_wait_for_is_asked_beside_requests() -> None:
+    """An urgent measurement waits for no caller, and no caller's request cancels it."""
+    async with idle() as rig:
+        rig.client._is_urgent = lambda: True
+        rig.client._request_counts = lambda: RequestCounts(total=1, open=1)
+        rig.client._idle_s = 3600.0
+        rig.client._quiet_s = 3600.0
+        asking = asyncio.create_task(rig.client.ask(PATH, FAST, CHAT))
+        await until(lambda: bool(rig.engine.requests))
+        assert rig.fleet.preempt is None
+        assert (await asking)["choices"]
+
+
 async def test_a_request_finds_the_engine_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is broken off is asked again, once; the slot is free before the cancellation has run."""
     monkeypatch.setattr(measuring_client, "LONGEST_CHECK_S", 0.01)

@@ -26,6 +26,7 @@ from tiers.lifecycle.canary import (
     ACCEPTED_FOR,
     Canary,
     CanaryFile,
+    EngineKey,
     read_canary,
     write_canary,
 )
@@ -45,6 +46,11 @@ SPEC = TierSpec(
 )
 PRECISE = replace(SPEC, name=TierName.PRECISE, precision="bf16")
 ELSEWHERE = replace(SPEC, urls=(URL,))
+KEY = EngineKey(weights="d", engine="vLLM 0.32.0")
+
+
+def key_of(spec: TierSpec) -> EngineKey:
+    return EngineKey(weights=URL, engine="vLLM 0.32.0") if spec.urls else KEY
 
 
 def scores(
@@ -99,7 +105,7 @@ async def test_a_sound_engine_of_a_checkpoint_made_here_passes(
 ) -> None:
     """At its first start too, and nothing need be recorded."""
     spec = made(tmp_path / "made")
-    await canary.check_scores(scores(-1.05), spec, URL)
+    await canary.check_scores(scores(-1.05), spec, KEY)
     assert read_canary(canary.path).records == ()
 
 
@@ -108,7 +114,7 @@ async def test_a_broken_first_start_is_refused(tmp_path: Path, canary: Canary) -
     """Its numbers, what they should be, by text, and what to do: its files are as they were made."""
     spec = made(tmp_path / "made")
     with pytest.raises(CanaryRefusedError) as refused:
-        await canary.check_scores(scores(-3.0), spec, URL)
+        await canary.check_scores(scores(-3.0), spec, KEY)
     assert (
         "2.00 nats a token from those that transformers computes with this checkpoint"
         in str(refused.value)
@@ -131,7 +137,7 @@ async def test_changed_weights_are_told_from_a_broken_kernel(
         CanaryRefusedError,
         match=f"not those that were made. Make them again: remove {tmp_path}/made",
     ):
-        await canary.check_scores(scores(-3.0), spec, URL)
+        await canary.check_scores(scores(-3.0), spec, KEY)
 
 
 @pytest.mark.anyio
@@ -142,9 +148,9 @@ async def test_another_chat_template_is_refused(tmp_path: Path, canary: Canary) 
         CanaryRefusedError,
         match=r"its chat template is not the one .* makes 4 tokens, 3 are expected",
     ):
-        await canary.check_scores(scores(chat_ids=(7, 1, 2, 3)), spec, URL)
+        await canary.check_scores(scores(chat_ids=(7, 1, 2, 3)), spec, KEY)
     await canary.check_scores(
-        scores(chat_ids=(7, 1, 2, 3)), made(tmp_path / "dated", chat_is_dated=True), URL
+        scores(chat_ids=(7, 1, 2, 3)), made(tmp_path / "dated", chat_is_dated=True), KEY
     )
 
 
@@ -154,80 +160,96 @@ async def test_decode_must_agree_with_prefill(canary: Canary) -> None:
         CanaryRefusedError,
         match=r"generates have log-probabilities 0\.50 .* 0\.15 is allowed .* KV cache",
     ):
-        await canary.check_scores(scores(decode_gap=0.5), SPEC, URL)
+        await canary.check_scores(scores(decode_gap=0.5), SPEC, KEY)
 
 
 @pytest.mark.anyio
 async def test_the_tolerance_is_a_factor(tmp_path: Path) -> None:
     lenient = Canary(tmp_path / "canary.json", tolerance=30.0)
-    await lenient.check_scores(scores(-3.0), made(tmp_path / "made"), URL)
+    await lenient.check_scores(scores(-3.0), made(tmp_path / "made"), KEY)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("spec", [SPEC, ELSEWHERE], ids=["here", "elsewhere"])
-async def test_without_a_reference_the_first_start_is_one(
+async def test_a_first_start_is_no_reference(canary: Canary, spec: TierSpec) -> None:
+    """It may be broken: without a reference nothing is kept, and a sound engine that follows is not refused."""
+    assert await canary.check_scores(scores(-3.0), spec, key_of(spec)) is None
+    assert read_canary(canary.path).records == ()
+    assert await canary.check_scores(scores(), spec, key_of(spec)) is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("spec", [SPEC, ELSEWHERE], ids=["here", "elsewhere"])
+async def test_what_was_verified_is_the_reference_of_later_starts(
     canary: Canary, spec: TierSpec
 ) -> None:
     """Of a checkpoint that was made by others, and of an engine given by URL."""
-    await canary.check_scores(scores(), spec, URL)
-    await canary.check_scores(scores(-1.05), spec, URL)
+    canary.record_verified(scores(), spec, key_of(spec))
+    record = await canary.check_scores(scores(-1.05), spec, key_of(spec))
+    assert record is not None
+    assert record.is_accepted is False
+    assert record.texts == scores().texts
+    assert record.identity == (URL if spec.urls else "d")
     with pytest.raises(
         CanaryRefusedError,
         match=r"0\.50 nats a token from those of 2.* UTC; at most 0\.15 is allowed",
     ):
-        await canary.check_scores(scores(-1.5), spec, URL)
-    (record,) = read_canary(canary.path).records
-    assert record.texts == scores().texts
-    assert record.identity == (URL if spec.urls else "d")
+        await canary.check_scores(scores(-1.5), spec, key_of(spec))
 
 
-def test_the_highest_precision_judges_those_that_have_no_reference(
+@pytest.mark.anyio
+async def test_another_engine_of_the_same_weights_is_not_verified(
+    canary: Canary,
+) -> None:
+    """A new release, KV cache or kernel: verification starts anew, and takes the place of the former."""
+    canary.record_verified(scores(), SPEC, KEY)
+    newer = KEY._replace(engine="vLLM 0.33.0")
+    assert await canary.check_scores(scores(-3.0), SPEC, newer) is None
+    canary.record_verified(scores(-3.0), SPEC, newer)
+    assert await canary.check_scores(scores(-3.0), SPEC, newer) is not None
+    assert await canary.check_scores(scores(), SPEC, KEY) is None
+
+
+def test_a_running_engine_judges_those_that_have_no_reference(
     tmp_path: Path, canary: Canary
 ) -> None:
-    """By as much as quantization explains; a checkpoint that was made here was judged when it was made."""
-    highest = scores()
-    canary.check_loss(scores(-1.9), highest, ELSEWHERE, url=URL)
+    """By as much as quantization explains."""
+
+    def check(logprob: float, precision: str) -> None:
+        canary.check_loss(
+            scores(logprob),
+            scores(),
+            ELSEWHERE,
+            precision=precision,
+            judge=TierName.PRECISE,
+        )
+
+    check(-1.9, "awq-int4")
     with pytest.raises(
         CanaryRefusedError,
         match=r"1\.10 nats a token from those of tier precise; at most 1\.00",
     ):
-        canary.check_loss(scores(-2.1), highest, ELSEWHERE, url=URL)
+        check(-2.1, "awq-int4")
     with pytest.raises(
         CanaryRefusedError,
         match=r"0\.90 nats .* at most 0\.40 is allowed for fp8 weights",
     ):
-        canary.check_loss(
-            scores(-1.9), highest, replace(ELSEWHERE, precision="fp8"), url=URL
-        )
-    canary.check_loss(scores(-9.0), highest, made(tmp_path / "made"), url=URL)
+        check(-1.9, "fp8")
 
 
 @pytest.mark.anyio
-async def test_a_refused_first_start_is_no_reference(canary: Canary) -> None:
-    """What was recorded before the highest precision was ready goes when that finds it wrong."""
-    await canary.check_scores(scores(-3.0), ELSEWHERE, URL)
-    with pytest.raises(CanaryRefusedError):
-        canary.check_loss(scores(-3.0), scores(), ELSEWHERE, url=URL)
-    assert read_canary(canary.path).records == ()
-    await canary.check_scores(scores(), ELSEWHERE, URL)
-
-
-@pytest.mark.anyio
-async def test_an_engine_is_refused_although_its_record_cannot_be_deleted(
+async def test_an_engine_is_verified_although_that_cannot_be_kept(
     canary: Canary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The refusal is what its watcher must hear: after any other error it would start the engine again."""
-    await canary.check_scores(scores(-3.0), ELSEWHERE, URL)
+    """A full disk keeps no engine from serving; its next start is verified again, and the log says so."""
 
     def no_space(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tempfile.mkstemp", no_space)
-    with pytest.raises(
-        CanaryRefusedError, match=r"2\.00 nats a token from those of tier precise"
-    ):
-        canary.check_loss(scores(-3.0), scores(), ELSEWHERE, url=URL)
-    assert "are not deleted" in caplog.text
+    canary.record_verified(scores(), SPEC, KEY)
+    assert "so its next start is verified again" in caplog.text
+    assert await canary.check_scores(scores(-3.0), SPEC, KEY) is None
 
 
 @pytest.mark.anyio
@@ -237,12 +259,11 @@ async def test_what_an_operator_accepts_is_the_reference(
     """In the place of any other; every engine of the tier is recorded once, and compared from then on."""
     spec = made(tmp_path / "made")
     assert canary.accept(TierName.FAST) == 0
-    await canary.check_scores(scores(-3.0), spec, URL)
-    await canary.check_scores(scores(-5.0), ELSEWHERE, URL)
-    canary.check_loss(scores(-5.0), scores(), ELSEWHERE, url=URL)
-    await canary.check_scores(scores(-3.0), spec, URL)
+    await canary.check_scores(scores(-3.0), spec, KEY)
+    await canary.check_scores(scores(-5.0), ELSEWHERE, key_of(ELSEWHERE))
+    await canary.check_scores(scores(-3.0), spec, KEY)
     with pytest.raises(CanaryRefusedError):
-        await canary.check_scores(scores(), spec, URL)
+        await canary.check_scores(scores(), spec, KEY)
     assert canary.accept(TierName.FAST) == 2
 
 
@@ -257,39 +278,41 @@ async def test_an_acceptance_ends_after_an_hour(tmp_path: Path, canary: Canary) 
     )
     write_canary(canary.path, CanaryFile(acceptances=(old,)))
     with pytest.raises(CanaryRefusedError):
-        await canary.check_scores(scores(-3.0), made(tmp_path / "made"), URL)
+        await canary.check_scores(scores(-3.0), made(tmp_path / "made"), KEY)
 
 
 @pytest.mark.anyio
 async def test_other_tiers_are_not_accepted_with_it(
     tmp_path: Path, canary: Canary
 ) -> None:
-    await canary.check_scores(scores(), PRECISE, URL)
+    canary.record_verified(scores(), PRECISE, KEY)
     canary.accept(TierName.FAST)
     with pytest.raises(CanaryRefusedError):
-        await canary.check_scores(scores(-3.0), PRECISE, URL)
+        await canary.check_scores(scores(-3.0), PRECISE, KEY)
 
 
 @pytest.mark.anyio
 async def test_scores_of_other_texts_are_replaced(canary: Canary) -> None:
     """After a change of the texts the old scores tell nothing; other engines' records stay."""
-    await canary.check_scores(scores(), SPEC, URL)
-    await canary.check_scores(scores(), PRECISE, URL)
+    canary.record_verified(scores(), SPEC, KEY)
+    canary.record_verified(scores(), PRECISE, KEY)
     fast, precise = read_canary(canary.path).records
     write_canary(
         canary.path,
         CanaryFile(records=(fast.model_copy(update={"texts_digest": "old"}), precise)),
     )
-    await canary.check_scores(scores(-3.0), SPEC, URL)
+    assert await canary.check_scores(scores(-3.0), SPEC, KEY) is None
+    canary.record_verified(scores(-3.0), SPEC, KEY)
     records = {record.tier: record for record in read_canary(canary.path).records}
     assert records[TierName.FAST].texts == scores(-3.0).texts
     assert records[TierName.PRECISE] == precise
 
 
-def test_a_file_of_greedy_tokens_is_replaced(canary: Canary) -> None:
-    """What releases before this one recorded cannot be compared, and keeps nothing from starting."""
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_file_of_an_earlier_release_is_replaced(canary: Canary, version: int) -> None:
+    """Greedy tokens cannot be compared, and first starts that nothing was compared with are no norm."""
     canary.path.write_text(
-        '{"version": 1, "records": [{"tier": "fast", "tokens": [[1]]}]}'
+        f'{{"version": {version}, "records": [{{"tier": "fast", "tokens": [[1]]}}]}}'
     )
     assert read_canary(canary.path) == CanaryFile()
     canary.accept(TierName.FAST)
@@ -301,7 +324,7 @@ def test_a_file_of_greedy_tokens_is_replaced(canary: Canary) -> None:
     [
         "{",
         "[]",
-        '{"version": 3, "records": []}',
+        '{"version": 4, "records": []}',
         '{"records": [{"tier": "fast"}]}',
         '{"other": 1}',
         "\x00",
@@ -349,10 +372,11 @@ def test_a_much_slower_engine_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_first_start_records_and_the_next_one_compares(
+async def test_what_an_operator_accepted_is_compared_with_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: Canary
 ) -> None:
     """Engines that compute alike are ready; another one is refused, and was never ready."""
+    canary.accept(TierName.FAST)
     async with own_engines(tmp_path, monkeypatch, canary=canary):
         (record,) = read_canary(canary.path).records
         assert record.tier == TierName.FAST
@@ -391,6 +415,7 @@ async def test_a_refused_engine_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: Canary
 ) -> None:
     """A wrong checkpoint does not become right by starting it again, even where the engine was ready before."""
+    canary.accept(TierName.FAST)
     async with own_engines(tmp_path, monkeypatch, canary=canary) as own:
         own.next_starts(first_id=5)
         assert own.first.state.pid is not None
@@ -416,6 +441,7 @@ async def test_a_refused_engine_never_replaces_a_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: Canary
 ) -> None:
     """Recycling onto an engine that computes something else fails, and the old one serves on."""
+    canary.accept(TierName.FAST)
     async with own_engines(tmp_path, monkeypatch, canary=canary) as own:
         own.next_starts(first_id=5)
         operation = own.supervisor.operations.begin("recycle", "fast-0")
@@ -433,6 +459,7 @@ async def test_an_operator_accepts_by_command(
 ) -> None:
     """`qarr tiers record`; the next start passes and is the new measure."""
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path))
+    canary.accept(TierName.FAST)
     async with own_engines(tmp_path, monkeypatch, canary=canary):
         pass
     done = subprocess.run(  # noqa: ASYNC221

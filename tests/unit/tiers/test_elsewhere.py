@@ -22,7 +22,7 @@ from tiers.lifecycle.supervisor import Supervisor
 from tiers.lifecycle.watchdog import WatchdogOptions, Wear
 from tiers.replica import Replica
 from tiers.snapshot import Trends
-from tiers.spec import ReplicaStatus, TierName, TierSpec
+from tiers.spec import EngineBuild, ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
 
 pytestmark = pytest.mark.anyio
@@ -87,6 +87,20 @@ async def test_an_engines_precision_is_that_of_the_checkpoint_it_names(
             == "fp8"
         )
         assert watched.fleet.snapshot().tier(FAST).replicas[0].precision == "fp8"
+
+
+async def test_a_quantized_kv_cache_is_a_part_of_the_precision(
+    tmp_path: Path,
+) -> None:
+    """What the engine is, as its version and its metrics tell, is known of the replica and of the tier."""
+    behaviour = Behaviour(root="made/balanced", version="0.9", kv_cache_dtype="fp8")
+    async with elsewhere(tmp_path, behaviour) as watched:
+        replica = watched.fleet.replicas[0]
+        build = EngineBuild(version="0.9", kv_cache_dtype="fp8")
+        assert watched.fleet.spec(FAST).precision == "fp8+kv-fp8"
+        assert replica.state.precision == "fp8+kv-fp8"
+        assert replica.state.build == build
+        assert watched.fleet.builds(FAST) == (build,)
 
 
 async def test_replicas_that_differ_in_precision_are_told(
@@ -177,7 +191,10 @@ async def test_an_engine_that_serves_something_else_is_checked_again(
 
 
 def canary_of(tmp_path: Path) -> Canary:
-    return Canary(tmp_path / "canary.json")
+    """Return a canary of a tier whose first starts an operator vouches for: nothing else is there to compare them with."""
+    canary = Canary(tmp_path / "canary.json")
+    canary.accept(FAST)
+    return canary
 
 
 async def replaced(watched: Supervisor, behaviour: Behaviour, **fields: Any) -> Replica:

@@ -79,6 +79,7 @@ async def test_an_added_engine_is_warmed_and_compared_before_it_serves(
 ) -> None:
     """As one of the settings: its scores are recorded, and it is no tier's before it is ready."""
     canary = Canary(tmp_path / "canary.json")
+    canary.accept(FAST)
     behaviour = Behaviour(alive=False, root="made/fast")
     async with (
         serving_all(FakeEngine(behaviour).app) as (url,),
@@ -105,6 +106,7 @@ async def test_an_added_engine_is_warmed_and_compared_before_it_serves(
 async def test_a_removed_engine_drains_and_is_forgotten(tmp_path: Path) -> None:
     """It gets no more requests, its open one goes on; then neither replica, engine nor recorded scores are left."""
     canary = Canary(tmp_path / "canary.json")
+    canary.accept(FAST)
     async with (
         serving_all(FakeEngine().app) as (url,),
         watched(tmp_path, (url,), canary=canary) as supervisor,

@@ -1,0 +1,374 @@
+"""Verify an engine against a reference before it gets requests: the same model, and as likely the same texts.
+
+The reference is never the engine's own first start, which may be broken. It is
+
+1. what transformers computed when the checkpoint was made, if it was made here (``canary``);
+2. a running engine that was verified itself, or one of the highest precision. Where two engines agree that nothing else
+   vouches for, both are taken to be sound: two broken ones would hardly find the same tokens as likely.
+
+What was verified is kept in the canary's file. At later starts, an engine with the same weights, release of vLLM, precision
+of weights and KV cache, and kernels is only compared with that file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from tiers.errors import CanaryRefusedError, ProbeError
+from tiers.lifecycle.canary import EngineKey, made_checkpoint
+from tiers.lifecycle.engine import Observation
+from tiers.lifecycle.process import selected_kernels
+from tiers.spec import ReplicaStatus, Verification
+from tiers.verification.engine import Engine as VerifiedEngine
+from tiers.verification.findings import EngineIdentity
+from tiers.verification.likelihood import (
+    LikelihoodRecord,
+    compare_likelihood,
+    score_texts,
+    write_texts,
+)
+from tiers.verification.model_facts import observe_facts
+from tiers.verification.same_model import compare_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from tiers.fleet import Fleet
+    from tiers.lifecycle.canary import Canary
+    from tiers.lifecycle.engine import Engine
+    from tiers.probe import EngineProbe
+    from tiers.replica import Replica
+    from tiers.verification.findings import Difference
+    from tiers.verification.model_facts import ModelFacts
+
+log = logging.getLogger(f"qarr.{__name__}")
+HELD_UNVERIFIED = "gets no requests before it is verified (quality.gate = hold)"
+# The differences that a fleet allows for: each tier promises a context of its own.
+ALLOWED_DIFFERENCES = frozenset({"context"})
+
+
+VOUCHED_FOR = {Verification.VERIFIED, Verification.ACCEPTED}
+
+
+class GateMode(StrEnum):
+    """What happens to an engine that is not verified, or is found to differ.
+
+    Attributes:
+        OFF: Nothing is verified.
+        WARN: It gets requests, and a warning says why it should not. What computes wrongly gets none.
+        HOLD: It gets no requests.
+    """
+
+    OFF = "off"
+    WARN = "warn"
+    HOLD = "hold"
+
+
+class Gate:
+    """Verifies engines.
+
+    Args:
+        mode: What happens to those that are not verified.
+        canary: Compares likelihoods of fixed texts, and keeps what was verified.
+        fleet: Ranks tiers.
+        engines: Returns all engines.
+        probe_of: Returns what asks a replica's engine.
+        log_path: Returns the path of an engine's log by its replica's id.
+    """
+
+    def __init__(
+        self,
+        mode: GateMode,
+        canary: Canary,
+        *,
+        fleet: Fleet,
+        engines: Callable[[], Iterable[Engine]],
+        probe_of: Callable[[Replica], EngineProbe],
+        log_path: Callable[[str], Path],
+    ) -> None:
+        self._mode = mode
+        self._canary = canary
+        self._fleet = fleet
+        self._engines = engines
+        self._probe_of = probe_of
+        self._log_path = log_path
+        # One comparison at a time: they would slow each other, and share observations.
+        self._comparing = asyncio.Lock()
+
+    async def check_start(self, engine: Engine) -> None:
+        """Compare an engine that has started, and has scored the fixed texts, with its reference.
+
+        Raises:
+            CanaryRefusedError: It computes wrongly.
+            CheckpointError: The file of verified engines cannot be used.
+        """
+        engine.observation = Observation()
+        engine.difference = None
+        engine.replica.update(verification=None, verification_detail="")
+        scores = engine.scores
+        if scores is None:
+            text = "it gives no log-probabilities, so nothing could be compared"
+            self._note(engine, Verification.CANNOT_TELL, text)
+            return
+        engine.key = await self._key_of(engine)
+        record = await self._canary.check_scores(
+            scores, engine.replica.spec, engine.key
+        )
+        if record is None:
+            await self._verify(engine)
+        elif record.is_accepted:
+            text = f"an operator accepted it on {record.recorded:%Y-%m-%d}"
+            self._note(engine, Verification.ACCEPTED, text)
+        else:
+            text = f"it computes as on {record.recorded:%Y-%m-%d}, when it was verified"
+            self._note(engine, Verification.VERIFIED, text)
+
+    async def check_pending(self, engine: Engine) -> bool:
+        """Compare an engine that serves before there was a reference, once there is one; tell whether that was done.
+
+        Raises:
+            CanaryRefusedError: It computes wrongly.
+        """
+        if engine.replica.state.verification is not Verification.PENDING:
+            return False
+        if self._find_reference(engine) is None:
+            return False
+        await self._verify(engine)
+        return True
+
+    async def _key_of(self, engine: Engine) -> EngineKey | None:
+        """Return what identifies an engine; None: its weights have no name.
+
+        One given by URL is known by its URL, not by what it says of its weights: wrong ones would say something else.
+        """
+        replica = engine.replica
+        weights = replica.url if replica.spec.urls else replica.spec.identity
+        if weights is None:
+            return None
+        kernels: tuple[str, ...] = ()
+        if engine.process is not None:
+            log_path = self._log_path(replica.id)
+            kernels = await asyncio.to_thread(selected_kernels, log_path)
+        parts = [replica.spec.precision, str(replica.state.build), *sorted(kernels)]
+        return EngineKey(weights=weights, engine=", ".join(parts))
+
+    async def _verify(self, engine: Engine) -> None:
+        """Compare an engine with a running reference, if there is one, and keep it if nothing is wrong."""
+        reference = self._find_reference(engine)
+        is_made = made_checkpoint(engine.replica.spec) is not None
+        if reference is not None:
+            await self._compare(engine, reference, is_made=is_made)
+        elif not self._is_highest(engine):
+            text = "no engine is ready that it could be compared with"
+            self._note(engine, Verification.PENDING, text)
+        elif is_made:
+            text = "it computes what transformers computed when its checkpoint was made"
+            self._note_verified(engine, text)
+        else:
+            text = (
+                "others are compared with it, and nothing is there to compare it with"
+            )
+            self._note(engine, Verification.REFERENCE, text)
+
+    def check_against_precise(self, engine: Engine, precise: Engine) -> None:
+        """Compare an engine with one of tier precise that became ready later, by their scores of the fixed texts.
+
+        Raises:
+            CanaryRefusedError: They differ too much, and tier precise is likelier to be right.
+        """
+        is_vouched_for = engine.replica.state.verification in VOUCHED_FOR
+        is_judge_vouched_for = precise.replica.state.verification in VOUCHED_FOR
+        if engine.replica.state.verification is Verification.ACCEPTED:
+            return
+        if is_judge_vouched_for or not is_vouched_for:
+            self._check_loss(engine, precise)
+
+    def _check_loss(self, engine: Engine, judge: Engine) -> None:
+        """Compare the scores of two engines; by how much they may differ is for the one of fewer bits to say."""
+        assert engine.scores is not None
+        assert judge.scores is not None
+        if made_checkpoint(engine.replica.spec) is not None:
+            return
+        lossier = min(engine, judge, key=self._rank)
+        self._canary.check_loss(
+            engine.scores,
+            judge.scores,
+            engine.replica.spec,
+            precision=lossier.replica.spec.precision,
+            judge=judge.replica.spec.name,
+        )
+
+    def _find_reference(self, engine: Engine) -> Engine | None:
+        """Return the best running engine that this one may be compared with; None: there is none."""
+        candidates = [
+            other
+            for other in self._engines()
+            if other is not engine
+            and other.replica.state.status is ReplicaStatus.READY
+            and other.scores is not None
+            and self._may_judge(other, engine)
+        ]
+        return max(candidates, key=self._rank, default=None)
+
+    def _may_judge(self, judge: Engine, engine: Engine) -> bool:
+        """Tell whether an engine was verified itself, or is of the highest precision and the other is not."""
+        if judge.replica.state.verification in VOUCHED_FOR:
+            return True
+        return self._is_highest(judge) and not self._is_highest(engine)
+
+    def _rank(self, engine: Engine) -> int:
+        return self._fleet.rank(engine.replica.spec.name)
+
+    def _is_highest(self, engine: Engine) -> bool:
+        """Tell whether no tier of a higher precision has engines, here or elsewhere, now or later."""
+        configured = [spec.name for spec in self._fleet.specs if not spec.absent]
+        return not configured or engine.replica.spec.name is configured[-1]
+
+    async def _compare(
+        self, engine: Engine, reference: Engine, *, is_made: bool
+    ) -> None:
+        """Compare an engine with a running reference.
+
+        What transformers computed for a checkpoint made here says more of its likelihoods than another precision could.
+        """
+        judge = reference.replica
+        began_at = time.monotonic()
+        self._check_loss(engine, reference)
+        difference: Difference | None = None
+        faults: tuple[str, ...] = ()
+        failure: str | None = None
+        try:
+            async with self._comparing:
+                difference = await self._find_difference(engine, reference)
+                if not is_made:
+                    faults = await self._find_faults(engine, reference)
+        except* ProbeError as errors:
+            failure = _first(errors)
+        if failure is not None:
+            text = f"it could not be compared with {judge.id}: {failure}"
+            self._note(engine, Verification.CANNOT_TELL, text)
+            log.warning("%s is not verified: %s", engine.replica.id, text)
+            return
+        if faults:
+            raise CanaryRefusedError(
+                f"it computes otherwise than {judge.id}: {'; '.join(faults)}. It serves another model, or computes wrongly. "
+                f"If it is meant to be so: qarr tiers record {engine.replica.spec.name}"
+            )
+        if difference is not None:
+            self._note_difference(engine, reference, difference)
+            return
+        took_s = time.monotonic() - began_at
+        log.info("%s was verified in %.1f s", engine.replica.id, took_s)
+        self._note_verified(engine, f"it was compared with {judge.id}")
+        if judge.state.verification is Verification.REFERENCE and not is_made:
+            self._note_verified(reference, f"{engine.replica.id} agrees with it")
+
+    async def _find_difference(
+        self, engine: Engine, reference: Engine
+    ) -> Difference | None:
+        """Return the first thing in which two engines treat requests differently; None: they treat them alike."""
+        finding = compare_facts(
+            await self._facts_of(reference), await self._facts_of(engine), took_s=0.0
+        )
+        for difference in finding.differences:
+            if difference.is_fault and difference.subject not in ALLOWED_DIFFERENCES:
+                return difference
+        return None
+
+    async def _find_faults(self, engine: Engine, reference: Engine) -> tuple[str, ...]:
+        """Return what is wrong with what an engine finds likely, and with what it writes, in the eyes of the reference."""
+        context = min(
+            engine.replica.spec.max_model_len, reference.replica.spec.max_model_len
+        )
+        theirs = await self._record_of(reference, context)
+        ours = await self._record_of(engine, context)
+        finding = compare_likelihood(
+            theirs,
+            ours,
+            scores_by_candidate=await score_texts(
+                self._verified_engine(engine), theirs.texts, _report_nothing
+            ),
+            scores_by_reference=await score_texts(
+                self._verified_engine(reference), ours.texts, _report_nothing
+            ),
+            took_s=0.0,
+        )
+        return finding.faults
+
+    async def _facts_of(self, engine: Engine) -> ModelFacts:
+        observation = engine.observation
+        if observation.facts is None:
+            observation.facts = await observe_facts(self._verified_engine(engine))
+        return observation.facts
+
+    async def _record_of(self, engine: Engine, context: int) -> LikelihoodRecord:
+        observation = engine.observation
+        if observation.record is None:
+            asked = self._verified_engine(engine)
+            texts = await write_texts(
+                asked, context=context, quick=True, report=_report_nothing
+            )
+            own_scores = await score_texts(asked, texts, _report_nothing)
+            observation.record = LikelihoodRecord(texts=texts, own_scores=own_scores)
+        return observation.record
+
+    def _verified_engine(self, engine: Engine) -> VerifiedEngine:
+        replica = engine.replica
+        build = replica.state.build
+        identity = EngineIdentity(
+            name=replica.id,
+            model=replica.model,
+            max_model_len=replica.spec.max_model_len,
+            version=None if build is None else build.version,
+            kv_cache_dtype=None if build is None else build.kv_cache_dtype,
+        )
+        return VerifiedEngine(self._probe_of(replica), identity)
+
+    def _note_verified(self, engine: Engine, text: str) -> None:
+        assert engine.scores is not None
+        if engine.key is not None:
+            self._canary.record_verified(engine.scores, engine.replica.spec, engine.key)
+        self._note(engine, Verification.VERIFIED, text)
+
+    def _note_difference(
+        self, engine: Engine, reference: Engine, difference: Difference
+    ) -> None:
+        text = (
+            f"its {difference.subject} differs from that of {reference.replica.id} ({difference.candidate} instead of "
+            f"{difference.reference})"
+        )
+        engine.difference = text
+        self._note(engine, Verification.DIFFERS, text)
+        log.warning(
+            "%s answers otherwise: %s. %s",
+            engine.replica.id,
+            text,
+            difference.explanation,
+        )
+
+    def _note(self, engine: Engine, verification: Verification, text: str) -> None:
+        engine.replica.update(verification=verification, verification_detail=text)
+        is_kept_out = self._mode is GateMode.HOLD and verification in {
+            Verification.PENDING,
+            Verification.DIFFERS,
+        }
+        if is_kept_out and engine.held is None:
+            engine.held = HELD_UNVERIFIED
+        elif not is_kept_out and engine.held == HELD_UNVERIFIED:
+            engine.held = None
+
+
+def _first(error: Exception) -> str:
+    """Return the text of an error, or of the first of a group."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
+
+
+def _report_nothing(_finished: int, _total: int) -> None:
+    """Take no notice of progress."""
