@@ -34,11 +34,10 @@ LONGEST_CONTEXT = 32_768
 
 # Ranges of output positions: first and last, from 1.
 POSITION_RANGES = ((1, 64), (65, 256), (257, 1000), (1001, None))
-FIRST_RANGE = "1 to 64"
 LONG_CONTEXT = "long context"
 # Measured on two cores with the model of 135 million parameters, against its 16 bits, in nats a token: 8 bits up to .08 and
-# 4 bits up to .29 for a kind of text; broken engines 1.0 and more.
-NONSENSE_NATS = 1.0
+# 4 bits up to .29 for a kind of text; a KV cache of 3 bits 1.2 to 2.5, broken scales and zero points more.
+NONSENSE_NATS = 0.8
 # Sound quantized weights lose most where an answer begins: a later place that loses far more than the beginning is wrong.
 LATE_FACTOR = 3.0
 LATE_NATS = 0.3
@@ -262,8 +261,8 @@ def compare_likelihood(
     by_position = tuple(_gaps(_by_output(across), lambda token: token.range))
     own_gaps = tuple(_gaps(own, lambda token: token.place))
     faults = [
-        *_faults_across("reference", by_position, by_kind),
-        *_faults_across("candidate", by_position, by_kind),
+        *_find_fault("reference", by_position, by_kind),
+        *_find_fault("candidate", by_position, by_kind),
         *_decode_faults(own_gaps),
     ]
     return LikelihoodFinding(
@@ -303,9 +302,15 @@ class _ScoredToken:
     def range(self) -> str:
         """Return the range of output positions that it is in."""
         for first, last in POSITION_RANGES:
-            if last is not None and self.position <= last:
-                return f"{first} to {last}"
-        return f"beyond {POSITION_RANGES[-1][0] - 1}"
+            if last is None or self.position <= last:
+                return _range_name(first, last)
+        raise AssertionError("the last range has no end")
+
+
+def _range_name(first: int, last: int | None) -> str:
+    if last is None:
+        return f"beyond {first - 1}"
+    return f"{first} to {last}"
 
 
 def _score_tokens(
@@ -351,37 +356,45 @@ def _gaps(
         )
 
 
-def _faults_across(
+def _find_fault(
     writer: Role, by_position: Sequence[Gap], by_kind: Sequence[Gap]
-) -> Iterator[str]:
-    """Yield what the other engine finds wrong with one writer's texts: from the beginning, late, or in one kind of text."""
+) -> list[str]:
+    """Return what the other engine finds wrong with one writer's texts: from the beginning, late, or in one kind of text."""
     positions = [gap for gap in by_position if gap.writer == writer]
     kinds = [gap for gap in by_kind if gap.writer == writer]
-    beginning = next((gap for gap in positions if gap.part == FIRST_RANGE), None)
-    if beginning is None:
-        return
-    later = [gap for gap in positions if gap is not beginning]
-    later += [gap for gap in kinds if gap.part == LONG_CONTEXT]
-    limit = max(beginning.gap * LATE_FACTOR, beginning.gap + LATE_NATS)
-    late = [gap for gap in later if gap.gap > limit]
+    if not positions:
+        return []
+    beginning = positions[0]
     worst = max(kinds, key=lambda gap: gap.gap)
+    late = _find_late(beginning, positions[1:] + kinds)
     scorer = "candidate" if writer == "reference" else "reference"
     finds = f"The {scorer} finds the {writer}'s texts"
     if beginning.gap > NONSENSE_NATS:
-        yield (
+        return [
             f"{finds} unlikely from the first tokens on: {_nats(beginning)}, most in {worst.part} with {_nats(worst)}. "
             f"Sound weights of 4 bits stay below {NONSENSE_NATS:g}. The two serve other models, or weights, scales or "
             "a kernel of one are broken."
-        )
-    elif late:
-        yield (
-            f"{finds} unlikely late: {_nats(late[0])} at {_place(late[0])}, and {_nats(beginning)} at the beginning of "
+        ]
+    if late is not None:
+        return [
+            f"{finds} unlikely late: {_nats(late)} at {_place(late)}, and {_nats(beginning)} at the beginning of "
             "answers. Attention, positions (rope_scaling) or the KV cache of one break with length."
-        )
-    elif worst.gap > NONSENSE_NATS:
-        yield (
+        ]
+    if worst.gap > NONSENSE_NATS:
+        return [
             f"{finds} unlikely in {worst.part}: {_nats(worst)}. Sound weights of 4 bits stay below {NONSENSE_NATS:g}."
-        )
+        ]
+    return []
+
+
+def _find_late(beginning: Gap, parts: Sequence[Gap]) -> Gap | None:
+    """Return the first range of positions, or the answers to long prompts, where far more is lost than at the beginning."""
+    limit = max(beginning.gap * LATE_FACTOR, beginning.gap + LATE_NATS)
+    is_late = {_range_name(*bounds) for bounds in POSITION_RANGES} | {LONG_CONTEXT}
+    for gap in parts:
+        if gap.part in is_late and gap.gap > limit:
+            return gap
+    return None
 
 
 def _decode_faults(own: Sequence[Gap]) -> Iterator[str]:

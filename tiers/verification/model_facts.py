@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiers.errors import ProbeError, RefusedError
 from tiers.verification.findings import EngineIdentity, Finding
@@ -102,7 +102,9 @@ OPENINGS = (
     "The old man opened the box and found",
     "In the year 2150, people will",
 )
-DRAWS = 16  # after each opening
+# So many continuations of an opening come from each request: a router wants a free place for each of them at once.
+DRAWS = 8
+REQUESTS = 2  # for each opening
 DRAWN_TOKENS = 4
 # An engine without sampling defaults of its own draws with these.
 NEUTRAL: Mapping[str, Any] = {
@@ -166,6 +168,7 @@ class ModelFacts(Finding):
     """What an engine tells of its model. What it does not tell is None or empty.
 
     Attributes:
+        form: Of what is asked: facts of another form, saved by another release, cannot be compared.
         identity: The engine.
         texts: Tokens of the fixed texts.
         chats: The fixed chats; empty: the model has no chat template.
@@ -176,6 +179,7 @@ class ModelFacts(Finding):
         not_told: Sentences about what could not be observed.
     """
 
+    form: Literal[1] = 1
     identity: EngineIdentity
     texts: tuple[TextTokens, ...]
     chats: tuple[RenderedChat, ...]
@@ -286,19 +290,24 @@ class _Observer:
 
     async def _draw_after(self, opening: str) -> DrawnTexts:
         """Draw continuations without naming any sampling parameter, then neutral ones."""
-        body = {
-            "model": self.model,
-            "prompt": opening,
-            "n": DRAWS,
-            "max_tokens": DRAWN_TOKENS,
-            "seed": OPENINGS.index(opening),
-        }
-        samples = await self.probe.sample(body, REQUEST_S)
-        neutral = await self.probe.sample({**body, **NEUTRAL}, REQUEST_S)
+        logprobs: list[float] = []
+        neutral_logprobs: list[float] = []
+        for number in range(REQUESTS):
+            body = {
+                "model": self.model,
+                "prompt": opening,
+                "n": DRAWS,
+                "max_tokens": DRAWN_TOKENS,
+                "seed": number,
+            }
+            samples = await self.probe.sample(body, REQUEST_S)
+            logprobs += _mean_logprobs(samples)
+            neutral = await self.probe.sample({**body, **NEUTRAL}, REQUEST_S)
+            neutral_logprobs += _mean_logprobs(neutral)
         return DrawnTexts(
             opening=opening,
-            logprobs=_mean_logprobs(samples),
-            neutral_logprobs=_mean_logprobs(neutral),
+            logprobs=tuple(logprobs),
+            neutral_logprobs=tuple(neutral_logprobs),
         )
 
     async def parse_call(self) -> ParsedCall | None:
@@ -346,9 +355,9 @@ class _Observer:
         return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
-def _mean_logprobs(samples: Sequence[SampledText]) -> tuple[float, ...]:
+def _mean_logprobs(samples: Sequence[SampledText]) -> list[float]:
     """Return each sample's mean log-probability; empty ones are left out."""
-    return tuple(mean(sample.logprobs) for sample in samples if sample.logprobs)
+    return [mean(sample.logprobs) for sample in samples if sample.logprobs]
 
 
 def _common_ending(left: str, right: str) -> str:
