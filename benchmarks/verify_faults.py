@@ -142,6 +142,8 @@ class CaseResult(BaseModel):
     @property
     def texts(self) -> str:
         """Return which texts were scored, for people."""
+        if self.likelihood is None:
+            return "none"
         return "quick" if self.is_quick else "all"
 
     @property
@@ -483,8 +485,12 @@ def table(results: list[CaseResult]) -> Iterator[str]:
 def missing(
     cases: list[Case], results: list[CaseResult], *, is_quick: bool
 ) -> list[Case]:
-    """Return the cases that have no result of this form yet, those with one reference together."""
-    done = {result.case for result in results if result.is_quick == is_quick}
+    """Return the cases that have no result yet: none of this form, and none of the first stage alone."""
+    done = {
+        result.case
+        for result in results
+        if result.is_quick == is_quick or result.likelihood is None
+    }
     return [case for case in cases if case.title not in done]
 
 
