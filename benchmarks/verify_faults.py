@@ -494,9 +494,7 @@ def missing(
     return [case for case in cases if case.title not in done]
 
 
-def run_cases(
-    bench: Bench, cases: list[Case], results: list[CaseResult], end: float
-) -> None:
+def run_cases(bench: Bench, cases: list[Case], end: float) -> None:
     """Run cases one after another until none is left or the time is over; the reference runs all the time."""
     for reference in dict.fromkeys(case.reference for case in cases):
         with ExitStack() as stack:
@@ -513,8 +511,7 @@ def run_cases(
                 except (ChildProcessError, TimeoutError) as error:
                     note(f"{case.title}: {error}")
                     continue
-                results.append(result)
-                write_results(results)
+                write_results([*read_results(), result])
                 verdict = "WRONG" if result.is_wrong else "right"
                 note(
                     f"{case.title}: {verdict}, {result.stage or 'no alarm'}, {result.seconds:.0f} s, {result.sentence}"
@@ -550,11 +547,10 @@ def main() -> None:
     if not args.faults:
         cases += sound_cases()
     chosen = [case for case in cases if args.only in case.title]
-    results = read_results()
-    left = missing(chosen, results, is_quick=args.quick)
+    left = missing(chosen, read_results(), is_quick=args.quick)
     if not left:
         note("nothing is left to run")
-    run_cases(bench, left, results, end)
+    run_cases(bench, left, end)
 
 
 if __name__ == "__main__":

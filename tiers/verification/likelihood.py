@@ -171,7 +171,11 @@ class LikelihoodRecord(Finding):
 
 @cache
 def prompts(*, quick: bool = False) -> tuple[LikelihoodPrompt, ...]:
-    """Return the prompts; ``quick``: the few that a start can wait for."""
+    """Return the prompts; ``quick``: the few that a start can wait for.
+
+    The quick ones have a long prompt and no long answer. What goes wrong beyond the first tokens of an answer shows there
+    only if it hangs on the position in the context, and begins below ``QUICK_CONTEXT``.
+    """
     lines = PROMPTS_FILE.read_bytes().splitlines()
     every = [LikelihoodPrompt.model_validate(from_json(line)) for line in lines]
     return tuple(prompt for prompt in every if prompt.is_quick or not quick)
@@ -207,7 +211,7 @@ async def score_texts(
     texts: Sequence[WrittenText],
     report: Callable[[int, int], None],
 ) -> tuple[TextScores, ...]:
-    """Have an engine score texts, its own or another's, by prefill.
+    """Have an engine score texts, its own or another's, by prefill. Those that its context has no room for are left out.
 
     Args:
         engine: Who scores.
@@ -229,7 +233,11 @@ async def score_texts(
             ranks=tuple(score.rank for score in answer_scores),
         )
 
-    return await _in_batches(texts, score, report)
+    context = engine.identity.max_model_len
+    fitting = [
+        text for text in texts if len(text.prompt_ids) + len(text.token_ids) < context
+    ]
+    return await _in_batches(fitting, score, report)
 
 
 def compare_likelihood(
@@ -251,6 +259,11 @@ def compare_likelihood(
     """
     across = _score_tokens("reference", reference.texts, scores_by_candidate)
     not_measured: list[str] = []
+    left_out = len(reference.texts) - len(scores_by_candidate)
+    if left_out:
+        not_measured.append(
+            f"The candidate's context has no room for {left_out} of the reference's {len(reference.texts)} texts."
+        )
     if scores_by_reference is None:
         not_measured.append(SAVED_REFERENCE)
     else:
@@ -260,11 +273,10 @@ def compare_likelihood(
     by_kind = tuple(_gaps(across, lambda token: token.kind))
     by_position = tuple(_gaps(_by_output(across), lambda token: token.range))
     own_gaps = tuple(_gaps(own, lambda token: token.place))
-    faults = [
-        *_find_fault("reference", by_position, by_kind),
-        *_find_fault("candidate", by_position, by_kind),
-        *_decode_faults(own_gaps),
-    ]
+    writers: tuple[Role, ...] = ("reference", "candidate")
+    across_faults = [_find_fault(writer, by_position, by_kind) for writer in writers]
+    faults = [fault for fault in across_faults if fault]
+    faults += _decode_faults(own_gaps)
     return LikelihoodFinding(
         by_kind=by_kind,
         by_position=by_position,
@@ -316,9 +328,13 @@ def _range_name(first: int, last: int | None) -> str:
 def _score_tokens(
     writer: Role, texts: Sequence[WrittenText], scores: Sequence[TextScores]
 ) -> list[_ScoredToken]:
-    """Pair what was written with what was scored, token by token."""
+    """Pair what was written with what was scored, token by token. Texts that were not scored are left out."""
     tokens = []
-    for text, text_scores in zip(texts, scores, strict=True):
+    scores_by_name = {text_scores.name: text_scores for text_scores in scores}
+    for text in texts:
+        text_scores = scores_by_name.get(text.name)
+        if text_scores is None:
+            continue
         places = zip(
             text.logprobs, text_scores.logprobs, text_scores.ranks, strict=True
         )
@@ -358,33 +374,31 @@ def _gaps(
 
 def _find_fault(
     writer: Role, by_position: Sequence[Gap], by_kind: Sequence[Gap]
-) -> list[str]:
+) -> str | None:
     """Return what the other engine finds wrong with one writer's texts: from the beginning, late, or in one kind of text."""
     positions = [gap for gap in by_position if gap.writer == writer]
     kinds = [gap for gap in by_kind if gap.writer == writer]
     if not positions:
-        return []
+        return None
     beginning = positions[0]
     worst = max(kinds, key=lambda gap: gap.gap)
     late = _find_late(beginning, positions[1:] + kinds)
     scorer = "candidate" if writer == "reference" else "reference"
     finds = f"The {scorer} finds the {writer}'s texts"
     if beginning.gap > NONSENSE_NATS:
-        return [
+        return (
             f"{finds} unlikely from the first tokens on: {_nats(beginning)}, most in {worst.part} with {_nats(worst)}. "
             f"Sound weights of 4 bits stay below {NONSENSE_NATS:g}. The two serve other models, or weights, scales or "
             "a kernel of one are broken."
-        ]
+        )
     if late is not None:
-        return [
+        return (
             f"{finds} unlikely late: {_nats(late)} at {_place(late)}, and {_nats(beginning)} at the beginning of "
             "answers. Attention, positions (rope_scaling) or the KV cache of one break with length."
-        ]
+        )
     if worst.gap > NONSENSE_NATS:
-        return [
-            f"{finds} unlikely in {worst.part}: {_nats(worst)}. Sound weights of 4 bits stay below {NONSENSE_NATS:g}."
-        ]
-    return []
+        return f"{finds} unlikely in {worst.part}: {_nats(worst)}. Sound weights of 4 bits stay below {NONSENSE_NATS:g}."
+    return None
 
 
 def _find_late(beginning: Gap, parts: Sequence[Gap]) -> Gap | None:

@@ -125,6 +125,41 @@ async def test_what_vllm_answers_is_read() -> None:
         assert counters.output_tokens == 7
 
 
+async def test_scores_samples_and_messages_are_read() -> None:
+    async with serving(FakeEngine().app) as url, httpx.AsyncClient() as client:
+        probe = EngineProbe(client, url, "")
+        scores = await probe.token_scores("m", (5, 6, 7), 10)
+        assert [score.logprob for score in scores] == [-0.1, -0.1]
+        assert [score.rank for score in scores] == [1, 1]
+        assert await probe.detokenize("m", (1, 2)) == "x xx"
+        body = {"model": "m", "prompt": [5, 6], "max_tokens": 2}
+        (sample,) = await probe.sample(body, 10)
+        assert sample.text == "The capital"
+        assert sample.logprobs == (-0.1, -0.1)
+        assert sample.finish_reason == "length"
+        message = await probe.chat({"model": "m", "messages": []}, 10)
+        assert message["content"] == "The capital of France is Paris."
+        (model,) = await probe.models()
+        assert model.name == "fake"
+
+
+async def test_ranked_scores_of_other_tokens_are_an_error() -> None:
+    scored = (
+        '{"choices": [{"prompt_logprobs": [null, {"9": {"logprob": -1, "rank": 1}}]}]}'
+    )
+    behaviour = Behaviour(instead={COMPLETIONS: scored})
+    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient() as client:
+        with pytest.raises(ProbeError, match="scores other tokens than those"):
+            await EngineProbe(client, url, "").token_scores("m", (5, 6), 10)
+
+
+async def test_a_chat_without_a_message_is_an_error() -> None:
+    behaviour = Behaviour(instead={CHAT: '{"choices": [{"text": "x"}]}'})
+    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient() as client:
+        with pytest.raises(ProbeError, match="answers without a message"):
+            await EngineProbe(client, url, "").chat({"model": "m"}, 10)
+
+
 async def test_a_refusal_is_told_from_other_errors() -> None:
     """HTTP 400 means that the engine does not take such a request; its text is in the error."""
     behaviour = Behaviour(status=400, error="no such field")

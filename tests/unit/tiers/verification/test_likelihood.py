@@ -41,7 +41,8 @@ async def connected(stack: AsyncExitStack, small: SmallModel) -> Engine:
 
 
 async def record_of(engine: Engine, *, quick: bool) -> LikelihoodRecord:
-    texts = await write_texts(engine, context=CONTEXT, quick=quick, report=ignore)
+    context = min(CONTEXT, engine.identity.max_model_len)
+    texts = await write_texts(engine, context=context, quick=quick, report=ignore)
     return LikelihoodRecord(
         texts=texts, own_scores=await score_texts(engine, texts, ignore)
     )
@@ -151,6 +152,16 @@ async def test_a_saved_reference_scores_nothing_and_the_finding_says_so() -> Non
     assert {gap.writer for gap in finding.by_kind} == {"reference"}
     assert finding.verdict is Verdict.WORSE
     assert "saved" in finding.not_measured[0]
+
+
+async def test_texts_that_are_longer_than_the_candidates_context_are_left_out() -> None:
+    """A saved reference may have written for a longer context."""
+    finding = await Pair(SmallModel(), SmallModel(context=1500)).compare(is_saved=True)
+    assert finding.faults == ()
+    assert finding.not_measured[0].startswith("The candidate's context has no room for")
+    kinds = {gap.part for gap in finding.by_kind}
+    assert "code" in kinds
+    assert "long context" not in kinds
 
 
 async def test_progress_is_reported() -> None:
