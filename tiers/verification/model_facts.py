@@ -174,7 +174,9 @@ class ModelFacts(Finding):
         chats: The fixed chats; empty: the model has no chat template.
         ends: Tokens that end an answer, of those that the chat template writes after one.
         drawn: Continuations by the engine's sampling defaults.
-        call: The tool parser's work; None: it was not tried, because the engine takes no tools.
+        call: The tool parser's work; None: it was not tried.
+        is_call_written: Whether the model wrote the call that it was made to write; otherwise nothing is known of the
+            parser. Where an engine holds calls to their schema, white space is free, and a broken model ends in it.
         thinks: Whether the engine tells the model's reasoning apart from its answers.
         not_told: Sentences about what could not be observed.
     """
@@ -186,6 +188,7 @@ class ModelFacts(Finding):
     ends: tuple[int, ...]
     drawn: tuple[DrawnTexts, ...]
     call: ParsedCall | None
+    is_call_written: bool = True
     thinks: bool
     not_told: tuple[str, ...]
 
@@ -213,6 +216,7 @@ async def observe_facts(engine: Engine) -> ModelFacts:
         ends=ends,
         drawn=drawn,
         call=call,
+        is_call_written=observer.is_call_written,
         thinks=thinks,
         not_told=tuple(observer.not_told),
     )
@@ -223,6 +227,7 @@ class _Observer:
 
     Attributes:
         has_template: Whether it takes chats, once they were rendered.
+        is_call_written: Whether the model wrote the call that it was made to write, once that was tried.
         not_told: Sentences about what it does not tell.
     """
 
@@ -231,6 +236,7 @@ class _Observer:
         self.probe = engine.probe
         self.model = engine.model
         self.has_template = True
+        self.is_call_written = True
         self.not_told: list[str] = []
 
     def _note(self, sentence: str) -> None:
@@ -314,6 +320,7 @@ class _Observer:
         """Make the model write a call in its own form, and return what the engine's tool parser makes of it."""
         if not self.has_template:
             return None
+        written_call = await self._written_call()
         body = {
             "model": self.model,
             "messages": [_USER],
@@ -321,7 +328,7 @@ class _Observer:
             "tool_choice": "auto",
             "temperature": 0,
             "max_tokens": 200,
-            "structured_outputs": {"choice": [await self._written_call()]},
+            "structured_outputs": {"choice": [written_call]},
         }
         try:
             message = await self.probe.chat(body, REQUEST_S)
@@ -329,6 +336,13 @@ class _Observer:
             self._note("takes no tools, so its tool parser was not tried")
             return None
         calls = message.get("tool_calls") or []
+        content = message.get("content") or ""
+        if not calls and written_call.strip() not in content:
+            self.is_call_written = False
+            self._note(
+                "did not write the call that it was made to write, so its tool parser was not tried"
+            )
+            return None
         function = calls[0].get("function", {}) if calls else {}
         return ParsedCall(
             name=str(function.get("name") or ""),

@@ -287,7 +287,9 @@ def _show_effect(effects: _Effects) -> str:
 def _compare_calls(
     reference: ModelFacts, candidate: ModelFacts
 ) -> Iterator[Difference]:
-    """Yield a difference of tool parsers, if one of the two reads the call rightly."""
+    """Yield a difference of tool parsers, if one of the two reads the call rightly and both had one to read."""
+    if not (reference.is_call_written and candidate.is_call_written):
+        return
     if reference.call == candidate.call:
         return
     if not (_is_right(reference.call) or _is_right(candidate.call)):

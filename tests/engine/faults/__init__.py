@@ -1,0 +1,1 @@
+"""Faults that are put into real engines, to prove that a verification finds them."""
