@@ -327,7 +327,8 @@ class _Observer:
             "tools": [WEATHER_TOOL],
             "tool_choice": "auto",
             "temperature": 0,
-            "max_tokens": 200,
+            # a broken model may write each byte as a token of its own
+            "max_tokens": len(written_call.encode()) + 8,
             "structured_outputs": {"choice": [written_call]},
         }
         try:
