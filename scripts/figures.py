@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 RESULTS = ROOT / "benchmarks/results"
 DOCUMENTS = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("classifier", "limits", "planning", "routing")),
+    *(
+        f"docs/{name}.md"
+        for name in ("classifier", "limits", "planning", "routing", "verify")
+    ),
 )
 WIDTH = 115
 BLOCK = re.compile(
@@ -936,7 +939,72 @@ def new_clients(to_results: str) -> str:
     )
 
 
+def verification_errors(to_results: str) -> str:
+    """Return how often verdicts about answers were wrong in simulations, and how many tasks they took."""
+    name = "sequential_errors.json"
+    result = read_json(name)
+    rows = []
+    for row in result["rows"]:
+        if row["both_wrong"] or row["max_tasks"] != min(
+            each["max_tasks"] for each in result["rows"]
+        ):
+            continue
+        rows.append(
+            [
+                f"{100 * row['loss']:g}",
+                f"{100 * row['better']:g}",
+                f"{100 * row['same']:.1f}",
+                f"{100 * row['worse']:.1f}",
+                f"{100 * row['cannot_tell']:.1f}",
+                f"{row['mean_tasks']:,.0f}",
+            ]
+        )
+    head = [
+        "true loss of 100",
+        "also better, of 100",
+        "same %",
+        "worse %",
+        "cannot tell %",
+        "tasks, mean",
+    ]
+    most_tasks = min(row["max_tasks"] for row in result["rows"])
+    words = (
+        f"`{result['command']}`, {result['date']}: {result['runs']:,} verifications for each row, "
+        f"at most {most_tasks} tasks, "
+        f"{100 * result['tolerated']:g} of 100 tolerated, confidence {100 * result['confidence']:g} % "
+        f"([all rows]({to_results}/{name}))."
+    )
+    return f"{table(head, rows)}\n{paragraph(words)}"
+
+
+def verification_faults(to_results: str) -> str:
+    """Return which faults in real engines a verification found, and how many sound pairs raised an alarm."""
+    name = "verify_faults.json"
+    cases = read_json(name)
+    faults = [case for case in cases if not case["is_sound"]]
+    sound = [case for case in cases if case["is_sound"]]
+    rows = [
+        [
+            case["case"],
+            case["stage"] or "not found",
+            f"{case['seconds']:.0f}",
+        ]
+        for case in faults
+    ]
+    found = sum(case["stage"] is not None for case in faults)
+    alarms = sum(case["stage"] is not None for case in sound)
+    words = (
+        f"{found} of {len(faults)} faults were found; {len(sound)} pairs without a fault raised {alarms} alarms "
+        f"([all cases]({to_results}/verify_faults.txt))."
+    )
+    return (
+        f"{table(['candidate', 'found in stage', 'seconds'], rows)}\n{paragraph(words)}"
+    )
+
+
 FIGURES: dict[str, Callable[[str], str]] = {
+    "verification-errors": verification_errors,
+    "verification-faults": verification_faults,
     "big-fleet": big_fleet,
     "choice-worth": choice_worth,
     "classifier-cost": classifier_cost,
