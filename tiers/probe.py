@@ -218,6 +218,14 @@ class _ScoredCompletion(_ParsedAnswer):
 
 class _StreamedDelta(_ParsedAnswer):
     content: str | None = None
+    # a thought that the engine tells apart is generated text too; older releases name it reasoning_content
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def piece(self) -> str | None:
+        """Return its text, or that of the thought before it."""
+        return self.content or self.reasoning or self.reasoning_content
 
 
 class _StreamedChoice(_ParsedAnswer):
@@ -227,7 +235,7 @@ class _StreamedChoice(_ParsedAnswer):
     @property
     def piece(self) -> str:
         """Return its text, which chats have in a delta."""
-        text = self.delta.content if self.delta is not None else self.text
+        text = self.delta.piece if self.delta is not None else self.text
         return text or ""
 
 

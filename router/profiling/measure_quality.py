@@ -384,9 +384,8 @@ class _QualityMeasurement:
         """Return the limits for answers to a task, which fit the context; None: the task itself does not fit."""
         limits = self._mode.limits
         prompt_tokens = most_prompt_tokens(task)
-        if prompt_tokens + task.max_tokens + limits.think_tokens <= self._context:
-            return limits
-        prompt_tokens = await self._count_prompt_tokens(task)
+        if prompt_tokens + task.max_tokens > self._context:
+            prompt_tokens = await self._count_prompt_tokens(task)
         if prompt_tokens + task.max_tokens > self._context:
             return None
         think_tokens = fitting_think_tokens(
