@@ -335,9 +335,10 @@ class Bench:
     def _twin(self, folder: Path, seed: int) -> Path:
         twin = self.folder / f"{folder.name}-twin-{seed}"
         if not twin.exists():
-            command = [sys.executable, ROOT / "scripts/make_twin.py", folder, twin]
+            script = ROOT / "scripts/make_twin.py"
+            options = ["--keep-manifest", "--seed", str(seed)]
             subprocess.run(
-                [*command, "--keep-manifest", "--seed", str(seed)],
+                [sys.executable, script, folder, twin, *options],
                 check=True,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
