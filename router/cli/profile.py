@@ -15,6 +15,7 @@ from rich.table import Table
 
 from router.cli.client import TIMEOUT_S, UrlOption, find_router, why_no_router
 from router.cli.common import ConfigOption, Progress, print_table, tiers_option
+from router.policy.not_measured import cut_sentence, limit_words
 from router.policy.profiles import (
     REFERENCE,
     AnswerCount,
@@ -34,6 +35,7 @@ from router.profiling.run_code import passes
 from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import load_settings
 from tiers.spec import TierName
+from tiers.verification.thinking import ThinkingMode
 
 T = TypeVar("T")
 profile_app = typer.Typer(
@@ -69,6 +71,24 @@ RunCodeOption = Annotated[
         help="Run code that the model writes, in a sandbox, for tasks that need it.",
     ),
 ]
+ThinkTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--think-tokens",
+        min=0,
+        metavar="N",
+        help="Tokens for thoughts on top of each task's own limit; by default, for a model that thinks, half of the "
+        "shortest context, and at most 8,192.",
+        show_default=False,
+    ),
+]
+OneModeOption = Annotated[
+    bool,
+    typer.Option(
+        "--default-mode-only",
+        help="Where requests can switch thinking on and off, measure only what the model does by default.",
+    ),
+]
 LmEvalOption = Annotated[
     list[str],
     typer.Option(
@@ -100,9 +120,15 @@ def profile_quality(
     parallel: ParallelOption = None,
     adapter: AdapterOption = None,
     run_code: RunCodeOption = False,
+    think_tokens: ThinkTokensOption = None,
+    default_mode_only: OneModeOption = False,
     config: ConfigOption = None,
 ) -> None:
     """Measure how many answers of each kind each precision gets wrong that the highest one gets right.
+
+    Thinking on and off are measured apart where requests can switch it.
+
+    An answer that is cut while the model thinks is not measured; a higher --think-tokens asks for it again.
 
     It waits while there are other requests, and continues where it stopped. If the router needs a key, set QARR_KEY.
     """
@@ -117,6 +143,8 @@ def profile_quality(
         parallel=parallel,
         adapter=adapter,
         run_code=run_tests,
+        think_tokens=_think_tokens(think_tokens, config),
+        has_both_modes=not default_mode_only,
         fills_context=tasks == TASKS,
     )
     if run_code:
@@ -194,6 +222,13 @@ def profile_latency(
         profile_path = keep_latency(profile_folder, latency_profile)
     _print_latency(load_latency(profile_path))
     show_progress(str(profile_path))
+
+
+def _think_tokens(think_tokens: int | None, config: Path | None) -> int | None:
+    """Return the limit of thoughts that was asked for, else that of the settings; None: by the context."""
+    if think_tokens is not None:
+        return think_tokens
+    return load_settings(config).profile.think_tokens
 
 
 def _tier_and_folder(text: str) -> HarnessRun:
@@ -294,36 +329,68 @@ def _print_quality(profile: QualityProfile) -> None:
         f"{profile.model}, measured with {profile.tasks}. Of the answers that {REFERENCE} or the tier gets right: worse, "
         "better, net."
     )
+    if profile.mode is not None:
+        limit = limit_words(profile.think_tokens)
+        suffix = f", with {limit}" if profile.mode is ThinkingMode.ON else ""
+        typer.echo(f"Thinking {profile.mode}, as this model does by default{suffix}:")
+    _print_counts(profile.counts)
+    _print_cuts(profile.counts, profile.think_tokens)
+    other = profile.other_mode
+    if other is not None:
+        typer.echo(
+            f"\nThinking {other.mode}, if a request asks for that; decisions go by the table above:"
+        )
+        _print_counts(other.counts)
+        _print_cuts(other.counts, other.think_tokens)
+    diagnosed = [count for count in profile.counts if count.diagnosis]
+    if diagnosed:
+        _print_diagnoses(diagnosed)
+
+
+def _print_cuts(counts: Sequence[AnswerCount], think_tokens: int) -> None:
+    """Print how many answers were cut while thinking, and what to raise."""
+    sentence = cut_sentence(counts, think_tokens)
+    if sentence is not None:
+        typer.echo(sentence)
+
+
+def _print_counts(counts: Sequence[AnswerCount]) -> None:
+    has_cuts = any(count.cut for count in counts)
+    cut_columns = ("cut",) if has_cuts else ()
     table = Table(
         "class",
         "complexity",
         "tier",
         f"{REFERENCE} right",
         "answers",
+        *cut_columns,
         "worse",
         "better",
         "net %",
         box=None,
     )
-    for count in profile.counts:
+    for count in counts:
+        cut_cells = (str(count.cut),) if has_cuts else ()
         answers, worse, better = count.flips
-        net_percent = "-"
-        if answers:
-            net_percent = f"{100 * (worse - better) / answers:.1f}"
         table.add_row(
             count.prompt_class.value,
             count.complexity.value,
             count.tier,
             f"{count.right} of {count.asked}",
             str(answers),
+            *cut_cells,
             str(worse),
             str(better),
-            net_percent,
+            _net_percent(count),
         )
     print_table(table)
-    diagnosed = [count for count in profile.counts if count.diagnosis]
-    if diagnosed:
-        _print_diagnoses(diagnosed)
+
+
+def _net_percent(count: AnswerCount) -> str:
+    answers, worse, better = count.flips
+    if answers:
+        return f"{100 * (worse - better) / answers:.1f}"
+    return "not measured" if count.is_unmeasured else "-"
 
 
 def _print_diagnoses(counts: Sequence[AnswerCount]) -> None:

@@ -185,10 +185,11 @@ def verify(
     url: UrlOption = "",
     config: ConfigOption = None,
 ) -> None:
-    """Tell whether an engine answers as well as another one of the same model: quantized, upgraded or moved.
+    """Tell whether an engine answers as well as another one: quantized, upgraded or moved.
 
-    Any two vLLM servers will do; no router is needed. It compares what they serve, how likely each finds the other's
-    words, and their answers to tasks that have a right answer, until it knows.
+    Any two vLLM servers of one model will do; no router is needed.
+
+    It compares what they serve, how likely each finds the other's words, and their answers to tasks.
 
     Keys, if servers need them: QARR_REFERENCE_KEY and QARR_CANDIDATE_KEY; QARR_KEY for tiers.
 

@@ -118,16 +118,19 @@ async def run_verification(request: VerifyRequest) -> Verification | None:
     reference_target = parse_target(
         "--reference", request.reference, request.reference_model, REFERENCE_KEY
     )
+    candidate_target = _candidate_target(request)
     _check_options(request, reference_target)
     tasks = _read_tasks(request)
     console = findings_console(as_json=request.is_json)
-    listener = _Narrator(progress_for(err), console)
+    progress = progress_for(err)
+    listener = _Narrator(progress, console)
     async with AsyncExitStack() as cleanup:
+        cleanup.callback(progress.end)
         reference = await _find_reference(reference_target, request, cleanup)
         console.print(engine_line("reference", reference.identity))
         verification = None
-        if request.candidate is not None:
-            candidate = await _find_candidate(request, cleanup)
+        if candidate_target is not None:
+            candidate = await _find_engine(candidate_target, request.router, cleanup)
             console.print(engine_line("candidate", candidate.identity))
             console.print()
             tasks += _long_tasks(request, reference, candidate)
@@ -140,6 +143,24 @@ async def run_verification(request: VerifyRequest) -> Verification | None:
             assert isinstance(reference, LiveEngine)
             await _save(reference, tasks, request, listener)
     return verification
+
+
+def _candidate_target(request: VerifyRequest) -> Target | None:
+    """Return what is verified; None: nothing is.
+
+    Raises:
+        TargetError: It is no engine.
+    """
+    if request.candidate is None:
+        return None
+    target = parse_target(
+        "--candidate", request.candidate, request.candidate_model, CANDIDATE_KEY
+    )
+    if target.kind is TargetKind.FILE:
+        raise TargetError(
+            f"--candidate {target.text} is a file: only a reference can be saved; give a URL or a tier"
+        )
+    return target
 
 
 def _check_options(request: VerifyRequest, reference: Target) -> None:
@@ -194,24 +215,10 @@ async def _find_reference(
     return await _find_engine(target, request.router, cleanup)
 
 
-async def _find_candidate(
-    request: VerifyRequest, cleanup: AsyncExitStack
-) -> LiveEngine:
-    assert request.candidate is not None
-    target = parse_target(
-        "--candidate", request.candidate, request.candidate_model, CANDIDATE_KEY
-    )
-    return await _find_engine(target, request.router, cleanup)
-
-
 async def _find_engine(
     target: Target, router: RouterAddress, cleanup: AsyncExitStack
 ) -> LiveEngine:
     """Connect to an engine, or to a tier through the running router."""
-    if target.kind is TargetKind.FILE:
-        raise TargetError(
-            f"{target.option} {target.text} is a file: only a reference can be saved; give a URL or a tier"
-        )
     client = await cleanup.enter_async_context(client_for(target, router))
     return LiveEngine(await connect(target, client))
 
@@ -220,6 +227,7 @@ def _plan(
     request: VerifyRequest, reference: Reference, tasks: tuple[Task, ...]
 ) -> VerificationPlan:
     if isinstance(reference, SavedReference):
+        reference.check_thinking(*request.thinking)
         tasks = reference.knows(tasks)
     return VerificationPlan(
         tasks=tasks,
@@ -285,8 +293,14 @@ async def _save(
 ) -> None:
     """Record what the verification has not asked the reference, and write all of it."""
     assert request.save_path is not None
+    # in the order in which verifications ask
+    in_order = sorted(tasks, key=lambda task: task.digest)
     await record(
-        reference, tasks, request.thinking, listener, parallel=request.parallel
+        reference,
+        in_order[: request.max_tasks],
+        request.thinking,
+        listener,
+        parallel=request.parallel,
     )
     tasks_name = SUITE if request.tasks_path == TASKS else request.tasks_path.name
     saved = reference.as_saved(tasks_name)

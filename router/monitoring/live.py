@@ -35,6 +35,7 @@ from router.lifecycle import ServerState
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import WINDOW_S, ActiveRequest
 from router.policy.decision import PolicyParameters
+from router.policy.not_measured import render_unmeasured
 from router.policy.profiles import percentile
 from router.policy.render import render_budget, render_loss
 from router.profiling.auto_profile import AutoProfile
@@ -325,6 +326,7 @@ class Live:
                 "negligible_loss": table.negligible_loss,
                 "losses": _render_losses(table),
                 "pointless": policy.pointless,
+                "not_measured": render_unmeasured(policy.not_measured),
                 "sla_confidence": table.sla_confidence,
             }
         )

@@ -125,6 +125,20 @@ def _short(digest: str | None) -> str:
     return "unknown" if digest is None else digest[:16]
 
 
+class ModeCounts(Frozen):
+    """How many answers of each kind get worse on each tier in one mode of thinking.
+
+    Attributes:
+        mode: Whether requests asked the model to think.
+        think_tokens: Tokens that thoughts could have, if the context had room for them.
+        counts: As in ``QualityProfile``.
+    """
+
+    mode: ThinkingMode
+    think_tokens: int
+    counts: tuple[AnswerCount, ...]
+
+
 class QualityProfile(_Profile):
     """How many answers of each kind get worse on each tier."""
 
@@ -140,8 +154,9 @@ class QualityProfile(_Profile):
     mode: ThinkingMode | None = None
     # tokens that thoughts could have, if the context had room for them
     think_tokens: int = 0
-    # Counts for the other mode, if requests can switch thinking. Decisions do not know the mode, and go by ``counts``.
-    other_counts: tuple[AnswerCount, ...] = ()
+    # The same of the mode that requests have to ask for, if they can switch thinking. Decisions go by ``counts``, because
+    # they do not know the mode of a request. None: there is no such mode, or it was not measured.
+    other_mode: ModeCounts | None = None
 
     def of(self, tier: TierName) -> tuple[AnswerCount, ...]:
         return tuple(count for count in self.counts if count.tier is tier)

@@ -17,6 +17,7 @@ from router.policy.decide import successors
 from router.policy.decision import BY_CALLER, PolicyParameters
 from router.policy.losses import MIN_ANSWERS, losses, of_100
 from router.policy.model_size import parameters_of
+from router.policy.not_measured import unmeasured_kinds
 from router.policy.profiles import (
     REFERENCE,
     ProfileError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from classifier import PromptClass
     from router.policy.decision import Decision, RoutingQuery
     from router.policy.losses import ExpectedLoss, Kind, Losses
+    from router.policy.not_measured import UnmeasuredKinds
     from router.policy.profiles import AnswerCount
     from router.policy.settings import PolicySettings
     from tiers.fleet import Fleet
@@ -176,7 +178,7 @@ class PolicyStore:
         tasks = 0
         for count in self._counts(tier):
             if (count.prompt_class, count.complexity) == kind:
-                tasks += count.asked
+                tasks += count.asked + count.cut
         is_hopeless = tasks >= MIN_ANSWERS and answers * HOPELESS < tasks
         if is_hopeless:
             return 0.0
@@ -216,6 +218,11 @@ class PolicyStore:
             lower_speed.step_ms(batch) > higher_speed.step_ms(batch)
             for batch in batches
         )
+
+    @property
+    def not_measured(self) -> dict[TierName, UnmeasuredKinds]:
+        """Return the kinds of prompts whose loss could not be measured, by tier."""
+        return {} if self.quality is None else unmeasured_kinds(self.quality)
 
     @property
     def measured(self) -> frozenset[TierName]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from router.policy.not_measured import render_unmeasured
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
 from router.policy.table import PolicyStore
 from router.profiling.idle_client import IdleClient, RequestCounts
@@ -93,6 +94,7 @@ class AutoProfile:
         self._policy = policy
         self._folder = settings.policy.profiles
         self._latency_s = settings.profile.latency_s
+        self._think_tokens = settings.profile.think_tokens
         self._client = IdleClient(
             fleet, model, idle_s=settings.profile.idle_s, request_counts=request_counts
         )
@@ -128,6 +130,7 @@ class AutoProfile:
                 "quality": in_order(self._policy.measured),
             },
             "pointless": self._policy.pointless,
+            "not_measured": render_unmeasured(self._policy.not_measured),
         }
 
     def _is_running(self) -> bool:
@@ -182,10 +185,20 @@ class AutoProfile:
         measured: Collection[TierName] = self._policy.measured
         if measurement == "latency":
             measured = self._fleet.speeds
+        elif self._has_answers_to_ask_again():
+            measured = ()
         unmeasured = tuple(tier for tier in ready if tier not in measured)
         if self._attempt(measurement, unmeasured) in self._attempts:
             return ()
         return unmeasured
+
+    def _has_answers_to_ask_again(self) -> bool:
+        """Tell whether answers were cut while thinking, at a lower limit than the present one."""
+        profile = self._policy.quality
+        if profile is None or self._think_tokens is None:
+            return False
+        has_cuts = any(count.cut for count in profile.counts)
+        return has_cuts and profile.think_tokens < self._think_tokens
 
     def _attempt(
         self, measurement: Measurement, tiers: tuple[TierName, ...]
@@ -214,6 +227,7 @@ class AutoProfile:
             parallel=PARALLEL_TASKS,
             worth=self._policy.worth,
             keep=self._keep_so_far,
+            think_tokens=self._think_tokens,
             fills_context=FILLS_CONTEXT,
         )
         self._begin("quality")

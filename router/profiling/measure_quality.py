@@ -20,7 +20,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from router.line_file import begin_line
-from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
+from router.policy.profiles import (
+    REFERENCE,
+    ModeCounts,
+    ProfileError,
+    QualityProfile,
+)
 from router.profiling.answering import (
     AnswerLimits,
     answer_body,
@@ -30,7 +35,7 @@ from router.profiling.answering import (
     read_answer,
 )
 from router.profiling.checks import RunsCheck
-from router.profiling.measuring_client import first_of
+from router.profiling.measuring_client import TooLongForTierError, first_of
 from router.profiling.scaled_context import scaled_tasks
 from router.profiling.scoring import (
     CHAT,
@@ -148,8 +153,12 @@ async def measure_quality(
     other_mode = _answering_mode(thinking, thinking.other_mode, context, plan)
     other = _QualityMeasurement(client, other_plan, fleet, other_mode, report_progress)
     await other.ask_all()
-    other_counts = other.profile(is_complete=True).counts
-    return profile.model_copy(update={"other_counts": other_counts})
+    other_counts = ModeCounts(
+        mode=thinking.other_mode,
+        think_tokens=other_mode.limits.think_tokens,
+        counts=other.profile(is_complete=True).counts,
+    )
+    return profile.model_copy(update={"other_mode": other_counts})
 
 
 async def _find_out_thinking(
@@ -355,6 +364,13 @@ class _QualityMeasurement:
         limits = await self._limits_of(task)
         if limits is None:
             return
+        try:
+            await self._judge_all(task, limits)
+        except* TooLongForTierError:
+            self._show("left out: a task is longer than was estimated")
+
+    async def _judge_all(self, task: Task, limits: AnswerLimits) -> None:
+        """Have the first tiers answer, and the others unless that settles the task."""
         async with asyncio.TaskGroup() as group:
             for tier in self._first_tiers:
                 group.create_task(self._judge(task, tier, limits))

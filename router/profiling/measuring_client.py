@@ -30,6 +30,7 @@ LONGEST_RETRY_S = 10.0
 MAX_WAIT_S = 600.0
 ANSWER_TIMEOUT_S = 900.0
 TAIL_BYTES = 2000
+TOO_LONG = "maximum context length"  # what routers and vLLM say of a request that does not fit the context
 PASSING_REFUSALS = {
     httpx.codes.TOO_MANY_REQUESTS,
     httpx.codes.SERVICE_UNAVAILABLE,
@@ -38,6 +39,10 @@ PASSING_REFUSALS = {
 
 class TierRefusedError(ProfileError):
     """A tier refuses a request, and would refuse it again."""
+
+
+class TooLongForTierError(TierRefusedError):
+    """A prompt and its answer do not fit a tier's context."""
 
 
 def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:
@@ -304,11 +309,14 @@ async def _wait_out_refusal(
     """Wait as long as a refusal says.
 
     Raises:
+        TooLongForTierError: The request does not fit the tier's context.
         TierRefusedError: The refusal does not pass.
         ProfileError: It does not pass before the deadline.
     """
     is_passing = response.status_code in PASSING_REFUSALS
     text = f"{tier} answered HTTP {response.status_code}: {response.text[:300]}"
+    if response.is_client_error and TOO_LONG in response.text:
+        raise TooLongForTierError(text)
     if response.is_client_error and not is_passing:
         raise TierRefusedError(text)
     if not is_passing or time.monotonic() > deadline:

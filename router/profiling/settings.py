@@ -23,3 +23,10 @@ class ProfileSettings(Section):
         "does, while there are no requests. Only if this router started every engine: engines that others use too are "
         "left to `qarr profile`.",
     )
+    think_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="Tokens for the thoughts of a model that thinks, on top of each task's own limit. By default half of "
+        "the shortest context of the tiers, and at most 8,192. Answers that are cut while thinking are not measured; with a "
+        "higher limit they are asked for again.",
+    )

@@ -31,7 +31,11 @@ from tiers.verification.likelihood import (
     write_texts,
 )
 from tiers.verification.model_facts import ModelFacts, observe_facts
-from tiers.verification.thinking import ThinkingMode, observe_thinking
+from tiers.verification.thinking import (
+    NO_THINKING,
+    ThinkingMode,
+    observe_thinking,
+)
 
 if TYPE_CHECKING:
     from router.profiling.tasks import Task
@@ -101,12 +105,14 @@ class LiveEngine:
 
     Attributes:
         engine: The engine.
+        thinking: How the model thinks, once ``find_limits`` has found that out.
         settled_limits: How tasks are asked, once ``settle_limits`` or ``record`` has found that out.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.settled_limits: AnswerLimits | None = None
+        self.thinking = NO_THINKING
         self._facts: ModelFacts | None = None
         self._record: LikelihoodRecord | None = None
         self._answers: dict[str, ModelAnswer | None] = {}
@@ -136,8 +142,8 @@ class LiveEngine:
             wish: What the user wants.
             context: The context in tokens, the shorter one of the engines that are compared.
         """
-        thinking = await observe_thinking(self._ask)
-        return limits_for(thinking, wish.mode, context, wish.think_tokens)
+        self.thinking = await observe_thinking(self._ask)
+        return limits_for(self.thinking, wish.mode, context, wish.think_tokens)
 
     async def _ask(
         self, path: str, body: Mapping[str, Any]

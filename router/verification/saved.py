@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from router.profiling.answering import AnswerLimits
+from router.profiling.answering import AnswerLimits, ThinkingMode
 from router.profiling.model_answer import ModelAnswer
 from tiers.errors import NoScoresError, RefusedError
 from tiers.verification.findings import EngineIdentity, Finding
 from tiers.verification.likelihood import (
     PROMPTS_FILE,
     LikelihoodRecord,
-    TextScores,
     WrittenText,
 )
 from tiers.verification.model_facts import ModelFacts
@@ -70,29 +69,24 @@ class SavedReference(Finding):
         return self.facts
 
     async def write(self, context: int, report: Callable[[], None]) -> LikelihoodRecord:
-        """Return the texts that fit a context, with the engine's own scores.
+        """Return all saved texts, with the engine's own scores; a candidate leaves out those that do not fit it.
 
         Args:
-            context: The candidate's context, in tokens.
-            report: Called for each text.
+            context: Of both engines, in tokens; it makes no difference here.
+            report: Called for each text that was written, and each that was scored.
 
         Raises:
             NoScoresError: The engine told no probabilities when it was saved.
         """
-        if self.likelihood is None:
+        del context
+        record = self.likelihood
+        if record is None:
             raise NoScoresError(
                 "the saved reference has no probabilities: its engine told none"
             )
-        texts: list[WrittenText] = []
-        own_scores: list[TextScores] = []
-        pairs = zip(self.likelihood.texts, self.likelihood.own_scores, strict=True)
-        for text, scores in pairs:
+        for _ in (*record.texts, *record.own_scores):
             report()
-            # the engine that scores it writes one token more
-            if len(text.prompt_ids) + len(text.token_ids) < context:
-                texts.append(text)
-                own_scores.append(scores)
-        return LikelihoodRecord(texts=tuple(texts), own_scores=tuple(own_scores))
+        return record
 
     async def score(
         self, texts: Sequence[WrittenText], report: Callable[[], None]
@@ -109,6 +103,28 @@ class SavedReference(Finding):
         if answer is None and task.digest in self.answers:
             raise RefusedError("the reference refused this task when it was saved")
         return answer
+
+    def check_thinking(self, mode: ThinkingMode, think_tokens: int | None) -> None:
+        """Check that the candidate is not asked otherwise than the reference was.
+
+        Args:
+            mode: Whether the candidate's model is asked to think; ``DEFAULT``: as the reference's was.
+            think_tokens: Tokens for its thoughts; None: as many as the reference's had.
+
+        Raises:
+            SavedReferenceError: The reference was asked otherwise.
+        """
+        limits = self.limits
+        if mode not in (ThinkingMode.DEFAULT, limits.mode):
+            raise SavedReferenceError(
+                f"the reference was saved with --thinking {limits.mode.value}: leave --thinking {mode.value} out, or "
+                f"{SAVE_AGAIN} --thinking {mode.value}"
+            )
+        if think_tokens not in (None, limits.think_tokens):
+            raise SavedReferenceError(
+                f"the reference was saved with {limits.think_tokens} tokens for thoughts: leave --think-tokens out, or "
+                f"{SAVE_AGAIN} --think-tokens {think_tokens}"
+            )
 
     def knows(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
         """Return those of some tasks that have an answer here.

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from router.aio import run_both
+from router.profiling.answering import ThinkingMode
 from router.verification.answers import AnswersProgress, compare_answers
 from router.verification.findings import AnswersFinding, SpeedFinding, Verification
 from router.verification.participants import (
@@ -31,8 +32,9 @@ from tiers.verification.likelihood import compare_likelihood, prompts
 from tiers.verification.same_model import compare_facts
 
 if TYPE_CHECKING:
+    from router.profiling.answering import ThinkingMode
     from router.profiling.tasks import Task
-    from router.verification.answers import AnswersOptions
+from router.verification.answers import AnswersOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +183,20 @@ class Verifier:
         finding = await compare_answers(
             self.reference, self.candidate, tasks, options, self._report_answers
         )
+        notes = (*finding.not_measured, *self._other_mode(limits.mode))
+        finding = finding.model_copy(update={"not_measured": notes})
         self.listener.finish(Stage.ANSWERS, finding)
         return finding
+
+    def _other_mode(self, mode: ThinkingMode) -> Iterator[str]:
+        """Yield that the model can answer in another mode, which was not measured."""
+        thinking = self.candidate.thinking
+        if not thinking.can_switch:
+            return
+        if thinking.thinks(mode):
+            yield "The model can also answer without thinking: --thinking off measures that."
+        else:
+            yield "The model can also think before it answers: --thinking on measures that."
 
     def _report_answers(self, progress: AnswersProgress) -> None:
         counts = progress.test.counts

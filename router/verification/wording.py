@@ -103,7 +103,7 @@ def _reason(verification: Verification) -> str:
         return f"not the same model: {same_model_sentence(verification.same_model)}"
     likelihood = verification.likelihood
     if likelihood is not None and likelihood.verdict is Verdict.WORSE:
-        return likelihood.faults[0]
+        return likelihood.faults[0].rstrip(".")
     reason = "no answers were compared; nothing that was checked is at fault"
     if verification.answers is not None:
         reason = answers_sentence(verification.answers)
@@ -185,7 +185,9 @@ def same_model_sentence(finding: SameModelFinding) -> str:
     subjects = faults or [difference.subject for difference in finding.differences]
     if not subjects:
         return "nothing differs"
-    verb = "differs" if len(subjects) == 1 else "differ"
+    # a single subject may be a plural, such as "tool calls"
+    is_plural = len(subjects) > 1 or subjects[0].endswith("s")
+    verb = "differ" if is_plural else "differs"
     sentence = f"{enumeration(subjects)} {verb}"
     if faults:
         return sentence

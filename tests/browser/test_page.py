@@ -11,12 +11,14 @@ import pytest
 from playwright.async_api import Error, Locator, Page, expect
 
 from router.auth.api_keys import add_key
+from router.profiling.profile_files import keep_quality
 from tests.browser.conftest import Opened
 from tests.browser.line import Line
 from tests.browser.made_up import ANSWER, SPEEDS, measured
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.first_up import first_up
 from tests.unit.measuring_router import engines, measuring_router
+from tests.unit.policy.made_profiles import cut_counted, quality
 from tests.unit.router_stack import router_stack
 from tiers.spec import STANDARD_TIERS
 
@@ -198,6 +200,26 @@ async def test_a_tier_that_may_not_pay_is_told_kindly(
             colours = "node => [getComputedStyle(node).color, getComputedStyle(document.querySelector('.muted')).color]"
             shown, muted = await remark.evaluate(colours)
             assert shown == muted
+
+
+async def test_what_was_cut_while_thinking_is_told_with_what_to_do(
+    tmp_path: Path, opened: Opened
+) -> None:
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    async with router_stack(tmp_path, {"policy": {"profiles": str(folder)}}) as stack:
+        identities = {spec.name: spec.identity for spec in stack.fleet.specs}
+        profile = quality(
+            cut_counted(FAST, 12), identities=identities, think_tokens=100
+        )
+        keep_quality(folder, profile)
+        stack.pipeline.policy.reload()
+        async with opened(stack.url) as page:
+            remark = page.locator("#quality .cut")
+            await expect(remark).to_contain_text(
+                "fast: not measured: cut while thinking: chat (moderate), 12 tasks"
+            )
+            await expect(remark).to_contain_text("qarr profile quality --think-tokens")
 
 
 async def test_what_the_router_measures_is_shown(

@@ -47,7 +47,7 @@ class ThinkingModel:
 
     Attributes:
         answer_to: What it answers to a chat's body, where no limit cuts it.
-        thought: What it thinks before each answer; empty: it does not think.
+        thought: What it thinks before each answer; empty: it does not think. ``thinking_token_budget`` bounds it.
         tags: The marks around its thoughts.
         has_switch: Its template lets requests switch thinking on and off.
         thinks_by_default: With a switch: it thinks where a request says nothing of it.
@@ -102,7 +102,12 @@ class ThinkingModel:
         if not self.thinks(body):
             return written
         opening = "" if self.is_opened_by_prompt else f"{self.tags.opening}\n"
-        return f"{opening}{self.thought}\n{self.tags.closing}\n\n{written}"
+        return f"{opening}{self._thought(body)}\n{self.tags.closing}\n\n{written}"
+
+    def _thought(self, body: Mapping[str, Any]) -> str:
+        """Return what it thinks, up to a bound that the engine holds it to."""
+        bound = body.get("thinking_token_budget")
+        return "".join(WORD.findall(self.thought)[:bound])
 
 
 class _ParsedText(NamedTuple):
@@ -164,6 +169,8 @@ class ModelEngine(FakeEngine):
     ) -> None:
         super().__init__(behaviour)
         self.model = model or ThinkingModel()
+        # vLLM bounds thoughts only where a parser of reasoning knows their tags.
+        self.behaviour.thinks = self.model.reasoning_field is not None
 
     def _ids(self, text: str) -> list[int]:
         return [_word_id(word) for word in WORD.findall(text)]
@@ -233,9 +240,7 @@ class ModelEngine(FakeEngine):
         }
         if self.model.reasoning_field is not None:
             message[self.model.reasoning_field] = parsed.reasoning
-        reason = "length" if written.is_cut else "stop"
-        if parsed.tool_calls and not written.is_cut:
-            reason = "tool_calls"
+        reason = _finish_reason(parsed, written)
         tokens = len(written.tokens)
         usage = self._usage(tokens)
         if self.model.reasoning_field is not None:
@@ -273,10 +278,43 @@ class ModelEngine(FakeEngine):
     async def _events(
         self, body: dict[str, Any], *, chat: bool
     ) -> AsyncGenerator[bytes, None]:
-        if chat:
-            raise NotImplementedError("this fake does not stream chats")
-        async for event in super()._events(body, chat=chat):
-            yield event
+        if not chat:
+            async for event in super()._events(body, chat=chat):
+                yield event
+            return
+        written = self._written(body)
+        parsed = self._parse(body, written.text)
+        yield self._chunk({"role": "assistant", "content": ""}, None, chat=True)
+        for delta in self._deltas(parsed):
+            await self._compute(0, body)
+            yield self._chunk(delta, None, chat=True)
+        tokens = len(written.tokens)
+        last = {"system_fingerprint": FINGERPRINT}
+        reason = _finish_reason(parsed, written)
+        yield self._chunk({"content": ""}, reason, chat=True, **last)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"choices": [], "usage": self._usage(tokens), **last}
+            yield self._event(usage, chat=True)
+        yield b"data: [DONE]\n\n"
+
+    def _deltas(self, parsed: _ParsedText) -> list[dict[str, Any]]:
+        """Return what a stream tells of an answer, word by word."""
+        field_name = self.model.reasoning_field or "content"
+        reasoning = [
+            {field_name: word} for word in WORD.findall(parsed.reasoning or "")
+        ]
+        content = [{"content": word} for word in WORD.findall(parsed.content or "")]
+        calls = [
+            {"tool_calls": [{"index": number, **call}]}
+            for number, call in enumerate(parsed.tool_calls)
+        ]
+        return [*reasoning, *content, *calls]
+
+
+def _finish_reason(parsed: _ParsedText, written: _Written) -> str:
+    if written.is_cut:
+        return "length"
+    return "tool_calls" if parsed.tool_calls else "stop"
 
 
 class _Written(NamedTuple):

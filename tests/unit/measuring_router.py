@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
+from starlette.types import ASGIApp
 
 from classifier import EstimatingCounter
 from router.api.problems import refusal
@@ -21,6 +22,7 @@ from router.profiling.profile_files import JOURNAL
 from router.server.http_protocol import protocol_for
 from router.telemetry.tracing import make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
+from tests.fakes.model_engine import ModelEngine, ThinkingModel
 from tests.turned import turned
 from tests.unit.router_stack import no_faults_in_the_router
 from tests.waiting import until
@@ -99,8 +101,9 @@ async def measuring_router(
     *,
     ready: bool = True,
     profile: dict[str, Any] | None = None,
+    model: ThinkingModel | None = None,
 ) -> AsyncIterator[Measuring]:
-    """Run a router in front of engines that it takes for its own."""
+    """Run a router in front of engines that it takes for its own; with a ``model`` they answer as that does."""
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
         (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, TASKS)))
@@ -109,7 +112,7 @@ async def measuring_router(
         )
         cleanup.enter_context(patch.object(auto_profile, "FILLS_CONTEXT", new=False))
         urls = await cleanup.enter_async_context(
-            serving_all(*(FakeEngine(engine).app for engine in engines))
+            serving_all(*(_app(engine, model) for engine in engines))
         )
         settings = turned(
             {
@@ -148,6 +151,10 @@ async def measuring_router(
             httpx.AsyncClient(timeout=20, trust_env=False)
         )
         yield Measuring(url, client, fleet=fleet, engines=engines, folder=folder)
+
+
+def _app(engine: Behaviour, model: ThinkingModel | None) -> ASGIApp:
+    return FakeEngine(engine).app if model is None else ModelEngine(model, engine).app
 
 
 def engines(delay_s: float = 0.003) -> list[Behaviour]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from router.server.http_protocol import protocol_for
 from router.settings import Settings
 from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
+from tests.fakes.model_engine import ModelEngine, ThinkingModel
 from tests.turned import turned
 from tests.waiting import until
 from tiers.fleet import Fleet
@@ -72,12 +73,13 @@ async def router_stack(
     *,
     twin: Behaviour | None = None,
     model: str = "fake",
+    models: Mapping[TierName, ThinkingModel] | None = None,
     **behaviours: Behaviour,
 ) -> AsyncIterator[Stack]:
     """Run a router in front of one fake engine a tier, which the real supervisor has made ready and warm.
 
     A tier whose ``replicas`` are set to 0 has no engine; a tier that the settings add has one, whatever its ``urls``. With
-    ``twin``, the tier ``fast`` has a second replica, which behaves like it.
+    ``twin``, the tier ``fast`` has a second replica, which behaves like it. With ``models``, engines answer as these do.
     """
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
@@ -92,7 +94,12 @@ async def router_stack(
         for behaviour in twins:
             behaviour.root = behaviour.root or f"made/{TierName.FAST}"
         fakes = (*engines.values(), *twins)
-        apps = (FakeEngine(behaviour).app for behaviour in fakes)
+        apps = [FakeEngine(behaviour).app for behaviour in fakes]
+        if models is not None:
+            apps = [
+                ModelEngine(models[name], behaviour).app
+                for name, behaviour in engines.items()
+            ]
         served = await cleanup.enter_async_context(serving_all(*apps))
         urls = {name: (url,) for name, url in zip(engines, served, strict=False)}
         urls[TierName.FAST] = (*urls.get(TierName.FAST, ()), *served[len(engines) :])

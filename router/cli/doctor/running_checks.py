@@ -75,6 +75,9 @@ def _judge_running(fleet: dict[str, Any]) -> Iterator[Finding]:
         yield judge_profiling(profiling)
     for tier, why in profiling["pointless"].items():
         yield ok(why, f"tier {tier}")
+    # A router of an earlier release does not tell this.
+    for tier, unmeasured in profiling.get("not_measured", {}).items():
+        yield warning(unmeasured["text"], unmeasured["remedy"], f"tier {tier}")
 
 
 def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:

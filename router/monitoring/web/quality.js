@@ -39,6 +39,7 @@ function showPolicy(policy) {
   area.dataset.shown = "true";
   area.replaceChildren(...[
     ...Object.values(policy.pointless).map((why) => el("p", { class: "pointless" }, why)),
+    ...Object.entries(policy.not_measured ?? {}).map(([tier, { text, remedy }]) => el("p", { class: "cut" }, `${tier}: ${text}. To measure it, ${remedy}.`)),
     ...(measured || !tiers.length ? [] : unmeasured()),
     tiers.length ? lossTable(policy, classes, tiers) : el("p", {}, "The highest precision is the only one."),
   ].filter(Boolean));

@@ -345,6 +345,22 @@ async def test_the_report_is_added_when_asked_for(tmp_path: Path) -> None:
         assert "qarr" not in (await chat(stack)).json()
 
 
+async def test_a_greeting_with_tools_is_no_small_talk(tmp_path: Path) -> None:
+    """A request's structure tells that it is about tools, on which the lowest precision loses too much."""
+    function = {"name": "get_weather", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    async with router_stack(tmp_path) as stack:
+        answer = await chat(stack, tools=tools, qarr={"report": True})
+        report = answer.json()["qarr"]
+        assert report["class"] == "tools"
+        assert report["tier"] != "fast"
+        assert report["reason"].startswith("tools, trivial: ")
+        without = await chat(
+            stack, tools=tools, tool_choice="none", qarr={"report": True}
+        )
+        assert without.json()["qarr"]["class"] == "small_talk"
+
+
 async def test_completions_take_texts_and_token_ids(tmp_path: Path) -> None:
     """The older endpoint is routed as well, by its text; token ids cannot be read and go to the highest precision."""
     async with router_stack(tmp_path) as stack:

@@ -535,6 +535,35 @@ SLOW = {
     "profiling": PROFILING
     | {"pointless": {"balanced": "balanced may not pay: here a token takes 94 ms"}},
 }
+CUT = {
+    "tiers": [],
+    "profiling": PROFILING
+    | {
+        "not_measured": {
+            "fast": {
+                "kinds": [{"class": "math", "complexity": "complex"}],
+                "cut": 12,
+                "think_tokens": 100,
+                "text": "not measured: cut while thinking: math (complex)",
+                "remedy": "run 'qarr profile quality --think-tokens 200'",
+            }
+        }
+    },
+}
+
+
+def test_what_was_cut_while_thinking_is_told_with_what_to_do() -> None:
+    answers = {
+        "GET /healthz": (200, {}),
+        "GET /readyz": (200, {}),
+        "GET /tiers": (200, CUT),
+    }
+    with stub_router(**answers) as router:
+        *_, finding = check_router(context(None, router.url))
+    assert finding.health is WARNING
+    assert finding.check == "tier fast"
+    assert finding.text == "not measured: cut while thinking: math (complex)"
+    assert finding.remedy == "run 'qarr profile quality --think-tokens 200'"
 
 
 @pytest.mark.parametrize(

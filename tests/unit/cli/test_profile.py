@@ -16,11 +16,13 @@ from router.policy.profiles import (
     Fit,
     FitError,
     LatencyProfile,
+    ModeCounts,
     ProfileError,
 )
 from tests.unit.cli.stub_router import qarr
-from tests.unit.policy.made_profiles import counted, quality
+from tests.unit.policy.made_profiles import counted, cut_counted, quality
 from tiers.spec import TierName
+from tiers.verification.thinking import ThinkingMode
 
 FAST = TierName.FAST
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
@@ -85,6 +87,38 @@ def test_losses_are_shown_as_answers(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
+def test_cut_answers_have_a_column_and_a_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They say how many there were, and what to raise; the other mode has a table of its own."""
+    other = ModeCounts(
+        mode=ThinkingMode.OFF, think_tokens=0, counts=(counted(FAST, 9),)
+    )
+    partly_cut = counted(FAST, 5, 1).model_copy(update={"cut": 12})
+    _print_quality(
+        quality(
+            partly_cut,
+            cut_counted(FAST, 3, PromptClass.MATH),
+            mode=ThinkingMode.ON,
+            think_tokens=2048,
+            other_mode=other,
+        )
+    )
+    lines = capsys.readouterr().out.splitlines()
+    _, mode, head, chat, math, sentence, _, other_mode, other_head, other_chat = lines
+    assert mode == (
+        "Thinking on, as this model does by default, with up to 2,048 tokens for thoughts:"
+    )
+    assert "cut" in head.split()
+    assert chat.split()[-5:] == ["40", "12", "5", "1", "10.0"]
+    assert math.split()[-6:] == ["0", "3", "0", "0", "not", "measured"]
+    assert "15 of 65 (fast)" in sentence
+    assert "--think-tokens 4096" in sentence
+    assert other_mode.startswith("Thinking off, if a request asks for that")
+    assert "cut" not in other_head.split()
+    assert other_chat.split()[-4:] == ["40", "9", "0", "22.5"]
+
+
 def test_fits_are_shown_as_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     """In milliseconds; the slower part beyond the knee only where there is one."""
     for knee, shown in ((0.0, False), (3.0, True)):
@@ -141,6 +175,7 @@ def test_two_measurements_do_not_share_a_folder(
     ("args", "said"),
     [
         (("quality", "--parallel", "0"), "--parallel"),
+        (("quality", "--think-tokens", "-1"), "--think-tokens"),
         (("latency", "--step", "0.1"), "--step"),
         (("latency", "--tier", "9"), "--tier"),
     ],

@@ -12,13 +12,16 @@ import pytest
 from click.testing import Result
 
 from router.cli.verify_targets import TargetError, TargetKind, parse_target
+from router.policy.decision import PRIORITIES
 from tests.fakes.model_engine import ModelEngine
 from tests.unit.cli.stub_router import qarr
+from tests.unit.router_stack import router_stack
 from tests.unit.verification.engine_pair import (
     knowing_engine,
     serving_pair,
     write_tasks,
 )
+from tiers.spec import TierName
 
 pytestmark = pytest.mark.anyio
 NOBODY = "http://127.0.0.1:9"
@@ -176,6 +179,7 @@ async def test_keys_are_taken_from_variables_and_not_shown(tmp_path: Path) -> No
         ),
         (("--reference", "no.tier", "--candidate", NOBODY), "no tier's name"),
         (("--reference", "./saved.json", "--candidate", NOBODY), "cannot be read"),
+        (("--reference", NOBODY, "--candidate", "./saved.json"), "only a reference"),
         (
             ("--reference", "./saved.json", "--candidate", NOBODY, "--speed"),
             "leave --speed out",
@@ -258,3 +262,42 @@ def test_targets_are_told_apart(text: str, kind: TargetKind) -> None:
 def test_a_host_without_a_scheme_is_no_tier() -> None:
     with pytest.raises(TargetError, match="http://engine-1:8000/v1"):
         parse_target("--candidate", "engine-1:8000/v1", model="", key_variable="")
+
+
+async def test_tiers_of_a_running_router_are_compared_with_each_other(
+    tmp_path: Path,
+) -> None:
+    """Each tier is asked itself, also for its tokens: here ``fast`` has another tokenizer."""
+    async with router_stack(tmp_path) as stack:
+        # the router itself refuses such a tier when it starts
+        stack.engines[TierName.FAST].vocabulary = 100
+        pair = ("--reference=precise", "--url", stack.url, "--max-tasks=0")
+        same = await verify(*pair, "--candidate=precise")
+        other = await verify(*pair, "--candidate=fast")
+    assert "nothing differs" in same.stdout
+    assert same.exit_code == 2
+    assert "worse: not the same model: tokenizer" in other.stdout
+    assert other.exit_code == 1
+    assert same.stderr.count(f"router {stack.url}") == 1
+
+
+async def test_verifying_tiers_yields_to_the_requests_of_users(tmp_path: Path) -> None:
+    """What a tier of the router is asked has the lowest priority, and no other tier answers for it."""
+    tasks = write_tasks(tmp_path, count=3)
+    async with router_stack(tmp_path) as stack:
+        await verify(
+            "--reference=precise",
+            "--candidate=fast",
+            "--url",
+            stack.url,
+            f"--tasks={tasks}",
+        )
+        priorities = {
+            request.get("priority")
+            for name in (TierName.FAST, TierName.PRECISE)
+            for request in stack.engines[name].requests
+            if "messages" in request
+        }
+        assert not stack.engines[TierName.BALANCED].requests
+    (priority,) = priorities
+    assert priority == PRIORITIES["batch"]

@@ -12,10 +12,12 @@ from router.policy.profiles import (
     Fit,
     FitError,
     LatencyProfile,
+    ModeCounts,
     QualityProfile,
     SpeedSample,
 )
 from tiers.spec import STANDARD_TIERS, TierName
+from tiers.verification.thinking import ThinkingMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,8 +43,25 @@ def counted(
     )  # fmt: skip
 
 
+def cut_counted(
+    tier: TierName,
+    cut: int,
+    kind: PromptClass = PromptClass.CHAT,
+    complexity: Complexity = Complexity.MODERATE,
+) -> AnswerCount:
+    """Return counts of a kind of which every answer was cut while thinking."""
+    return AnswerCount(
+        prompt_class=kind, complexity=complexity, tier=tier, asked=0, right=0, answered=0, worse=0, better=0, both=0, cut=cut
+    )  # fmt: skip
+
+
 def quality(
-    *counts: AnswerCount, identities: Identities = IDENTITIES, whole: bool = True
+    *counts: AnswerCount,
+    identities: Identities = IDENTITIES,
+    whole: bool = True,
+    mode: ThinkingMode | None = None,
+    think_tokens: int = 0,
+    other_mode: ModeCounts | None = None,
 ) -> QualityProfile:
     return QualityProfile(
         created=AT,
@@ -51,6 +70,9 @@ def quality(
         tasks="made",
         counts=counts,
         whole=whole,
+        mode=mode,
+        think_tokens=think_tokens,
+        other_mode=other_mode,
     )
 
 

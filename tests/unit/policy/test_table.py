@@ -17,7 +17,14 @@ from router.policy.render import render_budget
 from router.policy.table import WHERE_IT_PAYS, PolicyStore, policy_table
 from router.settings import load_settings
 from tests.unit.policy.fleets import MEASURED, TABLE, fleet, query
-from tests.unit.policy.made_profiles import IDENTITIES, counted, fit, latency, quality
+from tests.unit.policy.made_profiles import (
+    IDENTITIES,
+    counted,
+    cut_counted,
+    fit,
+    latency,
+    quality,
+)
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
@@ -161,6 +168,18 @@ def test_what_is_measured_next_is_what_decisions_depend_on(tmp_path: Path) -> No
     store.reload()
     assert store.worth(FAST, KIND) == 0, "it loses far more than any bound"
     assert store.worth(FAST, code) > 0, "it may lose more than balanced or less"
+
+
+def test_a_kind_whose_answers_are_cut_is_measured_no_further(tmp_path: Path) -> None:
+    """It is told why; a few cut answers are no reason to stop."""
+    store = PolicyStore(settings(tmp_path), made_fleet(), MODEL)
+    few = cut_counted(FAST, 3, PromptClass.CODE)
+    write(tmp_path, quality(cut_counted(FAST, 10, *KIND), few, think_tokens=100))
+    store.reload()
+    assert store.worth(FAST, KIND) == 0
+    assert store.worth(FAST, (PromptClass.CODE, Complexity.MODERATE)) > 0
+    assert store.not_measured[FAST].cut == 13
+    assert mean(store) == mean(PolicyStore(settings(), made_fleet(), MODEL))
 
 
 def test_answers_count_against_the_budget_unless_the_caller_chose() -> None:

@@ -19,6 +19,7 @@ from router.policy.profiles import (
 )
 from router.profiling.auto_profile import ELSEWHERE
 from router.profiling.profile_files import only_one
+from tests.fakes.model_engine import ThinkingModel
 from tests.unit.measuring_router import QUICK, TASKS, engines, measuring_router
 from tests.unit.own_router import QARR
 from tests.waiting import until
@@ -126,6 +127,34 @@ async def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
             for body in engine.requests
         )
         assert judged <= len(TASKS) * len(STANDARD_TIERS) - before
+
+
+@pytest.mark.anyio
+async def test_answers_that_were_cut_while_thinking_are_told_and_asked_for_again(
+    tmp_path: Path,
+) -> None:
+    """Once the limit is higher, and only those."""
+    model = ThinkingModel(thought="I go on. " * 40, reasoning_field="reasoning")
+    low = {"think_tokens": 50}
+    async with measuring_router(
+        tmp_path, engines(0.0), profile=low, model=model
+    ) as own:
+        progress = await own.comes_to(state="done")
+    unmeasured = progress["not_measured"]
+    assert unmeasured.keys() == {"fast", "balanced"}
+    assert unmeasured["fast"]["cut"] == len(TASKS)
+    assert unmeasured["fast"]["text"].startswith("not measured: cut while thinking")
+    assert "profile.think_tokens" in unmeasured["fast"]["remedy"]
+    high = {"think_tokens": 500}
+    async with measuring_router(
+        tmp_path, engines(0.0), profile=high, model=model
+    ) as again:
+        await again.comes_to(not_measured={}, state="done")
+        identities = {spec.name: spec.identity for spec in again.fleet.specs}
+    profile = load_profile(tmp_path / profile_name(identities))
+    assert profile.think_tokens == 500
+    assert sum(count.cut for count in profile.counts) == 0
+    assert sum(count.answered for count in profile.counts) == 2 * len(TASKS)
 
 
 @pytest.mark.anyio

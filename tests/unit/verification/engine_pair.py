@@ -58,7 +58,7 @@ def knowing_engine(
         _prompt(number): ModelAnswer(text=_answer(number)) for number in range(knows)
     }
     known = KnownAnswers(answers=answers, wrong_share=wrong_share, seed=seed)
-    return ModelEngine(ThinkingModel(answer_to=known, thought="", **model))
+    return ModelEngine(ThinkingModel(answer_to=known, **{"thought": "", **model}))
 
 
 @asynccontextmanager

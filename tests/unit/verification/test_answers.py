@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -327,7 +328,7 @@ async def test_without_tasks_nothing_is_known() -> None:
 @pytest.mark.parametrize(
     "field", [{"parallel": 0}, {"max_tasks": 0}, {"time_limit_s": 0.0}]
 )
-async def test_options_out_of_range_are_named(field: dict[str, float]) -> None:
+async def test_options_out_of_range_are_named(field: dict[str, Any]) -> None:
     name = next(iter(field))
     with pytest.raises(ValueError, match=f"{name} is 0.*it must be"):
         AnswersOptions(**field)

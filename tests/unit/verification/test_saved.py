@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.profiling.answering import AnswerLimits
+from router.profiling.answering import AnswerLimits, ThinkingMode
 from router.profiling.model_answer import ModelAnswer
 from router.verification.saved import (
     FORM,
@@ -95,6 +95,25 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> 
     with pytest.raises(SavedReferenceError, match="cannot be written"):
         write_reference(path, saved_reference())
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("mode", "think_tokens", "said"),
+    [
+        (ThinkingMode.ON, None, "saved with --thinking default"),
+        (ThinkingMode.DEFAULT, 64, "saved with 512 tokens for thoughts"),
+    ],
+)
+def test_a_candidate_is_not_asked_otherwise_than_the_reference_was(
+    mode: ThinkingMode, think_tokens: int | None, said: str
+) -> None:
+    with pytest.raises(SavedReferenceError, match=said):
+        saved_reference().check_thinking(mode, think_tokens)
+
+
+def test_a_candidate_may_be_asked_as_the_reference_was() -> None:
+    saved_reference().check_thinking(ThinkingMode.DEFAULT, None)
+    saved_reference().check_thinking(ThinkingMode.DEFAULT, 512)
 
 
 @pytest.mark.anyio

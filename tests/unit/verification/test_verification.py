@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.profiling.answering import ThinkingMode
 from router.profiling.tasks import read_tasks
 from router.verification.answers import AnswersOptions
 from router.verification.findings import Verification
@@ -183,6 +184,30 @@ async def test_without_tasks_no_answers_are_compared(tmp_path: Path) -> None:
     assert found.verdict is Verdict.CANNOT_TELL
 
 
+async def test_thinking_is_measured_in_the_mode_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    """Each report names the mode that it did not measure."""
+    switch: dict[str, Any] = {
+        "has_switch": True,
+        "thinks_by_default": False,
+        "thought": "So.",
+    }
+
+    def engine() -> ModelEngine:
+        return knowing_engine(**switch, reasoning_field="reasoning")
+
+    async with bench(tmp_path, engine(), engine()) as made:
+        by_default = await made.verify()
+        thinking = await made.verify(thinking=ThinkingWish(ThinkingMode.ON, 64))
+    assert by_default.verdict is Verdict.SAME
+    assert by_default.answers is not None
+    assert "--thinking on measures that" in by_default.answers.not_measured[-1]
+    assert thinking.verdict is Verdict.SAME
+    assert thinking.answers is not None
+    assert "--thinking off measures that" in thinking.answers.not_measured[-1]
+
+
 async def test_an_engine_that_fails_before_any_answer_ends_the_verification(
     tmp_path: Path,
 ) -> None:
@@ -236,14 +261,16 @@ async def test_a_saved_reference_that_knows_none_of_the_tasks_is_refused(
         saved.knows(read_tasks(made.tasks))
 
 
-async def test_texts_beyond_a_candidates_context_are_left_out(tmp_path: Path) -> None:
-    async with bench(tmp_path, knowing_engine(), knowing_engine()) as made:
+async def test_texts_beyond_a_candidates_context_are_left_out_and_told(
+    tmp_path: Path,
+) -> None:
+    candidate = knowing_engine()
+    candidate.behaviour.max_model_len = 2048
+    async with bench(tmp_path, knowing_engine(), candidate) as made:
         saved = await made.save(tmp_path / "saved.json")
-    assert saved.likelihood is not None
-    lengths = [
-        len(text.prompt_ids) + len(text.token_ids) for text in saved.likelihood.texts
-    ]
-    context = sorted(lengths)[len(lengths) // 2]
-    kept = await saved.write(context, lambda: None)
-    assert len(kept.texts) == len([length for length in lengths if length < context])
-    assert len(kept.own_scores) == len(kept.texts)
+        found = await made.verify(saved, tasks=())
+    assert found.likelihood is not None
+    assert "has no room for" in found.likelihood.not_measured[0]
+    kinds = {gap.part for gap in found.likelihood.by_kind}
+    assert "long context" not in kinds
+    assert "code" in kinds

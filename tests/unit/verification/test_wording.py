@@ -85,7 +85,7 @@ def test_a_difference_that_is_a_fault_is_the_verdict_and_its_remedy_the_next_ste
 
 def test_a_fault_of_likelihood_is_said_before_the_answers() -> None:
     late = "From token 257 on the candidate's texts go wrong: 3.10 nats a token"
-    found = verification(likelihood=likelihood(faults=(late,)))
+    found = verification(likelihood=likelihood(faults=(f"{late}.",)))
     assert verdict_sentence(found) == f"worse: {late}"
     assert "--enforce-eager" in next_step(found)
 
@@ -132,6 +132,7 @@ def test_tasks_that_tell_nothing_have_no_interval() -> None:
     [
         ((), "nothing differs"),
         (("tokenizer",), "tokenizer differs"),
+        (("tool calls",), "tool calls differ"),
         (("tokenizer", "context"), "tokenizer and context differ"),
         (("a", "b", "c"), "a, b and c differ"),
     ],
