@@ -23,9 +23,10 @@ import platform
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ from tests.engine.faults.checkpoints import (
 )
 from tests.engine.faults.serving import DROPPING_PARSER, MODEL, EngineRecipe, serving
 from tiers.checkpoints.prepare import find
+from tiers.errors import ProbeError
 from tiers.spec import TierName
 from tiers.verification import model_facts
 from tiers.verification.engine import Engine
@@ -59,7 +61,7 @@ from tiers.verification.likelihood import PROMPTS_FILE, LikelihoodRecord, write_
 from tiers.verification.model_facts import ModelFacts  # noqa: TC001  pydantic reads it
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from router.verification.findings import Verification
     from router.verification.wording import Stage, StageFinding
@@ -69,7 +71,6 @@ RESULTS = ROOT / "benchmarks/results"
 JSON_FILE = RESULTS / "verify_faults.json"
 TABLE_FILE = RESULTS / "verify_faults.txt"
 TWINS = (1, 2, 3)
-STARTS = (1, 2, 3)
 CALLS_BESIDE = 4  # chats that run at once beside a verification under load
 CALL_TOKENS = 48
 VLLM_KERNELS = {"VLLM_PLUGINS": "none"}
@@ -189,47 +190,38 @@ def fault_cases() -> Iterator[Case]:
 
 
 def sound_cases() -> Iterator[Case]:
-    """Yield 30 sound candidates, the most different ones first."""
+    """Yield 30 sound pairs: each of 15 candidates alone, and again while others ask it."""
+    for candidate in sound_candidates():
+        yield candidate
+        yield replace(
+            candidate, name=f"{candidate.name}, others ask it", is_under_load=True
+        )
+
+
+def sound_candidates() -> Iterator[Case]:
+    """Yield the candidates that must raise no alarm."""
     tiers = (TierName.FAST, TierName.BALANCED, TierName.PRECISE)
     for tier in tiers:
-        yield Case(name="started again, 1", tier=tier, is_sound=True)
-    for tier in tiers:
-        yield Case(
-            name="others ask it, 1", tier=tier, is_sound=True, is_under_load=True
-        )
+        yield Case(name="started again", tier=tier, is_sound=True)
     for seed in TWINS:
         for tier in tiers:
             yield Case(name=f"twin {seed}", tier=tier, is_sound=True, twin=seed)
-    for tier in tiers:
-        yield Case(
-            name="oneDNN for older CPUs",
-            tier=tier,
-            is_sound=True,
-            environment=OLDER_INSTRUCTIONS,
-        )
     yield Case(
         name="vLLM's kernels",
         tier=TierName.FAST,
         is_sound=True,
         environment=VLLM_KERNELS,
     )
-    for number in STARTS[1:]:
-        for tier in tiers:
-            yield Case(name=f"started again, {number}", tier=tier, is_sound=True)
-    for tier in tiers:
-        yield Case(
-            name="others ask it, 2", tier=tier, is_sound=True, is_under_load=True
-        )
+    yield Case(
+        name="oneDNN for older CPUs",
+        tier=TierName.PRECISE,
+        is_sound=True,
+        environment=OLDER_INSTRUCTIONS,
+    )
     yield Case(
         name="started again",
         tier=TierName.FAST,
         reference=TierName.FAST,
-        is_sound=True,
-    )
-    yield Case(
-        name="started again",
-        tier=TierName.BALANCED,
-        reference=TierName.BALANCED,
         is_sound=True,
     )
 
@@ -335,22 +327,39 @@ class Bench:
     def _twin(self, folder: Path, seed: int) -> Path:
         twin = self.folder / f"{folder.name}-twin-{seed}"
         if not twin.exists():
-            command = [sys.executable, ROOT / "scripts/make_twin.py", folder, twin]
+            script = ROOT / "scripts/make_twin.py"
+            options = ["--keep-manifest", "--seed", str(seed)]
             subprocess.run(
-                [*command, "--keep-manifest", "--seed", str(seed)],
+                [sys.executable, script, folder, twin, *options],
                 check=True,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
         return twin
 
-    def run(self, case: Case, reference_url: str) -> CaseResult:
-        """Start a case's candidate, compare it with the reference, and stop it."""
-        recipe = self.candidate_recipe(case)
+    def run(
+        self, cases: Sequence[Case], reference_url: str, end: float
+    ) -> Iterator[CaseResult]:
+        """Start the candidate that cases share, compare it with the reference for each of them, and stop it.
+
+        Args:
+            cases: They differ in what happens beside the verification alone.
+            reference_url: Of the engine that the candidate is compared with.
+            end: No case begins after this monotonic time.
+
+        Raises:
+            ChildProcessError: The candidate does not start.
+            TimeoutError: It does not start in time.
+            ProbeError: It stops answering.
+        """
+        recipe = self.candidate_recipe(cases[0])
         log = self.folder / "candidate.log"
-        with serving(recipe, self.python, log, limit_s=case.start_limit_s) as url:
-            verification = asyncio.run(self._verify(case, reference_url, url))
-        return self._result(case, verification)
+        limit_s = cases[0].start_limit_s
+        with serving(recipe, self.python, log, limit_s=limit_s) as url:
+            for case in cases:
+                if time.monotonic() < end:
+                    verification = asyncio.run(self._verify(case, reference_url, url))
+                    yield self._result(case, verification)
 
     async def _verify(
         self, case: Case, reference_url: str, candidate_url: str
@@ -495,27 +504,31 @@ def missing(
 
 
 def run_cases(bench: Bench, cases: list[Case], end: float) -> None:
-    """Run cases one after another until none is left or the time is over; the reference runs all the time."""
-    for reference in dict.fromkeys(case.reference for case in cases):
-        with ExitStack() as stack:
-            if time.monotonic() > end:
-                return
-            log = bench.folder / "reference.log"
-            recipe = bench.reference_recipe(reference)
-            url = stack.enter_context(serving(recipe, bench.python, log))
-            for case in cases:
-                if case.reference != reference or time.monotonic() > end:
-                    continue
-                try:
-                    result = bench.run(case, url)
-                except (ChildProcessError, TimeoutError) as error:
-                    note(f"{case.title}: {error}")
-                    continue
-                write_results([*read_results(), result])
-                verdict = "WRONG" if result.is_wrong else "right"
-                note(
-                    f"{case.title}: {verdict}, {result.stage or 'no alarm'}, {result.seconds:.0f} s, {result.sentence}"
-                )
+    """Run cases one after another until none is left or the time is over; a reference runs as long as it is needed."""
+    for reference, of_reference in groupby(cases, lambda case: case.reference):
+        log = bench.folder / "reference.log"
+        recipe = bench.reference_recipe(reference)
+        with serving(recipe, bench.python, log) as url:
+            for _, sharing in groupby(of_reference, bench.candidate_recipe):
+                if time.monotonic() > end:
+                    return
+                run_candidate(bench, list(sharing), url, end)
+
+
+def run_candidate(
+    bench: Bench, cases: list[Case], reference_url: str, end: float
+) -> None:
+    """Run the cases of one candidate, and write each result as it comes."""
+    try:
+        for result in bench.run(cases, reference_url, end):
+            write_results([*read_results(), result])
+            verdict = "WRONG" if result.is_wrong else "right"
+            found = result.stage or "no alarm"
+            note(
+                f"{result.case}: {verdict}, {found}, {result.seconds:.0f} s, {result.sentence}"
+            )
+    except (ChildProcessError, TimeoutError, ProbeError) as error:
+        note(f"{cases[0].title}: {error}")
 
 
 def main() -> None:

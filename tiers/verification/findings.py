@@ -89,6 +89,7 @@ class Gap(Finding):
         tokens: Number of scored tokens.
         gap: Mean of the writer's log-probability minus the scorer's, in nats a token.
         changed: Share of the tokens that are not the scorer's first choice, 0..1.
+        difference: Mean of the absolute difference of both log-probabilities, in nats a token; None: not measured.
     """
 
     writer: Role
@@ -96,6 +97,7 @@ class Gap(Finding):
     tokens: int
     gap: float
     changed: float
+    difference: float | None = None
 
 
 class LikelihoodFinding(Finding):

@@ -46,7 +46,7 @@ def changed_checkpoint(source: Path, name: str, changes: tuple[Change, ...]) -> 
 
 def tensors(folder: Path, dtype: str) -> dict[str, npt.NDArray[Any]]:
     """Return the tensors of one type by name, as flat arrays of their bits that write through to the file."""
-    by_name = {}
+    by_name: dict[str, npt.NDArray[Any]] = {}
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             header_length = int.from_bytes(file.read(8), "little")

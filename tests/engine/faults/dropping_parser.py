@@ -13,7 +13,7 @@ from vllm.tool_parsers.hermes_tool_parser import (  # type: ignore[import-not-fo
 )
 
 
-@ToolParserManager.register_module("hermes_dropping")  # type: ignore[misc, untyped-decorator]
+@ToolParserManager.register_module("hermes_dropping")
 class DroppingToolParser(Hermes2ProToolParser):  # type: ignore[misc]
     """Reads calls as the parser "hermes" does, and loses an argument."""
 

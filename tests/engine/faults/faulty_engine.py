@@ -5,8 +5,8 @@ that computes is forked, so that it has the fault as well. All faults are of the
 
 - ``late attention``: from position 600 on, what attention returns is halved.
 - ``KV cache of 3 bits``: keys and values are rounded to seven steps for each token and head before they are cached.
-- ``decode``: in a step in which every sequence has one token, as compiled graphs are used for, each head gets its
-  neighbour's values. Prompts are read rightly.
+- ``decode``: of sequences that have one token in a step, for which compiled graphs are used, each head gets its neighbour's
+  values. Prompts are read rightly.
 """
 
 from __future__ import annotations
@@ -47,15 +47,19 @@ def attend_late_wrongly(backend: Any) -> None:
 
 
 def decode_wrongly(backend: Any) -> None:
-    """Exchange the heads' values in steps that only decode."""
+    """Exchange the heads' values of sequences that have one token in a step."""
     forward = backend.forward
 
     def forward_wrongly(self: Any, *args: Any, **named: Any) -> Any:
         result = forward(self, *args, **named)
         metadata = args[5] if len(args) > 5 else named["attn_metadata"]
         output = args[6] if len(args) > 6 else named["output"]
-        if metadata is not None and metadata.max_query_len == 1:
-            output[:] = output.roll(1, dims=1)
+        if metadata is None:  # vLLM warms up
+            return result
+        starts = metadata.query_start_loc
+        is_decoded = starts[1:] - starts[:-1] == 1
+        rows = starts[:-1][is_decoded]
+        output[rows] = output[rows].roll(1, dims=1)
         return result
 
     backend.forward = forward_wrongly

@@ -57,6 +57,8 @@ class SmallModel:
         stops: Whether the end of a turn ends an answer.
         takes_tools: Whether it has a tool parser.
         drops: The argument that its tool parser loses.
+        finds_calls: Whether its tool parser finds a call in an answer.
+        writes_calls: Whether the model writes the call that it is made to write, or white space up to its limit.
         thinks: Whether it has a parser of reasoning.
         release: Of vLLM; empty: it is not told.
         cache_dtype: Of its KV cache; empty: it is not told.
@@ -79,6 +81,8 @@ class SmallModel:
     stops: bool = True
     takes_tools: bool = True
     drops: str = ""
+    finds_calls: bool = True
+    writes_calls: bool = True
     thinks: bool = False
     release: str = "0.32.0"
     cache_dtype: str = "auto"
@@ -251,7 +255,11 @@ class SmallModel:
         return JSONResponse({"choices": [{"index": 0, "message": message}]})
 
     def _parsed(self, text: str) -> dict[str, Any]:
-        """Return what the tool parser makes of a call."""
+        """Return what the tool parser makes of a call that the model was made to write."""
+        if not self.writes_calls:
+            return {"role": "assistant", "content": TOOL_CALL + 100 * "\n"}
+        if not self.finds_calls:
+            return {"role": "assistant", "content": text}
         written = text.removeprefix(TOOL_CALL).removesuffix("</tool_call>")
         call = json.loads(written)
         call["arguments"].pop(self.drops, None)

@@ -17,6 +17,8 @@ from tiers.verification.findings import Verdict
 from tiers.verification.likelihood import (
     Length,
     LikelihoodRecord,
+    TextScores,
+    WrittenText,
     compare_likelihood,
     prompts,
     score_texts,
@@ -143,6 +145,29 @@ async def test_a_fault_of_decode_alone_is_found_by_the_candidates_own_scores() -
     assert abs(gap_of(finding.own, "reference", "1 to 64").gap) < 1e-9
     assert len(finding.faults) == 1
     assert "The candidate computes other things when it decodes" in finding.faults[0]
+
+
+def test_a_fault_of_decode_whose_signs_cancel_out_is_found() -> None:
+    written = WrittenText(
+        name="a tale",
+        kind="prose",
+        prompt_ids=(1,),
+        token_ids=(2,) * 40,
+        logprobs=(-1.0,) * 40,
+    )
+    sound = TextScores(name="a tale", logprobs=(-1.0,) * 40, ranks=(1,) * 40)
+    broken = TextScores(name="a tale", logprobs=(-0.5, -1.5) * 20, ranks=(1,) * 40)
+    finding = compare_likelihood(
+        LikelihoodRecord(texts=(written,), own_scores=(sound,)),
+        LikelihoodRecord(texts=(written,), own_scores=(broken,)),
+        scores_by_candidate=(sound,),
+        scores_by_reference=(sound,),
+        took_s=1.0,
+    )
+    assert gap_of(finding.own, "candidate", "1 to 64").gap == 0
+    assert gap_of(finding.own, "candidate", "1 to 64").difference == 0.5
+    assert len(finding.faults) == 1
+    assert "0.50 nats a token at tokens 1 to 64" in finding.faults[0]
 
 
 async def test_a_saved_reference_scores_nothing_and_the_finding_says_so() -> None:

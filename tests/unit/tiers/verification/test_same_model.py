@@ -140,6 +140,19 @@ async def test_a_tool_parser_that_drops_an_argument_is_found() -> None:
     assert "unit" not in difference.candidate
 
 
+async def test_a_tool_parser_that_finds_no_call_is_found() -> None:
+    difference = await only_difference(SmallModel(finds_calls=False))
+    assert difference.subject == "tool calls"
+    assert difference.is_fault
+    assert difference.candidate == "finds no call"
+
+
+async def test_a_model_that_writes_no_call_tells_nothing_of_its_parser() -> None:
+    finding = await compared(SmallModel(), SmallModel(writes_calls=False))
+    assert finding.differences == ()
+    assert "so its tool parser was not tried" in finding.not_checked[0]
+
+
 async def test_a_candidate_with_the_better_tool_parser_is_no_fault() -> None:
     finding = await compared(SmallModel(drops="unit"), SmallModel())
     assert [difference.is_fault for difference in finding.differences] == [False]
