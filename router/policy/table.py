@@ -323,13 +323,12 @@ class PolicyStore:
         )
 
     def _judge(self) -> None:
-        """Judge the tiers' losses, log what is news, and hold tiers if so configured."""
+        """Judge the tiers' losses, log which are too large, and hold tiers if so configured."""
         verdicts = judge_tiers(self.table, self.measured)
         for tier, verdict in verdicts.items():
-            if verdict != self.verdicts.get(tier) and verdict.verdict is not None:
-                is_worse = verdict.verdict is Verdict.WORSE
-                level = logging.WARNING if is_worse else logging.INFO
-                log.log(level, "%s", verdict.sentence)
+            is_news = verdict != self.verdicts.get(tier)
+            if is_news and verdict.verdict is Verdict.WORSE:
+                log.warning("%s", verdict.sentence)
         self.verdicts = verdicts
         self._fleet.hold_tiers(self.held)
 

@@ -35,7 +35,7 @@ from tiers.verification.model_facts import observe_facts
 from tiers.verification.same_model import compare_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from tiers.fleet import Fleet
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tiers.probe import EngineProbe
     from tiers.replica import Replica
     from tiers.verification.findings import Difference
+    from tiers.verification.likelihood import TextScores, WrittenText
     from tiers.verification.model_facts import ModelFacts
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -272,9 +273,10 @@ class Gate:
         self, engine: Engine, reference: Engine
     ) -> Difference | None:
         """Return the first thing in which two engines treat requests differently; None: they treat them alike."""
-        finding = compare_facts(
-            await self._facts_of(reference), await self._facts_of(engine), took_s=0.0
-        )
+        async with asyncio.TaskGroup() as group:
+            theirs = group.create_task(self._facts_of(reference))
+            ours = group.create_task(self._facts_of(engine))
+        finding = compare_facts(theirs.result(), ours.result(), took_s=0.0)
         for difference in finding.differences:
             if difference.is_fault and difference.subject not in ALLOWED_DIFFERENCES:
                 return difference
@@ -285,20 +287,27 @@ class Gate:
         context = min(
             engine.replica.spec.max_model_len, reference.replica.spec.max_model_len
         )
-        theirs = await self._record_of(reference, context)
-        ours = await self._record_of(engine, context)
+        async with asyncio.TaskGroup() as group:
+            writing_theirs = group.create_task(self._record_of(reference, context))
+            writing_ours = group.create_task(self._record_of(engine, context))
+        theirs = writing_theirs.result()
+        ours = writing_ours.result()
+        async with asyncio.TaskGroup() as group:
+            by_engine = group.create_task(self._score(engine, theirs.texts))
+            by_reference = group.create_task(self._score(reference, ours.texts))
         finding = compare_likelihood(
             theirs,
             ours,
-            scores_by_candidate=await score_texts(
-                self._verified_engine(engine), theirs.texts, _report_nothing
-            ),
-            scores_by_reference=await score_texts(
-                self._verified_engine(reference), ours.texts, _report_nothing
-            ),
+            scores_by_candidate=by_engine.result(),
+            scores_by_reference=by_reference.result(),
             took_s=0.0,
         )
         return finding.faults
+
+    async def _score(
+        self, engine: Engine, texts: Sequence[WrittenText]
+    ) -> tuple[TextScores, ...]:
+        return await score_texts(self._verified_engine(engine), texts, _report_nothing)
 
     async def _facts_of(self, engine: Engine) -> ModelFacts:
         observation = engine.observation
@@ -313,7 +322,7 @@ class Gate:
             texts = await write_texts(
                 asked, context=context, quick=True, report=_report_nothing
             )
-            own_scores = await score_texts(asked, texts, _report_nothing)
+            own_scores = await self._score(engine, texts)
             observation.record = LikelihoodRecord(texts=texts, own_scores=own_scores)
         return observation.record
 
