@@ -477,16 +477,16 @@ def table(results: list[CaseResult]) -> Iterator[str]:
     sound = [result for result in results if result.is_sound]
     found = sum(not result.is_wrong for result in faulty)
     yield f"\nFaults: {found} of {len(faulty)} found\n"
-    yield f"{'candidate':52}{'texts':8}{'found in':12}{'seconds':>8}  what was said\n"
+    yield f"{'candidate':66}{'texts':8}{'found in':12}{'seconds':>8}  what was said\n"
     for result in faulty:
         stage = result.stage or "NOT FOUND"
-        yield f"{result.case:52}{result.texts:8}{stage:12}{result.seconds:8.0f}"
+        yield f"{result.case:66}{result.texts:8}{stage:12}{result.seconds:8.0f}"
         yield f"  {result.sentence}\n"
     alarms = sum(result.is_wrong for result in sound)
     yield f"\nSound pairs: {alarms} false alarms in {len(sound)} runs\n"
-    yield f"{'candidate':52}{'texts':8}{'alarm':12}{'seconds':>8}{'largest gap':>13}\n"
+    yield f"{'candidate':66}{'texts':8}{'alarm':12}{'seconds':>8}{'largest gap':>13}\n"
     for result in sound:
-        yield f"{result.case:52}{result.texts:8}{result.stage or 'none':12}{result.seconds:8.0f}"
+        yield f"{result.case:66}{result.texts:8}{result.stage or 'none':12}{result.seconds:8.0f}"
         yield f"{result.largest_gap or 0:13.3f}  {result.sentence if result.stage else ''}".rstrip()
         yield "\n"
 
