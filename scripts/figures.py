@@ -991,8 +991,8 @@ def verification_faults(to_results: str) -> str:
         ]
         for case in faults
     ]
-    found = sum(case["stage"] is not None for case in faults)
-    alarms = sum(case["stage"] is not None for case in sound)
+    found = sum(bool(case["stage"]) for case in faults)
+    alarms = sum(bool(case["stage"]) for case in sound)
     words = (
         f"{found} of {len(faults)} faults were found; {len(sound)} pairs without a fault raised {alarms} alarms "
         f"([all cases]({to_results}/verify_faults.txt))."
