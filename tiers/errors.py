@@ -19,6 +19,7 @@ TierError
 ├── TrustError             a file of trusted authorities cannot be used
 └── ProbeError             an engine did not answer a probe as vLLM does
     ├── RefusedError       it refused the request with HTTP 400
+    ├── BusyError          it has no room for the request now
     └── NoScoresError      its answers have no log-probabilities
 """
 

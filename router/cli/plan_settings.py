@@ -87,6 +87,7 @@ UNRELATED = (
     "state.*",
     "telemetry.*",
     "profile.*",
+    "quality.*",
     "quantizer.*",
     "openai.*",
     "discovery.interval_s",

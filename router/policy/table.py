@@ -306,7 +306,9 @@ class PolicyStore:
 
         Nothing can be measured without the reference, so none is held for the lack of it.
         """
-        has_reference = not self._fleet.spec(REFERENCE).absent
+        has_reference = any(
+            spec.name is REFERENCE and not spec.absent for spec in self._fleet.specs
+        )
         if self._gate is not GateMode.HOLD or not has_reference:
             return frozenset()
         return frozenset(

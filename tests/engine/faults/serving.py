@@ -139,4 +139,4 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_S)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.wait(STOP_S)

@@ -554,14 +554,14 @@ def test_names_are_those_of_the_conventions() -> None:
     import re
 
     from router.telemetry import request_trace, tracing
-    from router.upstream import client, engine_stream
+    from router.upstream import engine_stream, upstream
 
     constants: dict[str, Any] = {}
     for module in (gen_ai_attributes, http_attributes, server_attributes):
         constants |= vars(module)
     known = {value for name, value in constants.items() if name.isupper()}
     source = "".join(
-        map(inspect.getsource, (request_trace, tracing, client, engine_stream))
+        map(inspect.getsource, (request_trace, tracing, upstream, engine_stream))
     )
     used = set(re.findall(r'"((?:gen_ai|http|server)\.[a-z_.]+)"', source))
     assert len(used) > 10

@@ -99,7 +99,8 @@ async def test_tasks_count_in_order_whatever_order_they_end_in() -> None:
         async def answer(self, task: Task) -> ModelAnswer | None:
             answer = await super().answer(task)
             if task is first:
-                await others_are_answered.wait()
+                async with asyncio.timeout(30):
+                    await others_are_answered.wait()
             elif len(self.asked) == 30:
                 others_are_answered.set()
             return answer
