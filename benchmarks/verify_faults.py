@@ -55,7 +55,7 @@ from tiers.checkpoints.prepare import find
 from tiers.errors import ProbeError
 from tiers.spec import TierName
 from tiers.verification import model_facts
-from tiers.verification.engine import Engine
+from tiers.verification.engine import ComparedEngine
 from tiers.verification.findings import LikelihoodFinding, SameModelFinding, Verdict
 from tiers.verification.likelihood import PROMPTS_FILE, LikelihoodRecord, write_texts
 from tiers.verification.model_facts import ModelFacts  # noqa: TC001  pydantic reads it
@@ -235,7 +235,9 @@ class RecordedEngine(LiveEngine):
         path: The file; None: nothing is kept.
     """
 
-    def __init__(self, engine: Engine, path: Path | None, *, is_quick: bool) -> None:
+    def __init__(
+        self, engine: ComparedEngine, path: Path | None, *, is_quick: bool
+    ) -> None:
         super().__init__(engine)
         self._path = path
         self._is_quick = is_quick
@@ -366,12 +368,16 @@ class Bench:
     ) -> Verification:
         async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
             reference = RecordedEngine(
-                await Engine.connect(client, reference_url, "", name=case.reference),
+                await ComparedEngine.connect(
+                    client, reference_url, "", name=case.reference
+                ),
                 self.recording_path(case.reference),
                 is_quick=self.is_quick,
             )
             candidate = RecordedEngine(
-                await Engine.connect(client, candidate_url, "", name="candidate"),
+                await ComparedEngine.connect(
+                    client, candidate_url, "", name="candidate"
+                ),
                 None,
                 is_quick=self.is_quick,
             )

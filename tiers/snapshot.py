@@ -22,7 +22,7 @@ from tiers.spec import (
     TemplateTokens,
     TierName,
     TierSpec,
-    Verification,
+    VerificationState,
 )
 from tiers.speed import (
     ALWAYS_MS,
@@ -163,7 +163,7 @@ class ReplicaState(Struct, frozen=True):
     failed: int = 0
     gauges: Gauges | None = None
     build: EngineBuild | None = None
-    verification: Verification | None = None
+    verification: VerificationState | None = None
     verification_detail: str = ""
 
     @property

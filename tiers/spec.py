@@ -125,7 +125,7 @@ class EngineBuild:
         return f"vLLM {version}, KV cache {kv_cache}"
 
 
-class Verification(StrEnum):
+class VerificationState(StrEnum):
     """What is known of what an engine computes, before and while it serves."""
 
     OFF = "off"  # nothing is verified

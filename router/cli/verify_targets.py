@@ -17,7 +17,7 @@ from router.cli.client import find_router, trusted
 from router.settings import load_settings
 from tiers.errors import ProbeError
 from tiers.spec import TierName
-from tiers.verification.engine import Engine
+from tiers.verification.engine import ComparedEngine
 
 TIER_KEY = "QARR_KEY"
 CONNECT_S = 10.0
@@ -56,7 +56,7 @@ class Target:
     key_variable: str
 
 
-class Server(NamedTuple):
+class ServerTarget(NamedTuple):
     """A server's URL, and which certificates it may show."""
 
     url: str
@@ -76,14 +76,14 @@ class RouterAddress:
         self.config = config
 
     @cached_property
-    def server(self) -> Server:
+    def server(self) -> ServerTarget:
         """Find the router, and print its URL.
 
         Raises:
             SettingsError: The settings are not valid, or name no port.
         """
         url, verify = find_router(self._url, self.config)
-        return Server(url, verify)
+        return ServerTarget(url, verify)
 
 
 def parse_target(option: str, text: str, model: str, key_variable: str) -> Target:
@@ -140,7 +140,7 @@ def client_for(target: Target, router: RouterAddress) -> httpx.AsyncClient:
         server = router.server
         headers = TIER_HEADERS
     else:
-        server = Server(target.text, _trusted_by(target.text, router.config))
+        server = ServerTarget(target.text, _trusted_by(target.text, router.config))
     return httpx.AsyncClient(
         base_url=server.url,
         headers=headers,
@@ -158,7 +158,7 @@ def _trusted_by(url: str, config: Path | None) -> ssl.SSLContext | bool:
     return trusted(load_settings(config), url)
 
 
-async def connect(target: Target, client: httpx.AsyncClient) -> Engine:
+async def connect(target: Target, client: httpx.AsyncClient) -> ComparedEngine:
     """Ask a target's server what it serves.
 
     Raises:
@@ -167,7 +167,7 @@ async def connect(target: Target, client: httpx.AsyncClient) -> Engine:
     is_tier = target.kind is TargetKind.TIER
     key = os.environ.get(target.key_variable, "")
     try:
-        return await Engine.connect(
+        return await ComparedEngine.connect(
             client,
             str(client.base_url),
             key,

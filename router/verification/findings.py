@@ -7,14 +7,14 @@ from datetime import datetime
 from classifier import PromptClass
 from tiers.verification.findings import (
     EngineIdentity,
-    Finding,
+    FrozenFinding,
     LikelihoodFinding,
     SameModelFinding,
     Verdict,
 )
 
 
-class AnswerComparison(Finding):
+class AnswerComparison(FrozenFinding):
     """How many answers got worse: of one class of prompts, or of all.
 
     The loss is (worse - better) / (both_right + worse + better): of the tasks that at least one engine gets right, the net
@@ -57,7 +57,7 @@ class AnswerComparison(Finding):
         return (self.worse - self.better) / self.decisive
 
 
-class WorseAnswer(Finding):
+class WorseAnswer(FrozenFinding):
     """A task that the reference gets right and the candidate does not.
 
     Attributes:
@@ -76,7 +76,7 @@ class WorseAnswer(Finding):
     candidate: str
 
 
-class AnswersFinding(Finding):
+class AnswersFinding(FrozenFinding):
     """How many answers get worse.
 
     Attributes:
@@ -103,7 +103,7 @@ class AnswersFinding(Finding):
         return self.overall.verdict
 
 
-class SpeedComparison(Finding):
+class SpeedComparison(FrozenFinding):
     """How fast both engines are at one load.
 
     Attributes:
@@ -121,7 +121,7 @@ class SpeedComparison(Finding):
     candidate_tpot_ms: float
 
 
-class SpeedFinding(Finding):
+class SpeedFinding(FrozenFinding):
     """How fast both engines are at several loads.
 
     Attributes:
@@ -135,7 +135,7 @@ class SpeedFinding(Finding):
     not_measured: tuple[str, ...] = ()
 
 
-class Verification(Finding):
+class Verification(FrozenFinding):
     """All that was found. Stages that were not reached are None: a fault in an early stage makes later ones pointless."""
 
     created: datetime

@@ -39,7 +39,7 @@ from tiers.verification.thinking import (
 
 if TYPE_CHECKING:
     from router.profiling.tasks import Task
-    from tiers.verification.engine import Engine
+    from tiers.verification.engine import ComparedEngine
     from tiers.verification.findings import EngineIdentity
 
 Report = Callable[[], None]
@@ -109,7 +109,7 @@ class LiveEngine:
         settled_limits: How tasks are asked, once ``settle_limits`` or ``record`` has found that out.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ComparedEngine) -> None:
         self.engine = engine
         self.settled_limits: AnswerLimits | None = None
         self.thinking = NO_THINKING

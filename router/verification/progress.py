@@ -7,7 +7,7 @@ from typing import Protocol
 from router.verification.wording import Stage, StageFinding
 
 
-class Listener(Protocol):
+class ProgressListener(Protocol):
     """Is told how a verification gets on."""
 
     def begin(self, stage: Stage) -> None:
@@ -29,7 +29,7 @@ class StepCounter:
         noun: What is done, in the plural.
     """
 
-    def __init__(self, listener: Listener, total: int, noun: str) -> None:
+    def __init__(self, listener: ProgressListener, total: int, noun: str) -> None:
         self._listener = listener
         self._total = total
         self._noun = noun

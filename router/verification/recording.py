@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from router.aio import first_error
-from router.verification.progress import Listener, StepCounter
+from router.verification.progress import ProgressListener, StepCounter
 from router.verification.wording import Stage
 from tiers.errors import NoScoresError, RefusedError
 from tiers.verification.likelihood import prompts
@@ -23,7 +23,7 @@ async def record(
     reference: LiveEngine,
     tasks: Sequence[Task],
     wish: ThinkingWish,
-    listener: Listener,
+    listener: ProgressListener,
     *,
     parallel: int,
 ) -> None:

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from router.profiling.answering import AnswerLimits, ThinkingMode
 from router.profiling.model_answer import ModelAnswer
 from tiers.errors import NoScoresError, RefusedError
-from tiers.verification.findings import EngineIdentity, Finding
+from tiers.verification.findings import EngineIdentity, FrozenFinding
 from tiers.verification.likelihood import (
     PROMPTS_FILE,
     LikelihoodRecord,
@@ -39,7 +39,7 @@ class SavedReferenceError(Exception):
     """A file is no reference that can be used here."""
 
 
-class SavedReference(Finding):
+class SavedReference(FrozenFinding):
     """What is kept of a reference.
 
     Attributes:

@@ -22,7 +22,7 @@ from tiers.verification.findings import Role
 
 if TYPE_CHECKING:
     from tiers.probe import Generation
-    from tiers.verification.engine import Engine
+    from tiers.verification.engine import ComparedEngine
 
 LOADS = (1, 4, 16)  # streams
 ROUNDS = 3  # turns of each engine at each load
@@ -79,8 +79,8 @@ def ignore_progress(_progress: SpeedProgress) -> None:
 
 
 async def compare_speed(
-    reference: Engine,
-    candidate: Engine,
+    reference: ComparedEngine,
+    candidate: ComparedEngine,
     plan: SpeedPlan | None = None,
     report_progress: Callable[[SpeedProgress], None] = ignore_progress,
 ) -> SpeedFinding:
@@ -96,7 +96,10 @@ async def compare_speed(
         ProbeError: An engine does not answer, or sends all of an answer at once.
     """
     plan = plan or SpeedPlan()
-    engines: dict[Role, Engine] = {"reference": reference, "candidate": candidate}
+    engines: dict[Role, ComparedEngine] = {
+        "reference": reference,
+        "candidate": candidate,
+    }
     measurement = _SpeedMeasurement(engines, plan, report_progress)
     return await measurement.run()
 
@@ -106,7 +109,7 @@ class _SpeedMeasurement:
 
     def __init__(
         self,
-        engines: Mapping[Role, Engine],
+        engines: Mapping[Role, ComparedEngine],
         plan: SpeedPlan,
         report_progress: Callable[[SpeedProgress], None],
     ) -> None:
@@ -159,7 +162,7 @@ class _SpeedMeasurement:
         )
 
     async def _take_turn(
-        self, engine: Engine, prompts: Sequence[Sequence[int]]
+        self, engine: ComparedEngine, prompts: Sequence[Sequence[int]]
     ) -> list[Generation]:
         """Have an engine continue all prompts at once."""
         bodies = [
@@ -222,7 +225,7 @@ class _SpeedMeasurement:
         )
 
 
-def _prompt_tokens(engines: Mapping[Role, Engine], output_tokens: int) -> int:
+def _prompt_tokens(engines: Mapping[Role, ComparedEngine], output_tokens: int) -> int:
     """Return the length of prompts that fits both engines with an answer; ``ProbeError``: none does."""
     context = min(engine.identity.max_model_len for engine in engines.values())
     room = context - output_tokens

@@ -18,7 +18,7 @@ from router.verification.participants import (
     ThinkingWish,
     settle_limits,
 )
-from router.verification.progress import Listener, StepCounter
+from router.verification.progress import ProgressListener, StepCounter
 from router.verification.speed import SpeedProgress, compare_speed
 from router.verification.wording import Stage, count_words
 from tiers.errors import NoScoresError, ProbeError
@@ -70,7 +70,7 @@ class Verifier:
     reference: Reference
     candidate: LiveEngine
     plan: VerificationPlan
-    listener: Listener
+    listener: ProgressListener
 
     async def run(self) -> Verification:
         """Run the stages, up to the first fault unless the plan wants all.

@@ -22,8 +22,8 @@ from tiers.errors import CanaryRefusedError, ProbeError
 from tiers.lifecycle.canary import EngineKey, made_checkpoint
 from tiers.lifecycle.engine import Observation
 from tiers.lifecycle.process import selected_kernels
-from tiers.spec import ReplicaStatus, Verification
-from tiers.verification.engine import Engine as VerifiedEngine
+from tiers.spec import ReplicaStatus, VerificationState
+from tiers.verification.engine import ComparedEngine
 from tiers.verification.findings import EngineIdentity
 from tiers.verification.likelihood import (
     LikelihoodRecord,
@@ -53,7 +53,7 @@ HELD_UNVERIFIED = "gets no requests before it is verified (quality.gate = hold)"
 ALLOWED_DIFFERENCES = frozenset({"context"})
 
 
-VOUCHED_FOR = {Verification.VERIFIED, Verification.ACCEPTED}
+VOUCHED_FOR = {VerificationState.VERIFIED, VerificationState.ACCEPTED}
 
 
 class GateMode(StrEnum):
@@ -114,7 +114,7 @@ class Gate:
         scores = engine.scores
         if scores is None:
             text = "it gives no log-probabilities, so nothing could be compared"
-            self._note(engine, Verification.CANNOT_TELL, text)
+            self._note(engine, VerificationState.CANNOT_TELL, text)
             return
         engine.key = await self._key_of(engine)
         record = await self._canary.check_scores(
@@ -124,10 +124,10 @@ class Gate:
             await self._verify(engine)
         elif record.is_accepted:
             text = f"an operator accepted it on {record.recorded:%Y-%m-%d}"
-            self._note(engine, Verification.ACCEPTED, text)
+            self._note(engine, VerificationState.ACCEPTED, text)
         else:
             text = f"it computes as on {record.recorded:%Y-%m-%d}, when it was verified"
-            self._note(engine, Verification.VERIFIED, text)
+            self._note(engine, VerificationState.VERIFIED, text)
 
     async def check_pending(self, engine: Engine) -> bool:
         """Compare an engine that serves before there was a reference, once there is one; tell whether that was done.
@@ -135,7 +135,7 @@ class Gate:
         Raises:
             CanaryRefusedError: It computes wrongly.
         """
-        if engine.replica.state.verification is not Verification.PENDING:
+        if engine.replica.state.verification is not VerificationState.PENDING:
             return False
         if self._find_reference(engine) is None:
             return False
@@ -166,7 +166,7 @@ class Gate:
             await self._compare(engine, reference, is_made=is_made)
         elif not self._is_highest(engine):
             text = "no engine is ready that it could be compared with"
-            self._note(engine, Verification.PENDING, text)
+            self._note(engine, VerificationState.PENDING, text)
         elif is_made:
             text = "it computes what transformers computed when its checkpoint was made"
             self._note_verified(engine, text)
@@ -174,7 +174,7 @@ class Gate:
             text = (
                 "others are compared with it, and nothing is there to compare it with"
             )
-            self._note(engine, Verification.REFERENCE, text)
+            self._note(engine, VerificationState.REFERENCE, text)
 
     def check_against_precise(self, engine: Engine, precise: Engine) -> None:
         """Compare an engine with one of tier precise that became ready later, by their scores of the fixed texts.
@@ -184,7 +184,7 @@ class Gate:
         """
         is_vouched_for = engine.replica.state.verification in VOUCHED_FOR
         is_judge_vouched_for = precise.replica.state.verification in VOUCHED_FOR
-        if engine.replica.state.verification is Verification.ACCEPTED:
+        if engine.replica.state.verification is VerificationState.ACCEPTED:
             return
         if is_judge_vouched_for or not is_vouched_for:
             self._check_loss(engine, precise)
@@ -252,7 +252,7 @@ class Gate:
             failure = _first(errors)
         if failure is not None:
             text = f"it could not be compared with {judge.id}: {failure}"
-            self._note(engine, Verification.CANNOT_TELL, text)
+            self._note(engine, VerificationState.CANNOT_TELL, text)
             log.warning("%s is not verified: %s", engine.replica.id, text)
             return
         if faults:
@@ -266,7 +266,7 @@ class Gate:
         took_s = time.monotonic() - began_at
         log.info("%s was verified in %.1f s", engine.replica.id, took_s)
         self._note_verified(engine, f"it was compared with {judge.id}")
-        if judge.state.verification is Verification.REFERENCE and not is_made:
+        if judge.state.verification is VerificationState.REFERENCE and not is_made:
             self._note_verified(reference, f"{engine.replica.id} agrees with it")
 
     async def _find_difference(
@@ -326,7 +326,7 @@ class Gate:
             observation.record = LikelihoodRecord(texts=texts, own_scores=own_scores)
         return observation.record
 
-    def _verified_engine(self, engine: Engine) -> VerifiedEngine:
+    def _verified_engine(self, engine: Engine) -> ComparedEngine:
         replica = engine.replica
         build = replica.state.build
         identity = EngineIdentity(
@@ -336,13 +336,13 @@ class Gate:
             version=None if build is None else build.version,
             kv_cache_dtype=None if build is None else build.kv_cache_dtype,
         )
-        return VerifiedEngine(self._probe_of(replica), identity)
+        return ComparedEngine(self._probe_of(replica), identity)
 
     def _note_verified(self, engine: Engine, text: str) -> None:
         assert engine.scores is not None
         if engine.key is not None:
             self._canary.record_verified(engine.scores, engine.replica.spec, engine.key)
-        self._note(engine, Verification.VERIFIED, text)
+        self._note(engine, VerificationState.VERIFIED, text)
 
     def _note_difference(
         self, engine: Engine, reference: Engine, difference: Difference
@@ -352,7 +352,7 @@ class Gate:
             f"{difference.reference})"
         )
         engine.difference = text
-        self._note(engine, Verification.DIFFERS, text)
+        self._note(engine, VerificationState.DIFFERS, text)
         log.warning(
             "%s answers otherwise: %s. %s",
             engine.replica.id,
@@ -360,11 +360,11 @@ class Gate:
             difference.explanation,
         )
 
-    def _note(self, engine: Engine, verification: Verification, text: str) -> None:
+    def _note(self, engine: Engine, verification: VerificationState, text: str) -> None:
         engine.replica.update(verification=verification, verification_detail=text)
         is_kept_out = self._mode is GateMode.HOLD and verification in {
-            Verification.PENDING,
-            Verification.DIFFERS,
+            VerificationState.PENDING,
+            VerificationState.DIFFERS,
         }
         if is_kept_out and engine.held is None:
             engine.held = HELD_UNVERIFIED

@@ -13,7 +13,7 @@ from tiers.kv_precision import with_kv_cache
 from tiers.lifecycle.likelihood import score_engine
 from tiers.lifecycle.process import selected_kernels
 from tiers.lifecycle.warmup import check_answer, warm_up
-from tiers.spec import UNKNOWN, EngineBuild, ReplicaStatus, TierName, Verification
+from tiers.spec import UNKNOWN, EngineBuild, ReplicaStatus, TierName, VerificationState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,7 +164,7 @@ class Readiness:
             await self._gate.check_start(engine)
             await self._compare_with_precise(engine, self._gate)
         else:
-            replica.update(verification=Verification.OFF)
+            replica.update(verification=VerificationState.OFF)
         profiled = self._fleet.speeds.get(replica.spec.name)
         if (
             profiled is not None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class ComparedEngine:
     """A server, and the model that it is asked for.
 
     Attributes:
@@ -43,7 +43,7 @@ class Engine:
         *,
         name: str = "",
         model: str = "",
-    ) -> Engine:
+    ) -> ComparedEngine:
         """Ask a server what it serves.
 
         Args:

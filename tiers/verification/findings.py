@@ -18,13 +18,13 @@ class Verdict(StrEnum):
     CANNOT_TELL = "cannot tell"
 
 
-class Finding(BaseModel):
+class FrozenFinding(BaseModel):
     """A frozen value with a strict form."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class EngineIdentity(Finding):
+class EngineIdentity(FrozenFinding):
     """What an engine says of itself.
 
     Attributes:
@@ -42,7 +42,7 @@ class EngineIdentity(Finding):
     kv_cache_dtype: str | None = None
 
 
-class Difference(Finding):
+class Difference(FrozenFinding):
     """Something in which two engines differ before anything is generated.
 
     Attributes:
@@ -60,7 +60,7 @@ class Difference(Finding):
     explanation: str
 
 
-class SameModelFinding(Finding):
+class SameModelFinding(FrozenFinding):
     """Whether two engines serve the same model in the same way.
 
     Attributes:
@@ -80,7 +80,7 @@ class SameModelFinding(Finding):
         return Verdict.WORSE if has_fault else Verdict.SAME
 
 
-class Gap(Finding):
+class Gap(FrozenFinding):
     """How much less likely one engine finds the tokens that another one has chosen greedily.
 
     Attributes:
@@ -100,7 +100,7 @@ class Gap(Finding):
     difference: float | None = None
 
 
-class LikelihoodFinding(Finding):
+class LikelihoodFinding(FrozenFinding):
     """How alike two engines compute.
 
     Attributes:

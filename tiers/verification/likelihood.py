@@ -19,12 +19,12 @@ from pydantic import Field, model_validator
 from pydantic_core import from_json
 
 from tiers.errors import RefusedError
-from tiers.verification.findings import Finding, Gap, LikelihoodFinding, Role
+from tiers.verification.findings import FrozenFinding, Gap, LikelihoodFinding, Role
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
-    from tiers.verification.engine import Engine
+    from tiers.verification.engine import ComparedEngine
 
 PROMPTS_FILE = Path(__file__).with_name("likelihood_prompts.jsonl")
 REQUEST_S = 600.0  # Limit of each request, in seconds: small machines take minutes for a long context.
@@ -96,7 +96,7 @@ class Length(StrEnum):
     LONG_CONTEXT = "long context"
 
 
-class LikelihoodPrompt(Finding):
+class LikelihoodPrompt(FrozenFinding):
     """A prompt whose greedy answer is scored.
 
     Attributes:
@@ -120,7 +120,7 @@ class LikelihoodPrompt(Finding):
     tools: tuple[dict[str, Any], ...] = ()
 
 
-class WrittenText(Finding):
+class WrittenText(FrozenFinding):
     """A prompt's greedy answer.
 
     Attributes:
@@ -144,7 +144,7 @@ class WrittenText(Finding):
         return self
 
 
-class TextScores(Finding):
+class TextScores(FrozenFinding):
     """How likely an engine finds the answer of a written text.
 
     Attributes:
@@ -158,7 +158,7 @@ class TextScores(Finding):
     ranks: tuple[int, ...]
 
 
-class LikelihoodRecord(Finding):
+class LikelihoodRecord(FrozenFinding):
     """What an engine wrote, and how likely it finds it when it reads it.
 
     Attributes:
@@ -183,7 +183,7 @@ def prompts(*, quick: bool = False) -> tuple[LikelihoodPrompt, ...]:
 
 
 async def write_texts(
-    engine: Engine,
+    engine: ComparedEngine,
     *,
     context: int,
     quick: bool = False,
@@ -208,7 +208,7 @@ async def write_texts(
 
 
 async def score_texts(
-    engine: Engine,
+    engine: ComparedEngine,
     texts: Sequence[WrittenText],
     report: Callable[[int, int], None],
 ) -> tuple[TextScores, ...]:
@@ -478,7 +478,7 @@ class _Writer:
         context: Tokens that a prompt and its answer may have together.
     """
 
-    engine: Engine
+    engine: ComparedEngine
     context: int
 
     async def write(self, prompt: LikelihoodPrompt) -> WrittenText:

@@ -8,13 +8,13 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiers.errors import ProbeError, RefusedError
-from tiers.verification.findings import EngineIdentity, Finding
+from tiers.verification.findings import EngineIdentity, FrozenFinding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tiers.probe import SampledText
-    from tiers.verification.engine import Engine
+    from tiers.verification.engine import ComparedEngine
 
 REQUEST_S = 120.0  # Limit of each request, in seconds: an engine's first one may compile kernels.
 # Texts in which tokenizers differ: digits, white space, several scripts, code, and the marks of well-known models.
@@ -116,14 +116,14 @@ NEUTRAL: Mapping[str, Any] = {
 }
 
 
-class TextTokens(Finding):
+class TextTokens(FrozenFinding):
     """The tokens of a fixed text."""
 
     name: str
     token_ids: tuple[int, ...]
 
 
-class RenderedChat(Finding):
+class RenderedChat(FrozenFinding):
     """A fixed chat as the chat template writes it.
 
     Attributes:
@@ -137,7 +137,7 @@ class RenderedChat(Finding):
     text: str
 
 
-class DrawnTexts(Finding):
+class DrawnTexts(FrozenFinding):
     """Random continuations of one opening by the engine's own sampling defaults.
 
     Attributes:
@@ -152,7 +152,7 @@ class DrawnTexts(Finding):
     neutral_logprobs: tuple[float, ...]
 
 
-class ParsedCall(Finding):
+class ParsedCall(FrozenFinding):
     """What an engine's tool parser makes of a call that the model was made to write.
 
     Attributes:
@@ -164,7 +164,7 @@ class ParsedCall(Finding):
     arguments: str
 
 
-class ModelFacts(Finding):
+class ModelFacts(FrozenFinding):
     """What an engine tells of its model. What it does not tell is None or empty.
 
     Attributes:
@@ -193,7 +193,7 @@ class ModelFacts(Finding):
     not_told: tuple[str, ...]
 
 
-async def observe_facts(engine: Engine) -> ModelFacts:
+async def observe_facts(engine: ComparedEngine) -> ModelFacts:
     """Ask an engine for everything that ``compare_facts`` compares.
 
     Raises:
@@ -231,7 +231,7 @@ class _Observer:
         not_told: Sentences about what it does not tell.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ComparedEngine) -> None:
         self.engine = engine
         self.probe = engine.probe
         self.model = engine.model

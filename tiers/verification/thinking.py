@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from tiers.verification.findings import Finding
+from tiers.verification.findings import FrozenFinding
 
 CHAT = "/v1/chat/completions"
 TOKENIZE = "/tokenize"
@@ -81,7 +81,7 @@ _SURE_CLOSING_TAGS = tuple(
 SWITCH_NAMES = ("enable_thinking", "thinking")
 
 
-class Thinking(Finding):
+class Thinking(FrozenFinding):
     """How a model thinks.
 
     Attributes:

@@ -12,7 +12,7 @@ from router.cli.doctor.findings import CheckContext, Finding, ok, problem, warni
 from router.cli.doctor.tier_checks import judge_choice
 from tiers.preparing import Preparing
 from tiers.simulated.demo import simulated_precision
-from tiers.spec import PRECISIONS, TierName, Verification
+from tiers.spec import PRECISIONS, TierName, VerificationState
 from tiers.verification.findings import Verdict
 
 DETAIL_CHARS = 200
@@ -117,7 +117,7 @@ def _judge_replica(replica: dict[str, Any], check: str) -> Finding:
             f"'qarr logs {replica_id} --level warning' has its last lines",
             check,
         )
-    if state == "ready" and replica.get("verification") == Verification.DIFFERS:
+    if state == "ready" and replica.get("verification") == VerificationState.DIFFERS:
         return warning(
             f"{text}, but may answer wrongly",
             "start it as its reference is started; if it is meant to be so, 'qarr tiers record' its tier",

@@ -28,7 +28,7 @@ from tiers.spec import (
     ReplicaStatus,
     TierName,
     TierSpec,
-    Verification,
+    VerificationState,
 )
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -111,7 +111,7 @@ async def gated(
         yield Gated(gate, canary, client, *engines)
 
 
-def verification(engine: Engine) -> Verification | None:
+def verification(engine: Engine) -> VerificationState | None:
     return engine.replica.state.verification
 
 
@@ -120,16 +120,16 @@ async def test_a_sound_engine_is_verified_once(tmp_path: Path) -> None:
     small = SmallModel(noise=QUANTIZED)
     async with gated(tmp_path, small, SmallModel()) as fleet:
         await fleet.start(fleet.precise)
-        assert verification(fleet.precise) is Verification.REFERENCE
+        assert verification(fleet.precise) is VerificationState.REFERENCE
         assert read_canary(fleet.canary.path).records == ()
         await fleet.start(fleet.fast)
-        assert verification(fleet.fast) is Verification.VERIFIED
-        assert verification(fleet.precise) is Verification.VERIFIED
+        assert verification(fleet.fast) is VerificationState.VERIFIED
+        assert verification(fleet.precise) is VerificationState.VERIFIED
         detail = fleet.precise.replica.state.verification_detail
         assert detail == "fast-0 agrees with it"
         asked = len(small.requests)
         await fleet.start(fleet.fast)
-        assert verification(fleet.fast) is Verification.VERIFIED
+        assert verification(fleet.fast) is VerificationState.VERIFIED
         again = len(small.requests) - asked
         assert again < asked / 2
         tiers = {record.tier for record in read_canary(fleet.canary.path).records}
@@ -154,7 +154,7 @@ async def test_a_change_of_the_engine_starts_verification_anew(
             await fleet.start(fleet.fast)
         small.weights = 1
         await fleet.start(fleet.fast)
-        assert verification(fleet.fast) is Verification.VERIFIED
+        assert verification(fleet.fast) is VerificationState.VERIFIED
 
 
 async def test_a_broken_first_start_is_refused_and_is_no_norm(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ async def test_a_broken_first_start_is_refused_and_is_no_norm(tmp_path: Path) ->
             await fleet.start(fleet.fast)
         small.weights = 1
         await fleet.start(fleet.fast)
-        assert verification(fleet.fast) is Verification.VERIFIED
+        assert verification(fleet.fast) is VerificationState.VERIFIED
 
 
 async def test_an_engine_that_decodes_otherwise_than_it_prefills_is_refused(
@@ -184,12 +184,12 @@ async def test_an_engine_that_was_ready_first_is_compared_later(tmp_path: Path) 
     small = SmallModel(noise=QUANTIZED)
     async with gated(tmp_path, small, SmallModel()) as fleet:
         await fleet.start(fleet.fast)
-        assert verification(fleet.fast) is Verification.PENDING
+        assert verification(fleet.fast) is VerificationState.PENDING
         assert fleet.fast.replica.state.status is ReplicaStatus.READY
         assert await fleet.gate.check_pending(fleet.fast) is False
         await fleet.start(fleet.precise)
         assert await fleet.gate.check_pending(fleet.fast) is True
-        assert verification(fleet.fast) is Verification.VERIFIED
+        assert verification(fleet.fast) is VerificationState.VERIFIED
 
 
 async def test_hold_keeps_an_engine_from_traffic_until_it_is_verified(
@@ -229,7 +229,7 @@ async def test_an_engine_that_treats_requests_otherwise_is_told(
     async with gated(tmp_path, small, SmallModel(), mode) as fleet:
         await fleet.start(fleet.precise)
         await fleet.start(fleet.fast)
-        assert verification(fleet.fast) is Verification.DIFFERS
+        assert verification(fleet.fast) is VerificationState.DIFFERS
         assert f"its {subject} differs from that of precise-0" in caplog.text
         assert subject in (fleet.fast.remark or "")
         assert (fleet.fast.held is not None) == (mode is GateMode.HOLD)
@@ -247,7 +247,7 @@ async def test_what_an_operator_accepts_is_not_compared(tmp_path: Path) -> None:
         await fleet.start(fleet.precise)
         fleet.canary.accept(FAST)
         await fleet.start(fleet.fast)
-        assert verification(fleet.fast) is Verification.ACCEPTED
+        assert verification(fleet.fast) is VerificationState.ACCEPTED
         assert fleet.fast.held is None
 
 
@@ -275,7 +275,7 @@ async def test_an_engine_that_cannot_be_compared_serves(
         await fleet.start(fleet.precise)
         fleet.fast.scores = None
         await fleet.gate.check_start(fleet.fast)
-        assert verification(fleet.fast) is Verification.CANNOT_TELL
+        assert verification(fleet.fast) is VerificationState.CANNOT_TELL
         assert "no log-probabilities" in fleet.fast.replica.state.verification_detail
 
 
@@ -290,8 +290,8 @@ async def test_engines_that_start_together_in_hold_are_ready_once_they_agree(
         states = {
             replica.id: replica.state.verification for replica in own.fleet.replicas
         }
-        assert states["fast-0"] is Verification.VERIFIED
-        assert states["precise-0"] is Verification.VERIFIED
+        assert states["fast-0"] is VerificationState.VERIFIED
+        assert states["precise-0"] is VerificationState.VERIFIED
         fast = own.supervisor.engine("fast-0")
         assert fast.key is not None
         assert "FakeLinearKernel" in fast.key.engine
@@ -309,5 +309,5 @@ async def test_nothing_is_compared_with_the_gate_off(
         canary=canary,
         gate=GateMode.OFF,
     ) as own:
-        assert own.first.state.verification is Verification.OFF
+        assert own.first.state.verification is VerificationState.OFF
         assert read_canary(canary.path).records == ()

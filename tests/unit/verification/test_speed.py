@@ -12,7 +12,7 @@ import pytest
 from router.verification.speed import SpeedPlan, SpeedProgress, compare_speed
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tiers.errors import ProbeError
-from tiers.verification.engine import Engine
+from tiers.verification.engine import ComparedEngine
 
 pytestmark = pytest.mark.anyio
 SHORT_PLAN = SpeedPlan(loads=(1, 3), rounds=2, output_tokens=7)
@@ -20,8 +20,8 @@ SHORT_PLAN = SpeedPlan(loads=(1, 3), rounds=2, output_tokens=7)
 
 @dataclass
 class Pair:
-    reference: Engine
-    candidate: Engine
+    reference: ComparedEngine
+    candidate: ComparedEngine
 
 
 @asynccontextmanager
@@ -31,8 +31,8 @@ async def connected(reference: Behaviour, candidate: Behaviour) -> AsyncIterator
         httpx.AsyncClient(trust_env=False) as client,
     ):
         yield Pair(
-            reference=await Engine.connect(client, urls[0], ""),
-            candidate=await Engine.connect(client, urls[1], ""),
+            reference=await ComparedEngine.connect(client, urls[0], ""),
+            candidate=await ComparedEngine.connect(client, urls[1], ""),
         )
 
 

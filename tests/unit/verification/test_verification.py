@@ -33,7 +33,7 @@ from tests.unit.verification.engine_pair import (
     write_tasks,
 )
 from tiers.errors import ProbeError
-from tiers.verification.engine import Engine
+from tiers.verification.engine import ComparedEngine
 from tiers.verification.findings import Verdict
 
 pytestmark = pytest.mark.anyio
@@ -103,8 +103,12 @@ async def bench(
         httpx.AsyncClient(trust_env=False, timeout=30) as client,
     ):
         yield Bench(
-            reference=LiveEngine(await Engine.connect(client, reference_url, "")),
-            candidate=LiveEngine(await Engine.connect(client, candidate_url, "")),
+            reference=LiveEngine(
+                await ComparedEngine.connect(client, reference_url, "")
+            ),
+            candidate=LiveEngine(
+                await ComparedEngine.connect(client, candidate_url, "")
+            ),
             tasks=write_tasks(folder),
         )
 

@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.engine import serving
 from tests.unit.tiers.verification.small_model import SmallModel
 from tiers.errors import ProbeError
-from tiers.verification.engine import Engine
+from tiers.verification.engine import ComparedEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 async def test_an_engine_says_what_it_is() -> None:
     small = SmallModel(context=1234, release="0.31.1", cache_dtype="fp8")
     async with serving(small.app) as url, httpx.AsyncClient() as client:
-        engine = await Engine.connect(client, f"{url}/v1/", "")
+        engine = await ComparedEngine.connect(client, f"{url}/v1/", "")
         assert engine.model == "small"
         assert engine.identity.name == url
         assert engine.identity.max_model_len == 1234
@@ -27,7 +27,7 @@ async def test_an_engine_says_what_it_is() -> None:
 async def test_what_a_server_does_not_tell_is_none() -> None:
     small = SmallModel(release="", cache_dtype="")
     async with serving(small.app) as url, httpx.AsyncClient() as client:
-        engine = await Engine.connect(client, url, "", name="fast")
+        engine = await ComparedEngine.connect(client, url, "", name="fast")
         assert engine.identity.name == "fast"
         assert engine.identity.version is None
         assert engine.identity.kv_cache_dtype is None
@@ -36,14 +36,14 @@ async def test_what_a_server_does_not_tell_is_none() -> None:
 async def test_one_of_several_models_is_chosen_by_name() -> None:
     small = SmallModel(names=("auto", "fast", "precise"))
     async with serving(small.app) as url, httpx.AsyncClient() as client:
-        engine = await Engine.connect(client, url, "", model="precise")
+        engine = await ComparedEngine.connect(client, url, "", model="precise")
         assert engine.model == "precise"
         with pytest.raises(ProbeError, match="serves 3 models: name one of them"):
-            await Engine.connect(client, url, "")
+            await ComparedEngine.connect(client, url, "")
         with pytest.raises(
             ProbeError, match=r"no model 'exact'\. It serves: auto, fast, precise"
         ):
-            await Engine.connect(client, url, "", model="exact")
+            await ComparedEngine.connect(client, url, "", model="exact")
 
 
 async def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
@@ -51,5 +51,5 @@ async def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
         with pytest.raises(
             ProbeError, match="leave user name and password out"
         ) as error:
-            await Engine.connect(client, "http://me:secret@host:8000", "")
+            await ComparedEngine.connect(client, "http://me:secret@host:8000", "")
     assert "secret" not in str(error.value)

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.engine import serving
 from tests.unit.tiers.verification.small_model import SmallModel
 from tiers.errors import NoScoresError
-from tiers.verification.engine import Engine
+from tiers.verification.engine import ComparedEngine
 from tiers.verification.findings import Verdict
 from tiers.verification.likelihood import (
     Length,
@@ -36,13 +36,13 @@ def ignore(_finished: int, _total: int) -> None:
     """Take a report of progress."""
 
 
-async def connected(stack: AsyncExitStack, small: SmallModel) -> Engine:
+async def connected(stack: AsyncExitStack, small: SmallModel) -> ComparedEngine:
     url = await stack.enter_async_context(serving(small.app))
     client = await stack.enter_async_context(httpx.AsyncClient(timeout=60))
-    return await Engine.connect(client, url, "")
+    return await ComparedEngine.connect(client, url, "")
 
 
-async def record_of(engine: Engine, *, quick: bool) -> LikelihoodRecord:
+async def record_of(engine: ComparedEngine, *, quick: bool) -> LikelihoodRecord:
     context = min(CONTEXT, engine.identity.max_model_len)
     texts = await write_texts(engine, context=context, quick=quick, report=ignore)
     return LikelihoodRecord(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.engine import serving
 from tests.unit.tiers.verification.small_model import SmallModel
-from tiers.verification.engine import Engine
+from tiers.verification.engine import ComparedEngine
 from tiers.verification.findings import Verdict
 from tiers.verification.model_facts import ModelFacts, observe_facts
 from tiers.verification.same_model import compare_facts
@@ -25,7 +25,7 @@ async def facts_of(small: SmallModel) -> ModelFacts:
         serving(small.app) as url,
         httpx.AsyncClient(timeout=60) as client,
     ):
-        return await observe_facts(await Engine.connect(client, url, ""))
+        return await observe_facts(await ComparedEngine.connect(client, url, ""))
 
 
 async def compared(reference: SmallModel, candidate: SmallModel) -> SameModelFinding:
