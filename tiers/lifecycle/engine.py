@@ -38,10 +38,12 @@ class Observation:
 
     Attributes:
         facts: What it tells of its model.
+        has_written: Whether the facts hold what the model had to write for.
         record: What it wrote, and how likely it finds that.
     """
 
     facts: ModelFacts | None = None
+    has_written: bool = False
     record: LikelihoodRecord | None = None
 
 

@@ -245,7 +245,9 @@ class Gate:
         failure: str | None = None
         try:
             async with self._comparing:
-                difference = await self._find_difference(engine, reference)
+                difference = await self._find_difference(
+                    engine, reference, lets_them_write=not is_made
+                )
                 if not is_made:
                     faults = await self._find_faults(engine, reference)
         except* ProbeError as errors:
@@ -270,12 +272,20 @@ class Gate:
             self._note_verified(reference, f"{engine.replica.id} agrees with it")
 
     async def _find_difference(
-        self, engine: Engine, reference: Engine
+        self, engine: Engine, reference: Engine, *, lets_them_write: bool
     ) -> Difference | None:
-        """Return the first thing in which two engines treat requests differently; None: they treat them alike."""
+        """Return the first thing in which two engines treat requests differently; None: they treat them alike.
+
+        Engines of checkpoints that were made here need not write for it: their sampling defaults and tool parsers come from
+        the checkpoints and the settings of this router.
+        """
         async with asyncio.TaskGroup() as group:
-            theirs = group.create_task(self._facts_of(reference))
-            ours = group.create_task(self._facts_of(engine))
+            theirs = group.create_task(
+                self._facts_of(reference, has_written=lets_them_write)
+            )
+            ours = group.create_task(
+                self._facts_of(engine, has_written=lets_them_write)
+            )
         finding = compare_facts(theirs.result(), ours.result(), took_s=0.0)
         for difference in finding.differences:
             if difference.is_fault and difference.subject not in ALLOWED_DIFFERENCES:
@@ -309,11 +319,17 @@ class Gate:
     ) -> tuple[TextScores, ...]:
         return await score_texts(self._verified_engine(engine), texts, _report_nothing)
 
-    async def _facts_of(self, engine: Engine) -> ModelFacts:
+    async def _facts_of(self, engine: Engine, *, has_written: bool) -> ModelFacts:
+        """Return what an engine tells of its model; ``has_written``: also what the model has to write for."""
         observation = engine.observation
-        if observation.facts is None:
-            observation.facts = await observe_facts(self._verified_engine(engine))
-        return observation.facts
+        facts = observation.facts
+        if facts is None or (has_written and not observation.has_written):
+            facts = await observe_facts(
+                self._verified_engine(engine), lets_it_write=has_written
+            )
+            observation.facts = facts
+            observation.has_written = has_written
+        return facts
 
     async def _record_of(self, engine: Engine, context: int) -> LikelihoodRecord:
         observation = engine.observation

@@ -193,8 +193,15 @@ class ModelFacts(FrozenFinding):
     not_told: tuple[str, ...]
 
 
-async def observe_facts(engine: ComparedEngine) -> ModelFacts:
-    """Ask an engine for everything that ``compare_facts`` compares.
+async def observe_facts(
+    engine: ComparedEngine, *, lets_it_write: bool = True
+) -> ModelFacts:
+    """Ask an engine for what ``compare_facts`` compares.
+
+    Args:
+        engine: The engine.
+        lets_it_write: Whether the model writes what shows its sampling defaults and its tool parser, which takes most of
+            the time. Without it, these two count as not told.
 
     Raises:
         ProbeError: The engine stops answering, or is no vLLM.
@@ -202,6 +209,18 @@ async def observe_facts(engine: ComparedEngine) -> ModelFacts:
     observer = _Observer(engine)
     texts = [await observer.tokenize(name) for name in TEXTS]
     chats = await observer.render_chats()
+    if not lets_it_write:
+        return ModelFacts(
+            identity=engine.identity,
+            texts=tuple(texts),
+            chats=chats,
+            ends=await observer.find_ends(),
+            drawn=(),
+            call=None,
+            is_call_written=False,
+            thinks=await observer.thinks(),
+            not_told=tuple(observer.not_told),
+        )
     # The engine computes them in one batch.
     ends, drawn, call, thinks = await asyncio.gather(
         observer.find_ends(),
