@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -278,10 +279,12 @@ async def test_a_span_tells_how_an_answer_went() -> None:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with upstream_stack(telemetry=Telemetry(provider)) as stack:
+        began_at = time.monotonic()
         with provider.get_tracer("test").start_as_current_span("request"):
             answer = await stack.stream()
         await text_of(answer)
         await answer.aclose()
+        took_s = time.monotonic() - began_at
     (span,) = (
         each for each in exporter.get_finished_spans() if each.name.startswith("chat")
     )
@@ -295,11 +298,8 @@ async def test_a_span_tells_how_an_answer_went() -> None:
     assert span.start_time is not None
     assert span.end_time is not None
     assert span.start_time <= first_token.timestamp <= span.end_time
-    assert (
-        0
-        < found["gen_ai.response.time_to_first_chunk"]
-        <= (span.end_time - span.start_time) / 1e9
-    )
+    # spans have another clock
+    assert 0 < found["gen_ai.response.time_to_first_chunk"] <= took_s
     assert found["qarr.tpot_ms"] == answer.tpot_ms
     assert [event.name for event in span.events] == ["qarr.first_token"]
 
