@@ -994,8 +994,8 @@ def verification_faults(to_results: str) -> str:
     found = sum(bool(case["stage"]) for case in faults)
     alarms = sum(bool(case["stage"]) for case in sound)
     words = (
-        f"{found} of {len(faults)} faults were found; {len(sound)} pairs without a fault raised {alarms} alarms "
-        f"([all cases]({to_results}/verify_faults.txt))."
+        f"`python benchmarks/verify_faults.py --quick`: {found} of {len(faults)} faults were found; {len(sound)} pairs "
+        f"without a fault raised {alarms} alarms ([all cases]({to_results}/verify_faults.txt))."
     )
     return (
         f"{table(['candidate', 'found in stage', 'seconds'], rows)}\n{paragraph(words)}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from router.verification.findings import SpeedFinding
 from router.verification.wording import (
     count_words,
     duration_words,
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from router.verification.findings import (
         AnswerComparison,
         AnswersFinding,
-        SpeedFinding,
         Verification,
     )
+    from router.verification.wording import StageFinding
     from tiers.verification.findings import Gap, LikelihoodFinding
 
 PLOT_WIDTH = 420  # of a plot's axis, in pixels of the drawing
@@ -180,42 +181,26 @@ def _template() -> Template:
 
 
 def _stage_rows(verification: Verification) -> tuple[StageRow, ...]:
-    """Return the stages that were reached, in order. Speed has no verdict of its own."""
-    same_model = verification.same_model
-    rows = [
-        StageRow(
-            "Same model",
-            same_model.verdict,
-            stage_sentence(same_model),
-            duration_words(same_model.took_s),
-        )
-    ]
-    likelihood = verification.likelihood
-    if likelihood is not None:
-        rows.append(
-            StageRow(
-                "Likelihood",
-                likelihood.verdict,
-                stage_sentence(likelihood),
-                duration_words(likelihood.took_s),
-            )
-        )
-    answers = verification.answers
-    if answers is not None:
-        rows.append(
-            StageRow(
-                "Answers",
-                answers.verdict,
-                stage_sentence(answers),
-                duration_words(answers.took_s),
-            )
-        )
-    speed = verification.speed
-    if speed is not None:
-        rows.append(
-            StageRow("Speed", None, stage_sentence(speed), duration_words(speed.took_s))
-        )
-    return tuple(rows)
+    """Return the stages that were reached, in order."""
+    stages = (
+        ("Same model", verification.same_model),
+        ("Likelihood", verification.likelihood),
+        ("Answers", verification.answers),
+        ("Speed", verification.speed),
+    )
+    return tuple(
+        _stage_row(name, finding) for name, finding in stages if finding is not None
+    )
+
+
+def _stage_row(name: str, finding: StageFinding) -> StageRow:
+    """Return a stage's row; speed has no verdict of its own."""
+    verdict = None
+    if not isinstance(finding, SpeedFinding):
+        verdict = finding.verdict
+    return StageRow(
+        name, verdict, stage_sentence(finding), took=duration_words(finding.took_s)
+    )
 
 
 def _loss_plot(finding: AnswersFinding) -> LossPlot:
