@@ -31,6 +31,7 @@ from router.verification.replies import (
 )
 from router.verification.sequential import PairCounts, PairOutcome, SequentialTest
 from router.verification.task_texts import answer_text, prompt_text, wanted_text
+from router.verification.wording import count_words
 from tiers.errors import ProbeError, RefusedError
 from tiers.verification.findings import Role, Verdict
 
@@ -369,7 +370,7 @@ class _Comparison:
             )
         if self._needs_run:
             sentences.append(
-                f"Left out, because answers that are programs are not run here: {self._needs_run:,} tasks."
+                f"Left out: {count_words(self._needs_run, 'task')} with a program as the answer. --run-code runs it in a sandbox."
             )
         return sentences
 
