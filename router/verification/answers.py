@@ -370,7 +370,8 @@ class _Comparison:
             )
         if self._needs_run:
             sentences.append(
-                f"Left out: {count_words(self._needs_run, 'task')} with a program as the answer. --run-code runs it in a sandbox."
+                f"Left out: {count_words(self._needs_run, 'task')} with a program as the answer. --run-code runs it in a "
+                "sandbox."
             )
         return sentences
 
