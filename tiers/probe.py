@@ -59,6 +59,8 @@ GREEDY = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
 }
+# how a request ends that meets a server's close of an idle connection: uvicorn and httpx both keep them for 5 s
+_CLOSED_ERRORS = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 LOAD_S = 300.0  # bounds the time in which an adapter is loaded or unloaded
 MAX_BYTES = 16 << 20  # longer answers are refused
 _REFUSALS: Mapping[int, type[ProbeError]] = {
@@ -426,7 +428,13 @@ class EngineProbe:
             ProbeError: It does not answer, or refuses.
         """
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
-        await self._content("POST", "/v1/load_lora_adapter", body, timeout_s=LOAD_S)
+        await self._content(
+            "POST",
+            "/v1/load_lora_adapter",
+            body,
+            timeout_s=LOAD_S,
+            may_repeat=False,
+        )
 
     async def unload_adapter(self, name: str) -> None:
         """Have the engine forget an adapter.
@@ -435,7 +443,11 @@ class EngineProbe:
             ProbeError: It does not answer, or refuses.
         """
         await self._content(
-            "POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=LOAD_S
+            "POST",
+            "/v1/unload_lora_adapter",
+            {"lora_name": name},
+            timeout_s=LOAD_S,
+            may_repeat=False,
         )
 
     async def chat_tokens(
@@ -730,8 +742,17 @@ class EngineProbe:
         path: str,
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        *,
+        may_repeat: bool = True,
     ) -> bytes:
         """Return the body of an answer of status 200.
+
+        Args:
+            method: HTTP method.
+            path: Path and query.
+            body: What is sent, as JSON.
+            timeout_s: Longest time; None: the client's for each step, and ``ANSWER_S`` in all.
+            may_repeat: Send the request once more if the server closes its connection before it has answered.
 
         Raises:
             ProbeError: There is none in time, it is too long, or it has another status.
@@ -741,22 +762,35 @@ class EngineProbe:
         if timeout_s is not None:
             timeout = timeout_s
             limit_s = timeout_s
-        async with (
-            self._errors(path, limit_s),
-            self.client.stream(
-                method,
-                f"{self.url}{path}",
-                json=body,
-                headers=self._headers(),
-                timeout=timeout,
-            ) as response,
-        ):
-            content = await self._read(path, response)
-        # break the reference cycle between the answer and its stream
-        response.stream = httpx.ByteStream(b"")
+        request = self.client.build_request(
+            method,
+            f"{self.url}{path}",
+            json=body,
+            headers=self._headers(),
+            timeout=timeout,
+        )
+        async with self._errors(path, limit_s):
+            try:
+                response, content = await self._whole_answer(path, request)
+            except _CLOSED_ERRORS:
+                if not may_repeat:
+                    raise
+                response, content = await self._whole_answer(path, request)
         if response.status_code != httpx.codes.OK:
             raise self._refusal(path, response.status_code, content)
         return content
+
+    async def _whole_answer(
+        self, path: str, request: httpx.Request
+    ) -> tuple[httpx.Response, bytes]:
+        response = await self.client.send(request, stream=True)
+        try:
+            content = await self._read(path, response)
+        finally:
+            await response.aclose()
+        # break the reference cycle between the answer and its stream
+        response.stream = httpx.ByteStream(b"")
+        return response, content
 
     @asynccontextmanager
     async def _errors(self, path: str, limit_s: float) -> AsyncGenerator[None]:

@@ -15,6 +15,7 @@ from tests.unit.tiers.metrics_pages import GAUGES
 from tiers.errors import ProbeError, RefusedError
 from tiers.probe import CHAT, COMPLETIONS, Counters, EngineProbe
 from tiers.snapshot import Gauges
+from tiers.spec import Adapter
 
 pytestmark = pytest.mark.anyio
 MODELS = "/v1/models"
@@ -349,3 +350,38 @@ async def test_the_key_is_sent_wherever_there_is_one() -> None:
         "Bearer secret",
         None,
     ]
+
+
+async def test_a_request_that_meets_the_close_of_its_connection_is_sent_again() -> None:
+    """Servers close idle connections; an adapter is not loaded twice for that."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+    answer = head + b'content-length: 23\r\n\r\n{"tokens": [1, 2, 3]}  '
+    requests_by_connection: list[list[str]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests: list[str] = []
+        requests_by_connection.append(requests)
+        while line := await reader.readline():
+            if line.startswith(b"POST"):
+                requests.append(line.split()[1].decode())
+                length = 0
+            if line.lower().startswith(b"content-length"):
+                length = int(line.split(b":")[1])
+            if line != b"\r\n":
+                continue
+            await reader.readexactly(length)
+            if len(requests) > 1:
+                break
+            writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, httpx.AsyncClient() as client:
+        probe = EngineProbe(client, f"http://127.0.0.1:{port}", "")
+        for _ in range(2):
+            assert await probe.text_tokens("m", "x") == [1, 2, 3]
+        assert requests_by_connection == [[TOKENIZE, TOKENIZE], [TOKENIZE]]
+        with pytest.raises(ProbeError, match="load_lora_adapter: RemoteProtocolError"):
+            await probe.load_adapter(Adapter("a", "/a"))
+    assert requests_by_connection[1:] == [[TOKENIZE, "/v1/load_lora_adapter"]]
