@@ -227,7 +227,14 @@ async def test_tasks_as_long_as_the_context_are_asked_where_they_fit(
         # the router counts the tokens, so a prompt near the context may be refused
         longest_asked = max(len(task.prompt) for task in asked_scaled)
         assert all(len(task.prompt) >= longest_asked for task in refused_scaled)
-        assert tasks_asked(FAST, profile) == len(TASKS) + len(asked_scaled)
+        # of a task that one tier refuses, the reference's answer counts if it came before the refusal
+        answered_at_most = [
+            task
+            for task in scaled_tasks(context)
+            if task.prompt in prompts_at(stack, PRECISE)
+        ]
+        scaled_count = tasks_asked(FAST, profile) - len(TASKS)
+        assert len(asked_scaled) <= scaled_count <= len(answered_at_most)
 
 
 @pytest.mark.anyio
