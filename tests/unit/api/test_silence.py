@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.engine import ANSWER
+from tests.fakes.engine import ANSWER, Behaviour
 from tests.unit.router_stack import router_stack
 from tests.waiting import until
+from tiers.spec import STANDARD_TIERS
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
@@ -127,10 +128,11 @@ async def test_a_tool_call_that_is_held_back_is_waited_for(
     settings = SETTINGS | {
         "upstream": {"token_timeout_s": 2.5, "first_token_timeout_s": 2.5}
     }
-    async with router_stack(tmp_path, settings) as stack:
+    # an engine that has been seen to count would be taken to hang once it no longer does
+    behaviours = {str(tier): Behaviour(counts=counts) for tier in STANDARD_TIERS}
+    async with router_stack(tmp_path, settings, **behaviours) as stack:
         for behaviour in stack.engines.values():
             behaviour.held_from = 2
-            behaviour.counts = counts
             behaviour.delay_s = 0.8
         more = {"tools": TOOLS[path]} if path in TOOLS else {}
         answer = await stack.client.post(
