@@ -2,8 +2,9 @@
 
 A precision is a text for people and headers. It names the formats of a checkpoint's weights with ``+`` between them, each
 with the way it was made and what it computes with where that is not the usual, then the format of the KV cache, then a
-remark in brackets: ``awq-int4``, ``fp8+nvfp4+kv-fp8``, ``int8-w8a8 (stated)``. The format with the fewest bits decides how
-good the answers are: filters, expected losses and the order of tiers all ask ``lowest_format``.
+remark in brackets: ``awq-int4``, ``fp8+nvfp4+kv-fp8``, ``int8-w8a8 (stated)``. Where the replicas of a tier differ, their
+precisions stand beside one another with a comma. The format with the fewest bits decides how good the answers are: filters,
+expected losses and the order of tiers all ask ``lowest_format``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ Quantization = Literal[
 ]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 _BITS_OF_BF16 = 16
+# The numbers of bits in a name that is not in ``FORMATS``.
+_BITS_IN_NAME = re.compile(r"(int|fp|bf|nf)(\d{1,2})(?!\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class NumberFormat:
         quantization: OpenRouter's.
         weight_bits: Of one weight, without its share of a scale.
         activation_bits: Of the values that the weights are multiplied with.
-        bytes_per_weight: In memory, scales and zero points included.
+        bytes_per_weight: In memory, scales and zero points included, with the groups that published checkpoints of the
+            format have; see ``bytes_with_groups_of`` for others.
     """
 
     name: str
@@ -52,6 +56,8 @@ def _grouped(weight_bits: int, group: int, scale_bits: int) -> float:
     return (weight_bits + scale_bits / group) / 8
 
 
+# AWQ and GPTQ: Qwen's, Meta's and Red Hat's checkpoints have groups of 128 weights. AWQ has zero points of as many bits as
+# the weights; vLLM drops those of symmetric GPTQ while it loads (gptq_marlin.py, release 0.32).
 _AWQ_INT4 = _grouped(4, group=128, scale_bits=16 + 4)
 _SYMMETRIC_INT4 = _grouped(4, group=128, scale_bits=16)
 _NVFP4 = _grouped(4, group=16, scale_bits=8)
@@ -87,16 +93,48 @@ _ALL = (
 FORMATS = {number_format.name: number_format for number_format in _ALL}
 
 
+def number_format(name: str) -> NumberFormat | None:
+    """Return a format by its name; None: the name says nothing of bits.
+
+    Settings may state a name that is not in ``FORMATS``, and checkpoints may have any number of bits: ``gptq-int3`` has 3.
+    """
+    if name in FORMATS:
+        return FORMATS[name]
+    kinds_and_bits = _BITS_IN_NAME.findall(name)
+    if not kinds_and_bits:
+        return None
+    kind, digits = min(kinds_and_bits, key=lambda kind_and_bits: int(kind_and_bits[1]))
+    bits = int(digits)
+    return NumberFormat(
+        name,
+        quantization=_quantization_named(f"{kind}{digits}"),
+        weight_bits=bits,
+        activation_bits=max(bits, _BITS_OF_BF16),
+        bytes_per_weight=bits / 8,
+    )
+
+
+def _quantization_named(name: str) -> Quantization:
+    return next((known for known in QUANTIZATIONS if known == name), "unknown")
+
+
+def _names_in(replica_precision: str) -> list[str]:
+    """Return the names of formats in the precision of one replica, the KV cache's left out."""
+    return weights_of(replica_precision).partition(" (")[0].lower().split("+")
+
+
 def formats_in(precision: str) -> tuple[NumberFormat, ...]:
     """Return the formats that a precision names, in its order, the KV cache's left out; those not known are left out too.
 
     What is stated counts as that: ``fp8 (stated; its checkpoint is bf16)`` is ``fp8``.
 
     Args:
-        precision: Of one checkpoint, as ``TierSpec.precision`` has it.
+        precision: Of a tier, as ``TierSpec.precision`` has it.
     """
-    names = re.split(r"[+,]\s*", weights_of(precision).partition(" (")[0].lower())
-    return tuple(FORMATS[name] for name in names if name in FORMATS)
+    found_formats = []
+    for replica_precision in precision.split(", "):
+        found_formats += [number_format(name) for name in _names_in(replica_precision)]
+    return tuple(found for found in found_formats if found is not None)
 
 
 @lru_cache(64)
@@ -104,9 +142,37 @@ def lowest_format(precision: str) -> NumberFormat | None:
     """Return the format with the fewest bits a weight, then the fewest bits an activation; None: none is known."""
     return min(
         formats_in(precision),
-        key=lambda number_format: (
-            number_format.weight_bits,
-            number_format.activation_bits,
-        ),
+        key=lambda candidate: (candidate.weight_bits, candidate.activation_bits),
         default=None,
     )
+
+
+def rank_bits(precision: str) -> int | None:
+    """Return the bits by which tiers are ordered, those of a weight in the lowest format; None: none is known."""
+    lowest = lowest_format(precision)
+    return None if lowest is None else lowest.weight_bits
+
+
+@lru_cache(64)
+def quantizations_of(precision: str) -> frozenset[Quantization]:
+    """Return OpenRouter's names of a precision: one for each replica's lowest format, so several where replicas differ.
+
+    A replica of which a format is not known is ``unknown``: that format may be the lowest.
+    """
+    return frozenset(
+        _quantization_of_replica(replica_precision)
+        for replica_precision in precision.split(", ")
+    )
+
+
+def _quantization_of_replica(precision: str) -> Quantization:
+    if any(number_format(name) is None for name in _names_in(precision)):
+        return "unknown"
+    lowest = lowest_format(precision)
+    return "unknown" if lowest is None else lowest.quantization
+
+
+def shown_quantization(precision: str) -> Quantization:
+    """Return the one name of a precision; ``unknown`` where replicas differ."""
+    names = quantizations_of(precision)
+    return next(iter(names)) if len(names) == 1 else "unknown"

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING
 
-from tiers.kv_precision import weights_of
+from tiers.formats import rank_bits
 from tiers.spec import PRECISIONS, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-_BITS = re.compile(r"(?:int|fp|bf|nf)(\d+)")
-
-
-def bits_of(precision: str) -> int | None:
-    """Return the bits of a weight in a number format as ``TierSpec.precision`` names it; None: the name has none.
-
-    A name may have several numbers of bits; the lowest counts.
-    """
-    return min(map(int, _BITS.findall(weights_of(precision))), default=None)
 
 
 def rising(
@@ -52,8 +41,8 @@ def rising(
 
 def _bits_of_tier(spec: TierSpec) -> float:
     """Return the bits of a weight of a tier, by the precision that it shows, else by its name; infinity: not known."""
-    bits = bits_of(spec.precision)
+    bits = rank_bits(spec.precision)
     usual_precision = PRECISIONS.get(spec.name)
     if not bits and usual_precision:
-        bits = bits_of(usual_precision)
+        bits = rank_bits(usual_precision)
     return bits or math.inf

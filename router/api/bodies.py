@@ -23,8 +23,8 @@ from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
 from router.policy.decision import Priority, Sla, Sort
 from router.section import AdapterName, EngineAddress
 from router.settings import Settings
+from tiers.formats import QUANTIZATIONS, Quantization
 from tiers.preparing import Preparing
-from tiers.quantization import QUANTIZATIONS, Quantization
 from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 from tiers.speed import SpeedModel

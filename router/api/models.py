@@ -16,7 +16,7 @@ from router.api.problems import UnknownModelError
 from router.api.settings import OpenAISettings
 from router.upstream.json_object import JsonObject, NotJsonError
 from tiers.fleet import Fleet
-from tiers.quantization import shown_quantization
+from tiers.formats import shown_quantization
 from tiers.snapshot import TierSnapshot
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 

@@ -18,7 +18,7 @@ from router.api.bodies import (
 from router.pipeline.request import RoutingOptions
 from router.upstream.json_object import JsonObject
 from tiers.fleet import Fleet
-from tiers.quantization import quantizations_of
+from tiers.formats import quantizations_of
 from tiers.spec import UNKNOWN, TierName, TierSpec
 
 

@@ -15,8 +15,8 @@ from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
 from router.policy.losses import NO_LOSS, ExpectedLoss, mixed
 from router.policy.published import CLASSES
+from tiers.formats import quantizations_of
 from tiers.prefix_memory import Prefix
-from tiers.quantization import quantizations_of
 from tiers.spec import ReplicaStatus, TierName
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from tiers.quantization import quantizations_of
+from tiers.formats import quantizations_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

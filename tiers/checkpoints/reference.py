@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from tiers.formats import formats_in, rank_bits
 from tiers.kv_precision import weights_of
-from tiers.ranking import bits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +33,7 @@ ROUNDED_ACTIVATIONS_GAP = 0.25
 EIGHT_BITS_LOSS_GAP = 0.40
 FOUR_BITS_LOSS_GAP = 1.00
 EIGHT_BITS = 8
+SIXTEEN_BITS = 16
 
 
 class FixedText(BaseModel):
@@ -166,9 +167,12 @@ def allowed_gap(precision: str) -> float:
     """
     if weights_of(precision) != precision:
         return ROUNDED_ACTIVATIONS_GAP
-    if precision.startswith(("bf16", "fp16", "fp32")):
+    formats = formats_in(precision)
+    if not formats or any(part.activation_bits < SIXTEEN_BITS for part in formats):
+        return ROUNDED_ACTIVATIONS_GAP
+    if not any(part.is_quantized for part in formats):
         return SIXTEEN_BITS_GAP
-    if "int4" in precision:
+    if all(part.quantization == "int4" for part in formats if part.is_quantized):
         return FOUR_BIT_WEIGHTS_GAP
     return ROUNDED_ACTIVATIONS_GAP
 
@@ -179,7 +183,7 @@ def allowed_loss_gap(precision: str) -> float:
     Args:
         precision: As ``TierSpec.precision`` names it; an unknown one may be as low as four bits.
     """
-    bits = bits_of(precision)
+    bits = rank_bits(precision)
     if bits is None or bits < EIGHT_BITS:
         return FOUR_BITS_LOSS_GAP
     return EIGHT_BITS_LOSS_GAP

@@ -12,7 +12,7 @@ from classifier import PromptClass
 from router.policy.decide import decide, fallbacks, successors
 from router.policy.decision import Basis, Refusal, Sla
 from tests.unit.policy.fleets import BALANCED, FAST, PRECISE, TABLE, fleet, query, said
-from tiers.quantization import quantizations_of, shown_quantization
+from tiers.formats import quantizations_of, shown_quantization
 from tiers.spec import ReplicaStatus
 from tiers.speed import SpeedModel
 
@@ -37,10 +37,12 @@ def known(given: FleetSnapshot, **changed: str) -> FleetSnapshot:
         ("awq-int4", "int4"), ("gptq-int8", "int8"), ("nvfp4", "fp4"), ("mxfp8", "fp8"), ("bf16", "bf16"),
         ("fp16", "fp16"), ("fp8 (stated)", "fp8"), ("fp8 (stated; its checkpoint is bf16)", "fp8"), ("int3", "unknown"),
         ("unknown", "unknown"), ("fp8, bf16", "bf16 fp8"), ("fp80", "unknown"),
+        ("fp8+nvfp4", "fp4"), ("bf16+mxfp4+kv-fp8", "fp4"), ("awq-int4+fp8 (stated)", "int4"), ("fp8-block", "fp8"),
+        ("int8-w8a8", "int8"), ("fp8+of-tomorrow", "unknown"), ("fp8 (stated), awq-int4", "fp8 int4"), ("nf4", "fp4"),
     ],
 )  # fmt: skip
 def test_precisions_have_openrouters_names(precision: str, names: str) -> None:
-    """Each has one; of replicas that differ all count, and none is shown for the tier."""
+    """Each has that of its lowest format; of replicas that differ all count, and none is shown for the tier."""
     assert sorted(quantizations_of(precision)) == names.split()
     assert shown_quantization(precision) == (names if " " not in names else "unknown")
 
@@ -57,6 +59,15 @@ def test_only_allowed_precisions_serve_and_take_over() -> None:
     assert decide(
         query(PromptClass.CODE, precisions=frozenset({"int4"})), known(fleet()), TABLE
     ).degraded == ("quality",)
+
+
+def test_who_allows_eight_bits_never_gets_four() -> None:
+    """Experts in 4 bits beside attention in 8 are 4 bits, whatever the tier is called."""
+    mixed = known(fleet(), balanced="fp8+nvfp4")
+    asked = query(precisions=frozenset({"fp8"}))
+    assert decide(asked, mixed, TABLE).refusal is Refusal.EXCLUDED
+    allowed = query(precisions=frozenset({"fp4"}))
+    assert decide(allowed, mixed, TABLE).tier is BALANCED
 
 
 def test_a_tier_of_several_precisions_needs_all_of_them_allowed() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tiers.checkpoints.reference import ROUNDED_ACTIVATIONS_GAP, allowed_gap
+from tiers.formats import quantizations_of, rank_bits
 from tiers.kv_precision import is_quantized, weights_of, with_kv_cache
-from tiers.quantization import quantizations_of
-from tiers.ranking import bits_of
 
 
 @pytest.mark.parametrize(
@@ -44,8 +43,8 @@ def test_the_weights_alone_are_the_precision_that_callers_ask_for() -> None:
     """A tier's rank, too, is by the bits of its weights."""
     assert quantizations_of("bf16+kv-fp8, awq-int4+kv-fp8") == {"bf16", "int4"}
     assert quantizations_of("unknown+kv-fp8") == {"unknown"}
-    assert bits_of("bf16+kv-fp8") == 16
-    assert bits_of("unknown+kv-fp8") is None
+    assert rank_bits("bf16+kv-fp8") == 16
+    assert rank_bits("unknown+kv-fp8") is None
 
 
 def test_a_quantized_kv_cache_lets_sound_engines_differ_more() -> None:

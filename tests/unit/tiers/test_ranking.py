@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tiers.fleet import Fleet
-from tiers.ranking import bits_of, rising
+from tiers.formats import rank_bits
+from tiers.ranking import rising
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, UNKNOWN, TierName, TierSpec
 
@@ -42,7 +43,7 @@ def test_the_bits_of_a_weight_are_read_from_the_precision(
     precision: str, bits: int | None
 ) -> None:
     """Of several formats, the fewest: a tier is as good as its worst layer."""
-    assert bits_of(precision) == bits
+    assert rank_bits(precision) == bits
 
 
 def test_tiers_are_ordered_by_bits() -> None:
