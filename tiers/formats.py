@@ -22,6 +22,8 @@ Quantization = Literal[
 ]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 _BITS_OF_BF16 = 16
+_SCALE_BITS_OF_INTEGERS = 16
+_SCALE_BITS_OF_FLOATS = 8
 # The numbers of bits in a name that is not in ``FORMATS``.
 _BITS_IN_NAME = re.compile(r"(int|fp|bf|nf)(\d{1,2})(?!\d)")
 
@@ -50,6 +52,23 @@ class NumberFormat:
         """Tell whether a weight has fewer bits than the models are trained in."""
         return self.weight_bits < _BITS_OF_BF16
 
+    def with_groups(self, weights: int, *, has_zero_points: bool = False) -> float:
+        """Return the bytes of a weight if so many share a scale.
+
+        Scales of integers have 16 bits; those of floats have 8, as the OCP's microscaling formats and NVFP4 define them.
+
+        Args:
+            weights: In one group; 0: one group is a channel or a tensor, so its scale costs next to nothing.
+            has_zero_points: Whether each group has a zero point, of as many bits as a weight.
+        """
+        if not weights:
+            return self.weight_bits / 8
+        is_integer = self.quantization in {"int4", "int8", "unknown"}
+        scale_bits = _SCALE_BITS_OF_INTEGERS if is_integer else _SCALE_BITS_OF_FLOATS
+        if has_zero_points:
+            scale_bits += self.weight_bits
+        return _grouped(self.weight_bits, weights, scale_bits)
+
 
 def _grouped(weight_bits: int, group: int, scale_bits: int) -> float:
     """Return the bytes of a weight whose group shares a scale (and a zero point) of so many bits."""
@@ -57,9 +76,10 @@ def _grouped(weight_bits: int, group: int, scale_bits: int) -> float:
 
 
 # AWQ and GPTQ: Qwen's, Meta's and Red Hat's checkpoints have groups of 128 weights. AWQ has zero points of as many bits as
-# the weights; vLLM drops those of symmetric GPTQ while it loads (gptq_marlin.py, release 0.32).
+# the weights; symmetric GPTQ has none in memory (vLLM 0.32, kernels/linear/mixed_precision/marlin.py).
 _AWQ_INT4 = _grouped(4, group=128, scale_bits=16 + 4)
 _SYMMETRIC_INT4 = _grouped(4, group=128, scale_bits=16)
+_SYMMETRIC_INT8 = _grouped(8, group=128, scale_bits=16)
 _NVFP4 = _grouped(4, group=16, scale_bits=8)
 _MXFP4 = _grouped(4, group=32, scale_bits=8)
 _MXFP8 = _grouped(8, group=32, scale_bits=8)
@@ -75,19 +95,22 @@ _ALL = (
     NumberFormat("int8", "int8", 8, 16, 1.0),
     NumberFormat("int8-w8a8", "int8", 8, 8, 1.0),
     NumberFormat("awq-int8", "int8", 8, 16, 1.0),
-    NumberFormat("gptq-int8", "int8", 8, 16, 1.0),
+    NumberFormat("gptq-int8", "int8", 8, 16, _SYMMETRIC_INT8),
     NumberFormat("fp6", "fp6", 6, 16, 0.75),
     NumberFormat("int4", "int4", 4, 16, _SYMMETRIC_INT4),
     NumberFormat("awq-int4", "int4", 4, 16, _AWQ_INT4),
     NumberFormat("gptq-int4", "int4", 4, 16, _SYMMETRIC_INT4),
     NumberFormat("int4-w4a8", "int4", 4, 8, _SYMMETRIC_INT4),
     NumberFormat("awq-int4-w4a8", "int4", 4, 8, _AWQ_INT4),
+    NumberFormat("gptq-int4-w4a8", "int4", 4, 8, _SYMMETRIC_INT4),
     NumberFormat("fp4", "fp4", 4, 16, _MXFP4),
-    NumberFormat("nf4", "fp4", 4, 16, _grouped(4, group=64, scale_bits=8)),
+    # Double quantization: 0.127 bits of scales a weight (Dettmers et al. 2023, arXiv 2305.14314, section 3).
+    NumberFormat("nf4", "fp4", 4, 16, (4 + 0.127) / 8),
     NumberFormat("mxfp4", "fp4", 4, 16, _MXFP4),
     NumberFormat("mxfp4-w4a8", "fp4", 4, 8, _MXFP4),
     NumberFormat("mxfp4-w4a4", "fp4", 4, 4, _MXFP4),
     NumberFormat("nvfp4", "fp4", 4, 4, _NVFP4),
+    NumberFormat("nvfp4-w4a8", "fp4", 4, 8, _NVFP4),
     NumberFormat("nvfp4-w4a16", "fp4", 4, 16, _NVFP4),
 )
 FORMATS = {number_format.name: number_format for number_format in _ALL}

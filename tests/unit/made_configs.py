@@ -15,10 +15,14 @@ AWQ_RECIPE = (
 
 def compressed(kind: str, bits: int, packing: str = "pack-quantized") -> dict[str, Any]:
     """Return the configuration of a checkpoint that llm-compressor wrote."""
+    weights = {"num_bits": bits, "type": kind}
+    # Integers of these checkpoints are unpacked for 16-bit activations; floats are multiplied with floats of their kind.
+    is_weight_only = kind == "int" or packing.startswith("mxfp4")
     group = {
         "format": packing,
         "targets": ["Linear"],
-        "weights": {"num_bits": bits, "type": kind},
+        "weights": weights,
+        "input_activations": None if is_weight_only else weights,
     }
     quantization = {
         "config_groups": {"group_0": group},

@@ -207,9 +207,12 @@ def kv_bytes_per_token(
     """
     text = text_config(config)
     kinds = layer_kinds(text, text.positive_int("num_hidden_layers"))
-    values = kv_layout(text).values_per_gpu(gpus)
-    attention_layers = sum(kind in ATTENTION for kind in kinds)
-    return attention_layers * values * bytes_per_value
+    values = sum(
+        kv_layout(text, kind).values_per_gpu(gpus)
+        for kind in kinds
+        if kind in ATTENTION
+    )
+    return values * bytes_per_value
 
 
 def _vision_parameters(config: ModelConfig, text_hidden: int) -> int:

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 STATE_VALUE_BYTES = 4
 CONVOLUTION_VALUE_BYTES = 2
 # Names of each kind of layer in ``layer_types``.
-FULL_ATTENTION = {"full_attention", "attention", "global"}
+FULL_ATTENTION = {
+    "full_attention",
+    "attention",
+    "global",
+    # It keeps all tokens, and chooses those that it reads.
+    "deepseek_sparse_attention",
+}
 SLIDING_ATTENTION = {"sliding_attention", "chunked_attention", "local"}
 MAMBA = {"mamba", "mamba2"}
 DELTA_NET = {"linear_attention"}
@@ -28,8 +34,8 @@ KIND_OF_LETTER = {"M": "mamba", "*": "attention", "-": MLP}
 # The query projection of these models computes a gate as well.
 GATED_QUERY = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 QUERY_BIAS = {"qwen2", "qwen2_moe"}
-HEAD_NORMS = {"qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"}
-FOUR_NORMS = {"gemma2", "gemma3_text"}
+HEAD_NORMS = {"qwen3", "qwen3_moe", "qwen3_next", "gemma3_text", "gemma4_text"}
+FOUR_NORMS = {"gemma2", "gemma3_text", "gemma4_text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class Layer:
         parameters_per_expert: Those of each routed expert. Lower tiers quantize them.
         experts: The number of routed experts; 0: the layer is dense.
         bf16_parameters: Those that no tier quantizes: norms, biases, the experts' router.
+        router_parameters: Those of the experts' router, which ``bf16_parameters`` has too.
         kv: None: the layer has no KV cache.
         window_tokens: The latest tokens that the layer attends to; None: it attends to all.
         state_bytes: Recurrent state of a sequence, whatever the sequence's length.
@@ -76,6 +83,7 @@ class Layer:
     parameters_per_expert: int = 0
     experts: int = 0
     bf16_parameters: int = 0
+    router_parameters: int = 0
     kv: KvLayout | None = None
     window_tokens: int | None = None
     state_bytes: int = 0
@@ -224,6 +232,7 @@ def _make_layer(
         bf16_parameters=(
             mixer.bf16_parameters + feed_forward.router_parameters + norms * hidden
         ),
+        router_parameters=feed_forward.router_parameters,
         kv=mixer.kv,
         window_tokens=mixer.window_tokens,
         state_bytes=mixer.state_bytes,
@@ -234,83 +243,136 @@ def _mixer(
     config: ModelConfig, kind: str, hidden: int, window_tokens: int | None
 ) -> _Mixer:
     if kind in FULL_ATTENTION:
-        return _attention(config, hidden, window_tokens=None)
+        return _attention(config, kind, window_tokens=None)
     if kind in SLIDING_ATTENTION:
-        return _attention(config, hidden, window_tokens)
+        return _attention(config, kind, window_tokens)
     if kind in MAMBA:
         return _mamba(config, hidden)
     if kind in DELTA_NET:
-        return _delta_net(config, hidden)
+        return _delta_net(config)
     if kind in SHORT_CONVOLUTION:
         return _short_convolution(config, hidden)
     known = sorted(ATTENTION | MAMBA | DELTA_NET | SHORT_CONVOLUTION)
     raise PlanError(f"it has layers of the kind {kind!r}; known are {', '.join(known)}")
 
 
-def kv_layout(config: ModelConfig) -> KvLayout:
-    """Return what each token adds to the KV cache of an attention layer."""
+def projections_of(config: ModelConfig, kind: str) -> dict[str, int]:
+    """Return the linear layers of a layer's mixer with their parameters, by their names in ``transformers``.
+
+    A mixer of which only the whole is known has none.
+
+    Args:
+        config: The model's.
+        kind: Of the layer, by a name that ``layer_types`` may have.
+
+    Raises:
+        PlanError: The configuration lacks a field.
+    """
+    if kind in ATTENTION and config.optional_int("kv_lora_rank"):
+        return _latent_projections(config)
+    if kind in ATTENTION:
+        return _grouped_projections(config, kind)
+    if kind in DELTA_NET:
+        return _delta_net_projections(config)
+    return {}
+
+
+def kv_layout(config: ModelConfig, kind: str) -> KvLayout:
+    """Return what each token adds to the KV cache of an attention layer of a kind."""
     latent = config.optional_int("kv_lora_rank")
     if latent:
         return KvLayout(latent + config.positive_int("qk_rope_head_dim"), heads=None)
-    kv_heads = config.kv_heads
-    return KvLayout(2 * kv_heads * config.head_dim, kv_heads)
+    kv_heads = _kv_heads(config, kind)
+    return KvLayout(2 * kv_heads * _head_dim(config, kind), kv_heads)
 
 
-def _attention(config: ModelConfig, hidden: int, window_tokens: int | None) -> _Mixer:
-    heads = config.positive_int("num_attention_heads")
-    kv_latent = config.optional_int("kv_lora_rank")
-    if kv_latent:
-        parameters = _latent_attention_parameters(config, hidden, heads, kv_latent)
+def _kv_heads(config: ModelConfig, kind: str) -> int:
+    global_heads = config.optional_int("num_global_key_value_heads")
+    if global_heads and kind in FULL_ATTENTION and config.get("attention_k_eq_v"):
+        return global_heads
+    return config.kv_heads
+
+
+def _head_dim(config: ModelConfig, kind: str) -> int:
+    global_head_dim = config.optional_int("global_head_dim")
+    if global_head_dim and kind in FULL_ATTENTION:
+        return global_head_dim
+    return config.head_dim
+
+
+def _attention(config: ModelConfig, kind: str, window_tokens: int | None) -> _Mixer:
+    if config.optional_int("kv_lora_rank"):
+        bf16_parameters = _latent_norms(config)
     else:
-        parameters = _grouped_attention_parameters(config, hidden, heads)
-    linear_parameters, bf16_parameters = parameters
+        bf16_parameters = _grouped_norms_and_biases(config, kind)
     return _Mixer(
-        linear_parameters=linear_parameters,
+        linear_parameters=sum(projections_of(config, kind).values()),
         bf16_parameters=bf16_parameters,
-        kv=kv_layout(config),
+        kv=kv_layout(config, kind),
         window_tokens=window_tokens,
     )
 
 
-def _latent_attention_parameters(
-    config: ModelConfig, hidden: int, heads: int, kv_latent: int
-) -> tuple[int, int]:
-    """Return the parameters of MLA's linear layers, and those that stay in BF16."""
+def _latent_projections(config: ModelConfig) -> dict[str, int]:
+    """Return the linear layers of multi-head latent attention (MLA)."""
+    hidden = config.positive_int("hidden_size")
+    heads = config.positive_int("num_attention_heads")
+    kv_latent = config.positive_int("kv_lora_rank")
     rope_dim = config.positive_int("qk_rope_head_dim")
     nope_dim = config.positive_int("qk_nope_head_dim")
     value_dim = config.positive_int("v_head_dim")
     query_latent = config.optional_int("q_lora_rank") or 0
     queries = heads * (nope_dim + rope_dim)
-    query_parameters = (query_latent or hidden) * queries
+    query_projections = {"q_proj": hidden * queries}
     if query_latent:
-        query_parameters += hidden * query_latent
-    kv_parameters = hidden * (kv_latent + rope_dim)
-    kv_parameters += kv_latent * heads * (nope_dim + value_dim)
-    output_parameters = heads * value_dim * hidden
-    latent_norms = kv_latent + query_latent
-    return query_parameters + kv_parameters + output_parameters, latent_norms
+        query_projections = {
+            "q_a_proj": hidden * query_latent,
+            "q_b_proj": query_latent * queries,
+        }
+    return {
+        **query_projections,
+        "kv_a_proj_with_mqa": hidden * (kv_latent + rope_dim),
+        "kv_b_proj": kv_latent * heads * (nope_dim + value_dim),
+        "o_proj": heads * value_dim * hidden,
+    }
 
 
-def _grouped_attention_parameters(
-    config: ModelConfig, hidden: int, heads: int
-) -> tuple[int, int]:
-    """Return the parameters of the linear layers of multi-head, grouped-query or multi-query attention, and the others."""
-    head_dim = config.head_dim
-    queries = heads * head_dim
-    projected_queries = queries
-    if config.model_type in GATED_QUERY:
-        projected_queries = 2 * queries
-    keys = config.kv_heads * head_dim
-    projected = projected_queries + 2 * keys
-    linear_parameters = hidden * projected + queries * hidden
-    bf16_parameters = 0
+def _latent_norms(config: ModelConfig) -> int:
+    query_latent = config.optional_int("q_lora_rank") or 0
+    return config.positive_int("kv_lora_rank") + query_latent
+
+
+def _grouped_projections(config: ModelConfig, kind: str) -> dict[str, int]:
+    """Return the linear layers of multi-head, grouped-query or multi-query attention."""
+    hidden = config.positive_int("hidden_size")
+    head_dim = _head_dim(config, kind)
+    queries = config.positive_int("num_attention_heads") * head_dim
+    keys = _kv_heads(config, kind) * head_dim
+    gates = queries if config.model_type in GATED_QUERY else 0
+    projections = {
+        "q_proj": hidden * (queries + gates),
+        "k_proj": hidden * keys,
+        "v_proj": hidden * keys,
+        "o_proj": queries * hidden,
+    }
+    if kind in FULL_ATTENTION and config.get("attention_k_eq_v"):
+        # Gemma 4 takes the keys, before they are rotated, as the values.
+        del projections["v_proj"]
+    return projections
+
+
+def _grouped_norms_and_biases(config: ModelConfig, kind: str) -> int:
+    hidden = config.positive_int("hidden_size")
+    projections = _grouped_projections(config, kind)
+    projected = (sum(projections.values()) - projections["o_proj"]) // hidden
+    parameters = 0
     if config.model_type in HEAD_NORMS:
-        bf16_parameters += 2 * head_dim
+        parameters += 2 * _head_dim(config, kind)
     if config.model_type in QUERY_BIAS:
-        bf16_parameters += projected
+        parameters += projected
     elif config.get("attention_bias"):
-        bf16_parameters += projected + hidden
-    return linear_parameters, bf16_parameters
+        parameters += projected + hidden
+    return parameters
 
 
 def _feed_forward(config: ModelConfig, number: int, hidden: int) -> _FeedForward:
@@ -326,8 +388,12 @@ def _feed_forward(config: ModelConfig, number: int, hidden: int) -> _FeedForward
     router_parameters = hidden * experts
     if config.get("topk_method") == "noaux_tc":
         router_parameters += experts
+    shared_width = _shared_width(config, expert_width)
+    if config.model_type == "gemma4_text":
+        # Gemma 4 has a dense feed-forward layer beside the experts.
+        shared_width = config.positive_int("intermediate_size")
     return _FeedForward(
-        linear_parameters=matrices * hidden * _shared_width(config, expert_width),
+        linear_parameters=matrices * hidden * shared_width,
         parameters_per_expert=matrices * hidden * expert_width,
         experts=experts,
         router_parameters=router_parameters,
@@ -402,7 +468,7 @@ def _convolution_state_bytes(kernel: int, channels: int) -> int:
     return (kernel - 1) * channels * CONVOLUTION_VALUE_BYTES
 
 
-def _delta_net(config: ModelConfig, hidden: int) -> _Mixer:
+def _delta_net(config: ModelConfig) -> _Mixer:
     """Count a gated delta net (arXiv 2412.06464)."""
     key_heads = config.positive_int("linear_num_key_heads")
     value_heads = config.positive_int("linear_num_value_heads")
@@ -410,14 +476,29 @@ def _delta_net(config: ModelConfig, hidden: int) -> _Mixer:
     value_dim = config.positive_int("linear_value_head_dim")
     keys = key_heads * key_dim
     values = value_heads * value_dim
-    input_parameters = hidden * (2 * keys + 2 * values + 2 * value_heads)
     kernel = config.positive_int("linear_conv_kernel_dim")
     convolution_bytes = _convolution_state_bytes(kernel, 2 * keys + values)
     recurrent_bytes = value_heads * key_dim * value_dim * STATE_VALUE_BYTES
     return _Mixer(
-        linear_parameters=input_parameters + values * hidden,
+        linear_parameters=sum(_delta_net_projections(config).values()),
         state_bytes=convolution_bytes + recurrent_bytes,
     )
+
+
+def _delta_net_projections(config: ModelConfig) -> dict[str, int]:
+    hidden = config.positive_int("hidden_size")
+    value_heads = config.positive_int("linear_num_value_heads")
+    keys = config.positive_int("linear_num_key_heads") * config.positive_int(
+        "linear_key_head_dim"
+    )
+    values = value_heads * config.positive_int("linear_value_head_dim")
+    return {
+        "in_proj_qkv": hidden * (2 * keys + values),
+        "in_proj_z": hidden * values,
+        "in_proj_b": hidden * value_heads,
+        "in_proj_a": hidden * value_heads,
+        "out_proj": values * hidden,
+    }
 
 
 def _short_convolution(config: ModelConfig, hidden: int) -> _Mixer:

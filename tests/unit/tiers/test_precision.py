@@ -20,8 +20,8 @@ from tests.unit.made_configs import (
     tier_folder,
 )
 from tests.waiting import call_within
+from tiers.checkpoints.config_files import MAX_CONFIG_BYTES
 from tiers.checkpoints.precision import (
-    MAX_CONFIG_BYTES,
     checkpoint_precision,
     root_precision,
     told_precision,
@@ -90,7 +90,8 @@ def test_a_configuration_names_the_format(
 def test_layers_that_differ_are_all_named(tmp_path: Path) -> None:
     both = compressed("float", 8)
     both["quantization_config"]["config_groups"]["group_1"] = {
-        "weights": {"num_bits": 4, "type": "int"}
+        "targets": ["re:.*mlp.*"],
+        "weights": {"num_bits": 4, "type": "int"},
     }
     assert checkpoint_precision(model_folder(tmp_path, both)) == "fp8+int4"
 
