@@ -123,8 +123,12 @@ def read_contents(folder: Path) -> CheckpointContents:
         return contents_of(config, hf_quant, recipe)
     count = _Count()
     for tensor in tensors:
-        stored, parameters = _format_of_tensor(tensor, rules)
-        count.add(stored, parameters)
+        if quantization:
+            stored, parameters = _format_of_tensor(tensor, rules)
+            count.add(stored, parameters)
+        else:
+            # An engine casts whatever the files hold.
+            count.add(rules.unquantized, tensor.values)
     return _contents(count, rules, quantization, recipe, is_exact=True)
 
 

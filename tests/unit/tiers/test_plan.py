@@ -208,9 +208,13 @@ def quantized_model(folder: Path, tier: TierName) -> Path:
     """Make a checkpoint whose tensors have sizes, but no values."""
     model(folder)
     if tier in QUANTIZED:
+        weights = QUANTIZED[tier]
+        group = {"weights": weights}
+        if tier is BALANCED:
+            group["input_activations"] = weights
         quantization = {
             "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"weights": QUANTIZED[tier]}},
+            "config_groups": {"group_0": group},
         }
         (folder / "config.json").write_text(
             json.dumps({**LLAMA_8B, "quantization_config": quantization})
