@@ -45,7 +45,7 @@ SMALLEST_PUBLISHED = 5e8
 USUAL_FAILED = 0.3
 # Share of tasks that a model of 8 billion parameters fails at in 16 bits.
 FAILED = {
-    Complexity.TRIVIAL: 0.02,
+    Complexity.TRIVIAL: 0.01,
     Complexity.MODERATE: 0.2,
     Complexity.COMPLEX: 0.5,
 }
@@ -70,9 +70,12 @@ WHOLE_BILLIONS = 10  # fewer are named with a decimal place
 FOUR_BITS = 4
 EIGHT_BITS = 8
 SIXTEEN_BITS = 16
+# Of fewer than 4 bits no results were collected; they lose no less than this format.
+MOST_LOSSY = "mxfp4-w4a4"
 # Formats whose results count as another's.
 _FITTED_AS = {
     "awq-int4-w4a8": "int4-w4a8",
+    "nvfp4-w4a8": "nvfp4",
     "nvfp4-w4a16": "nvfp4",
     "mxfp4-w4a8": "mxfp4",
     "fp8-w8a16": "fp8",
@@ -195,13 +198,20 @@ def _fitted_as(number_format: NumberFormat | None) -> tuple[str, ...] | None:
     name = _FITTED_AS.get(number_format.name, number_format.name)
     if name in _FORMATS:
         return (name,)
-    if number_format.weight_bits >= SIXTEEN_BITS:
+    return _family(number_format.weight_bits)
+
+
+def _family(weight_bits: int) -> tuple[str, ...] | None:
+    """Return the rows of the fit for a format of which nothing is published; None: it loses nothing."""
+    if weight_bits >= SIXTEEN_BITS:
         return None
-    if number_format.weight_bits >= EIGHT_BITS:
+    if weight_bits >= EIGHT_BITS:
         return ("8-bit",)
-    if number_format.weight_bits > FOUR_BITS:
+    if weight_bits > FOUR_BITS:
         return ("4-bit", "8-bit")
-    return ("4-bit",)
+    if weight_bits == FOUR_BITS:
+        return ("4-bit",)
+    return (MOST_LOSSY,)
 
 
 def _cache_fitted_as(kv_cache: str | None) -> tuple[str, ...] | None:

@@ -50,7 +50,7 @@ FORMATS_BY_LOSS = (
     ("fp8-block", "fp8", "mxfp8", "gptq-int8", "int8-w8a8"),
     ("fp6",),
     ("awq-int4", "gptq-int4", "nvfp4", "mxfp4", "unknown"),
-    ("mxfp4-w4a4",),
+    ("mxfp4-w4a4", "gptq-int3"),
 )
 
 
