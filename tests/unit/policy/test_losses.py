@@ -257,8 +257,9 @@ def test_twelve_answers_show_no_one_in_a_thousand() -> None:
 def test_answers_move_what_is_expected_of_a_small_model() -> None:
     """Less is known of it, so some answers weigh more than for a large one."""
     flips = Flips(40, 6, 1)
-    of_large = updated(published_loss("awq-int4", CHAT, LARGE), flips).mean
-    of_small = updated(published_loss("awq-int4", CHAT, SMALL), flips).mean
+    kind = PromptClass.CHAT, MODERATE
+    of_large = updated(published_loss("awq-int4", kind, LARGE), flips).mean
+    of_small = updated(published_loss("awq-int4", kind, SMALL), flips).mean
     assert abs(of_small - 5 / 42) < 0.06 < abs(of_large - 5 / 42)
 
 
