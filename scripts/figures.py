@@ -551,7 +551,7 @@ def pays(to_results: str) -> str:
         f"times the mean load: `{record['command']}`, {record['date']} ([every load]({to_results}/plans.txt)). Computed "
         f"speeds come from the plan's roofline model; measured ones from [an H200]({to_results}/gpu_speed.jsonl) and from "
         'the CPU of the benchmark machine ("this CPU"). Losses are published ones '
-        f"([sources]({root}router/policy/published_losses.toml)). The plans were made with `--loss 0.3`: at most 0.3 "
+        f"([sources]({root}router/policy/published_results.csv)). The plans were made with `--loss 0.3`: at most 0.3 "
         "answers per 100 may be lost, on average over the day (on this CPU: as many as FP8 alone loses). A simulated day "
         "may end slightly above that."
     )
