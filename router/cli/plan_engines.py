@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from router.cli.plan_inputs import PlanInputs
 from router.settings import Settings
@@ -12,10 +13,8 @@ from tiers.sizing.architecture import Architecture
 from tiers.sizing.capacity import engines_on_cpu, engines_on_gpus
 from tiers.sizing.fleet import EngineType
 from tiers.sizing.hardware import GpuKind, Prices
+from tiers.sizing.tier_format import STANDARD_FORMATS
 from tiers.spec import PRECISIONS, TierName
-
-FP8_BYTES = 1
-BF16_BYTES = 2
 
 
 def prices_by_gpu(
@@ -67,14 +66,17 @@ def _engines_on_gpus(inputs: PlanInputs) -> tuple[list[EngineType], list[str]]:
     target = inputs.target
     engines: list[EngineType] = []
     reasons: list[str] = []
-    kv_bytes = FP8_BYTES if inputs.options.kv_fp8 else BF16_BYTES
+    formats = {
+        tier: replace(tier_format, is_kv_fp8=inputs.options.kv_fp8)
+        for tier, tier_format in STANDARD_FORMATS.items()
+    }
     for gpu, gpu_count in target.gpus.items():
         plans, missing_precisions = engines_on_gpus(
             target.model,
             gpu,
             gpu_count,
             demand=inputs.demand,
-            kv_bytes_per_value=kv_bytes,
+            formats=formats,
             paces=target.paces,
         )
         gpu_price = inputs.price_by_gpu.get(gpu) or 1.0

@@ -13,7 +13,8 @@ from rich.table import Table
 from classifier import Complexity
 from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.operation import ROUNDING
-from tiers.spec import PRECISIONS, TierName
+from tiers.sizing.tier_format import STANDARD_FORMATS, TierFormat, format_words
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from classifier import PromptClass
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
 MIN_SHOWN_SHARE = 0.005  # share of a kind's requests
 MIN_SHOWN_LOSS = 5e-5  # share of all answers
 SAME_PRICE = 0.005  # half a cent: the smallest difference that is shown
-NAMES = {"awq-int4": "4 bits", "fp8": "FP8", "bf16": "BF16"}
 
 
 def counted(fleet: PlannedFleet) -> str:
     """Return what a fleet consists of: ``2 x FP8 and 1 x BF16``."""
     counts: Counter[str] = Counter()
     for engine, count in fleet.counts:
-        counts[NAMES[engine.plan.precision]] += count
+        counts[format_words(engine.plan.precision)] += count
     return " and ".join(f"{count} x {name}" for name, count in counts.items())
 
 
@@ -52,6 +52,7 @@ def verdict_on(
     singles: Mapping[TierName, PlannedFleet | None],
     load: DailyLoad,
     currency: str | None,
+    formats: Mapping[TierName, TierFormat] = STANDARD_FORMATS,
 ) -> str:
     """Return the plan in a sentence, beside each precision alone.
 
@@ -60,19 +61,20 @@ def verdict_on(
         singles: The cheapest fleet of each precision alone; None: it does not carry the load.
         load: What they are planned for.
         currency: That of prices; None: no price is known, so GPUs or machines are counted.
+        formats: Of the tiers.
     """
     cost = _cost_words(best, currency)
     loss = _loss_words(best.lost_share)
     tiers = {engine.tier for engine, _ in best.counts}
     if len(tiers) == 1:
-        name = NAMES[best.counts[0][0].plan.precision]
+        name = format_words(best.counts[0][0].plan.precision)
         return (
             f"{name} alone is best here: it costs {cost} and loses {loss}, within the {_loss_words(load.budget)} allowed; "
             "further precisions would not pay."
         )
     clauses = [f"{counted(best)} cost {cost} and lose {loss}"]
     for tier, fleet in singles.items():
-        name = NAMES[str(PRECISIONS[tier])]
+        name = format_words(formats[tier].precision)
         if fleet is None:
             clauses.append(f"{name} alone does not carry it on these GPUs")
         else:
@@ -126,7 +128,7 @@ def _gpu_words(counts: Mapping[str, int]) -> str:
 def tiers_of(fleet: PlannedFleet) -> dict[str, dict[str, int]]:
     """Return the settings of each tier."""
     settings: dict[str, dict[str, int]] = {}
-    for tier in PRECISIONS:
+    for tier in STANDARD_TIERS:
         settings[tier] = {"replicas": fleet.replicas(tier)}
         plans = [engine.plan for engine, _ in fleet.counts if engine.tier is tier]
         if plans:
