@@ -70,9 +70,13 @@ class TierFormat:
         return FP8_BYTES if self.is_kv_fp8 else BF16_BYTES
 
     @property
-    def bits(self) -> tuple[int, int]:
-        """Return the bits of a weight and of an activation, by which formats are ordered."""
-        return self.number_format.weight_bits, self.number_format.activation_bits
+    def bits(self) -> tuple[int, int, int]:
+        """Return the bits of a weight, of an activation and of a value in the KV cache, by which formats are ordered."""
+        return (
+            self.number_format.weight_bits,
+            self.number_format.activation_bits,
+            8 * self.kv_bytes_per_value,
+        )
 
     def weight_bytes(self, model: Architecture) -> int:
         """Return the size of a model's weights."""

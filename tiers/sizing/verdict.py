@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MIN_SHOWN_SHARE = 0.005  # share of a kind's requests
 MIN_SHOWN_LOSS = 5e-5  # share of all answers
+_FP8_KV = '["--kv-cache-dtype", "fp8"]'
 SAME_PRICE = 0.005  # half a cent: the smallest difference that is shown
 
 
@@ -146,12 +147,14 @@ class WrittenSettings:
     Attributes:
         model: A folder or an id; None: the default model, or not known.
         context: Tokens of the longest request, as asked for; None: the tiers keep theirs.
-        kv_cache_dtype: The format of the KV cache; None: the engines' own.
+        formats: Of the tiers.
     """
 
     model: str | None = None
     context: int | None = None
-    kv_cache_dtype: str | None = None
+    formats: Mapping[TierName, TierFormat] = field(
+        default_factory=lambda: STANDARD_FORMATS
+    )
 
 
 def settings_for(fleet: PlannedFleet, verdict: str, written: WrittenSettings) -> str:
@@ -160,15 +163,33 @@ def settings_for(fleet: PlannedFleet, verdict: str, written: WrittenSettings) ->
     if written.model is not None:
         name = json.dumps(written.model, ensure_ascii=False)
         lines += ["[model]", f"name = {name}"]
-    if written.kv_cache_dtype is not None:
-        extra_args = f'["--kv-cache-dtype", "{written.kv_cache_dtype}"]'
-        lines += ["[engine]", f"extra_args = {extra_args}"]
-    for tier, settings in tiers_of(fleet).items():
+    have_all_fp8_kv = all(
+        tier_format.is_kv_fp8 for tier_format in written.formats.values()
+    )
+    if have_all_fp8_kv:
+        lines += ["[engine]", f"extra_args = {_FP8_KV}"]
+    for name, settings in tiers_of(fleet).items():
+        tier = TierName(name)
+        tier_format = written.formats.get(tier)
         lines.append(f"[tiers.{tier}]{_gpu_comment(fleet, tier)}")
-        lines += [f"{name} = {value}" for name, value in settings.items()]
-        if written.context is not None and settings["replicas"]:
+        lines += [f"{field} = {value}" for field, value in settings.items()]
+        if tier_format is None or not settings["replicas"]:
+            continue
+        lines += _checkpoint_lines(tier, tier_format)
+        if tier_format.is_kv_fp8 and not have_all_fp8_kv:
+            lines.append(f"engine_args = {_FP8_KV}")
+        if written.context is not None:
             lines.append(f"max_model_len = {written.context}")
     return "\n".join(lines) + "\n"
+
+
+def _checkpoint_lines(tier: TierName, tier_format: TierFormat) -> list[str]:
+    """Return which checkpoint a tier needs; empty: the one that is made for it anyway."""
+    if tier_format.names == STANDARD_FORMATS[tier].names:
+        return []
+    return [
+        f"# planned in {'+'.join(tier_format.names)}: name such a folder as tiers.{tier}.checkpoint"
+    ]
 
 
 def _gpu_comment(fleet: PlannedFleet, tier: str) -> str:

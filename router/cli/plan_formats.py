@@ -1,0 +1,244 @@
+"""The number formats that ``qarr plan`` plans tiers in: those that are named, or those that the GPUs compute well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiers.errors import PlanError
+from tiers.formats import FORMATS
+from tiers.sizing.formats_for import common_formats, formats_for, unpacked_formats
+from tiers.sizing.hardware import GpuKind
+from tiers.sizing.kernels import PLANNED_FORMATS
+from tiers.sizing.tier_format import (
+    KV_CACHE_DTYPES,
+    STANDARD_FORMATS,
+    TierFormat,
+    parse_format,
+)
+from tiers.spec import STANDARD_TIERS, TierName
+
+FOUR_BITS = 4
+OPTION = "--formats"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFormats:
+    """What each tier is planned in.
+
+    Attributes:
+        by_tier: From the fewest bits; tiers that are not planned are left out.
+        reference: What losses count against: the model as it is published.
+        notes: What must be said of them.
+    """
+
+    by_tier: Mapping[TierName, TierFormat]
+    reference: TierFormat
+    notes: Sequence[str] = ()
+
+
+def choose_formats(
+    named: str | None,
+    kv_cache: str,
+    gpus: Iterable[GpuKind],
+    published: TierFormat | None,
+    *,
+    has_experts: bool,
+) -> PlannedFormats:
+    """Return the formats that tiers are planned in.
+
+    Args:
+        named: As ``--formats`` has them, with commas between; None: those that the GPUs compute well.
+        kv_cache: As ``--kv-cache`` has it: ``fp8`` counts for the formats that name no KV cache of their own.
+        gpus: The kinds of GPU; none: engines run on a processor.
+        published: The format of a model that is published in few bits; None: in 16 bits.
+        has_experts: Whether the model has routed experts, so that they may have a format of their own.
+
+    Raises:
+        PlanError: A format is not known, is not planned for this model, or there are too many.
+    """
+    if kv_cache not in KV_CACHE_DTYPES:
+        raise PlanError(
+            f"--kv-cache {kv_cache}: {' and '.join(KV_CACHE_DTYPES)} are allowed"
+        )
+    kinds = list(gpus)
+    reference = published or STANDARD_FORMATS[TierName.PRECISE]
+    if named is not None:
+        if not kinds:
+            raise PlanError(
+                f"{OPTION} needs --gpus: engines on a CPU are planned with the checkpoints that are made for it"
+            )
+        by_tier = _named_formats(named, reference)
+        _check_mixtures(named, by_tier.values(), has_experts=has_experts)
+        notes: list[str] = []
+    else:
+        by_tier = _usual_formats(kinds, reference, is_published=published is not None)
+        notes = _notes_on_kinds(kinds, by_tier)
+    if kv_cache == "fp8":
+        by_tier = {
+            tier: replace(tier_format, is_kv_fp8=True)
+            for tier, tier_format in by_tier.items()
+        }
+    return PlannedFormats(
+        by_tier, reference, notes=[*notes, *_notes_on_units(kinds, by_tier)]
+    )
+
+
+def published_format(config: Mapping[str, Any]) -> str | None:
+    """Return the precision that a model is published in, if it has fewer than 16 bits; None: it has not.
+
+    Args:
+        config: The model's ``config.json``.
+    """
+    text_config = config.get("text_config")
+    inner = text_config if isinstance(text_config, dict) else {}
+    quantization = config.get("quantization_config") or inner.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    method = str(quantization.get("quant_method", "few bits"))
+    if method == "fp8" and quantization.get("weight_block_size"):
+        return "fp8-block"
+    kept_modules = quantization.get("modules_to_not_convert") or ()
+    if any("attn" in str(module) for module in kept_modules):
+        return f"bf16+{method}"
+    return method
+
+
+def _usual_formats(
+    gpus: Sequence[GpuKind], reference: TierFormat, *, is_published: bool
+) -> dict[TierName, TierFormat]:
+    """Return the formats that the GPUs compute well; of a model published in few bits, those of fewer bits, and its own."""
+    if gpus:
+        usual = {
+            tier: TierFormat(number_format)
+            for tier, number_format in common_formats(gpus).items()
+        }
+    else:
+        usual = dict(STANDARD_FORMATS)
+    if not is_published:
+        return usual
+    by_tier = {
+        tier: tier_format
+        for tier, tier_format in usual.items()
+        if _weight_bits(tier_format) < _weight_bits(reference)
+    }
+    return {**by_tier, TierName.PRECISE: reference}
+
+
+def _named_formats(named: str, reference: TierFormat) -> dict[TierName, TierFormat]:
+    """Return the tiers of the formats that ``--formats`` names."""
+    where = f"{OPTION} {named}"
+    by_tier: dict[TierName, TierFormat] = {}
+    lower: list[TierFormat] = []
+    formats = [parse_format(text, where) for text in named.split(",")]
+    for tier_format in sorted(formats, key=lambda each: each.bits, reverse=True):
+        if formats.count(tier_format) > 1:
+            raise PlanError(
+                f"{where}: {tier_format.precision} is named twice; once is allowed"
+            )
+        is_reference = _has_same_weights(tier_format, reference)
+        if is_reference and TierName.PRECISE not in by_tier:
+            # The model's own file says which layers have its format.
+            dense_format = reference.dense_format
+            by_tier[TierName.PRECISE] = replace(tier_format, dense_format=dense_format)
+        elif not is_reference and tier_format.bits >= reference.bits:
+            raise _not_below(tier_format, reference, where)
+        else:
+            lower.append(tier_format)
+    if len(lower) > len(STANDARD_TIERS) - 1:
+        raise PlanError(
+            f"{where}: {', '.join(each.precision for each in lower)} are {len(lower)} formats below "
+            f"{reference.precision}; at most two are allowed, for fast and balanced"
+        )
+    return {**_tiers_of_lower(lower), **by_tier}
+
+
+def _check_mixtures(
+    named: str, formats: Iterable[TierFormat], *, has_experts: bool
+) -> None:
+    """Raise ``PlanError`` for experts' formats of a model that has no experts."""
+    if has_experts:
+        return
+    for tier_format in formats:
+        if tier_format.dense_format is not None:
+            raise PlanError(
+                f"{OPTION} {named}: {tier_format.precision}: the lower format of two is that of routed experts, and the "
+                "model has none; one format a tier is allowed"
+            )
+
+
+def _tiers_of_lower(formats: Sequence[TierFormat]) -> dict[TierName, TierFormat]:
+    """Return the tiers of one or two formats, in descending order, below the model's own.
+
+    One format alone is ``fast`` if its weights have 4 bits or fewer, as usually.
+    """
+    if len(formats) == 1:
+        has_four_bits = _weight_bits(formats[0]) <= FOUR_BITS
+        tier = TierName.FAST if has_four_bits else TierName.BALANCED
+        return {tier: formats[0]}
+    return dict(zip((TierName.BALANCED, TierName.FAST), formats, strict=False))
+
+
+def _not_below(tier_format: TierFormat, reference: TierFormat, where: str) -> PlanError:
+    allowed = [
+        name
+        for name in PLANNED_FORMATS
+        if TierFormat(FORMATS[name]).bits < reference.bits
+    ]
+    if reference.number_format.is_quantized:
+        why = f"the model is published in {reference.precision}, and none of its tiers has more"
+    else:
+        why = f"a tier has the model's own {reference.precision}"
+    return PlanError(
+        f"{where}: {tier_format.precision}: {why}; allowed are {reference.precision} and {', '.join(allowed)}"
+    )
+
+
+def _has_same_weights(tier_format: TierFormat, reference: TierFormat) -> bool:
+    """Tell whether weights are the model's own; FP16 and BF16 count as one."""
+    if not reference.number_format.is_quantized:
+        return not tier_format.number_format.is_quantized
+    is_whole = tier_format.dense_format in {None, reference.dense_format}
+    return is_whole and tier_format.number_format == reference.number_format
+
+
+def _weight_bits(tier_format: TierFormat) -> int:
+    return tier_format.number_format.weight_bits
+
+
+def _notes_on_kinds(
+    gpus: Sequence[GpuKind], by_tier: Mapping[TierName, TierFormat]
+) -> list[str]:
+    """Return that kinds of GPU would have different formats, and what is planned on all of them."""
+    own_formats = {gpu.name: _words(formats_for(gpu).values()) for gpu in gpus}
+    if len(set(own_formats.values())) <= 1:
+        return []
+    kinds = "; ".join(f"{name} {words}" for name, words in own_formats.items())
+    planned = ", ".join(
+        f"{tier} is {tier_format.precision}" for tier, tier_format in by_tier.items()
+    )
+    note = (
+        f"these kinds of GPU compute different formats well ({kinds}), and a tier has one format on all of them: {planned}; "
+        f"{OPTION} names others"
+    )
+    return [note]
+
+
+def _notes_on_units(
+    gpus: Iterable[GpuKind], by_tier: Mapping[TierName, TierFormat]
+) -> list[str]:
+    """Return which formats are computed in 16 bits for want of units."""
+    formats = {tier: each.number_format for tier, each in by_tier.items()}
+    notes: list[str] = []
+    for gpu in gpus:
+        unpacked = unpacked_formats(formats, gpu)
+        if unpacked:
+            notes.append(
+                f"{gpu.name} computes {_words(unpacked)} in 16 bits: it has no units for it that vLLM uses"
+            )
+    return notes
+
+
+def _words(formats: Iterable[Any]) -> str:
+    return ", ".join(number_format.name for number_format in formats)

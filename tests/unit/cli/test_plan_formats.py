@@ -1,0 +1,156 @@
+"""Which formats tiers are planned in: named, usual, or below those of a model that is published in few bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.cli.plan_formats import choose_formats, published_format
+from tests.unit.tiers.sizing.builders import BALANCED, FAST, PRECISE
+from tests.unit.tiers.sizing.published_models import read_config
+from tests.unit.tiers.sizing.test_kernels import AMD, AMPERE, BLACKWELL, HOPPER
+from tiers.errors import PlanError
+from tiers.sizing.hardware import GpuKind
+from tiers.sizing.tier_format import TierFormat, parse_format
+from tiers.spec import TierName
+
+FP8_BLOCK = parse_format("fp8-block", "a test")
+MXFP4 = parse_format("bf16+mxfp4", "a test")
+
+
+def formats(
+    named: str | None = None,
+    *gpus: GpuKind,
+    published: TierFormat | None = None,
+    kv_cache: str = "auto",
+    has_experts: bool = False,
+) -> dict[TierName, str]:
+    chosen = choose_formats(
+        named, kv_cache, gpus or [HOPPER], published, has_experts=has_experts
+    )
+    return {tier: each.precision for tier, each in chosen.by_tier.items()}
+
+
+def fault(
+    named: str | None = None,
+    *gpus: GpuKind,
+    published: TierFormat | None = None,
+    kv_cache: str = "auto",
+) -> str:
+    with pytest.raises(PlanError) as error:
+        formats(named, *gpus, published=published, kv_cache=kv_cache)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "planned"),
+    [
+        ("bf16,fp8,nvfp4", {FAST: "nvfp4", BALANCED: "fp8", PRECISE: "bf16"}),
+        ("nvfp4,int8-w8a8", {FAST: "nvfp4", BALANCED: "int8-w8a8"}),
+        ("int4,int4-w4a8,bf16", {FAST: "int4-w4a8", BALANCED: "int4", PRECISE: "bf16"}),
+        ("fp8,bf16", {BALANCED: "fp8", PRECISE: "bf16"}),
+        ("nvfp4", {FAST: "nvfp4"}),
+        ("fp16", {PRECISE: "fp16"}),
+        (
+            "fp8+kv-fp8,fp8,bf16",
+            {FAST: "fp8+kv-fp8", BALANCED: "fp8", PRECISE: "bf16"},
+        ),
+        ("bf16+kv-fp8,bf16", {BALANCED: "bf16+kv-fp8", PRECISE: "bf16"}),
+    ],
+)
+def test_named_formats_fill_the_tiers_in_order(
+    named: str, planned: dict[TierName, str]
+) -> None:
+    """From the fewest bits; ``precise`` is the model's own format, and nothing else is."""
+    assert formats(named) == planned
+    assert list(formats(named)) == list(planned)
+
+
+def test_a_kv_cache_for_all_tiers() -> None:
+    assert formats(kv_cache="fp8") == {
+        FAST: "awq-int4+kv-fp8",
+        BALANCED: "fp8+kv-fp8",
+        PRECISE: "bf16+kv-fp8",
+    }
+
+
+def test_a_model_published_in_few_bits_has_them_as_its_highest() -> None:
+    """What has fewer bits is below it; nothing has more."""
+    own = {FAST: "nvfp4", PRECISE: "fp8-block"}
+    assert formats(None, BLACKWELL, published=FP8_BLOCK) == own
+    assert formats("nvfp4,fp8-block", HOPPER, published=FP8_BLOCK) == own
+    assert formats(None, BLACKWELL, published=MXFP4) == {PRECISE: "mxfp4"}
+    chosen = choose_formats(None, "auto", [HOPPER], MXFP4, has_experts=True)
+    assert chosen.reference == MXFP4
+    named = choose_formats("mxfp4", "auto", [HOPPER], MXFP4, has_experts=True)
+    assert named.by_tier == {PRECISE: MXFP4}
+    said = fault("fp8,fp8-block", published=FP8_BLOCK)
+    assert "fp8: the model is published in fp8-block, and none of its tiers" in said
+    assert "allowed are fp8-block and mxfp4-w4a4, nvfp4" in said
+    assert "bf16: the model is published in mxfp4" in fault("bf16", published=MXFP4)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("fp8,fp4", "--formats fp8,fp4: fp4 is no format that is planned"),
+        ("fp8,fp8", "fp8 is named twice; once is allowed"),
+        ("nvfp4,int4,fp8,bf16", "at most two are allowed, for fast and balanced"),
+        ("nvfp4,int4,fp8", "fp8, int4, nvfp4 are 3 formats below bf16"),
+        ("fp8+nvfp4,bf16", "that of routed experts, and the model has none"),
+    ],
+)
+def test_named_formats_that_cannot_be_planned(named: str, said: str) -> None:
+    assert said in fault(named)
+
+
+def test_experts_may_have_a_format_of_their_own() -> None:
+    planned = formats("fp8+nvfp4,bf16", BLACKWELL, has_experts=True)
+    assert planned == {FAST: "fp8+nvfp4", PRECISE: "bf16"}
+
+
+def test_what_else_is_not_allowed() -> None:
+    said = fault(kv_cache="int8")
+    assert said == "--kv-cache int8: auto and fp8 are allowed"
+    with pytest.raises(PlanError, match="--formats needs --gpus"):
+        choose_formats("fp8", "auto", [], None, has_experts=False)
+
+
+def test_several_kinds_of_gpu_have_one_format_a_tier_and_it_is_said() -> None:
+    chosen = choose_formats(None, "auto", [HOPPER, BLACKWELL], None, has_experts=False)
+    different, unpacked = chosen.notes
+    assert "(Hopper awq-int4, fp8, bf16; Blackwell nvfp4, fp8, bf16)" in different
+    assert "fast is nvfp4, balanced is fp8, precise is bf16; --formats" in different
+    assert unpacked.startswith("Hopper computes nvfp4 in 16 bits")
+    assert choose_formats(None, "auto", [HOPPER], None, has_experts=False).notes == []
+    alike = choose_formats(None, "auto", [HOPPER, AMD], None, has_experts=False)
+    assert alike.notes == []
+    named = choose_formats("fp8", "auto", [HOPPER, AMPERE], None, has_experts=False)
+    assert named.notes == [
+        "Ampere computes fp8 in 16 bits: it has no units for it that vLLM uses"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        (read_config("deepseek-v3"), "fp8-block"),
+        (read_config("llama-3.1-8b"), None),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "mxfp4",
+                    "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+                }
+            },
+            "bf16+mxfp4",
+        ),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+    ],
+)
+def test_what_a_model_is_published_in(
+    config: dict[str, Any], precision: str | None
+) -> None:
+    assert published_format(config) == precision
