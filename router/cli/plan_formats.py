@@ -151,7 +151,8 @@ def _named_formats(named: str, reference: TierFormat) -> dict[TierName, TierForm
             f"{where}: {', '.join(each.precision for each in lower)} are {len(lower)} formats below "
             f"{reference.precision}; at most two are allowed, for fast and balanced"
         )
-    return {**_tiers_of_lower(lower), **by_tier}
+    by_tier |= _tiers_of_lower(lower)
+    return {tier: by_tier[tier] for tier in STANDARD_TIERS if tier in by_tier}
 
 
 def _check_mixtures(
