@@ -30,6 +30,7 @@ from tiers.sizing.fleet import EngineType, fullest, parse_rate
 from tiers.sizing.hardware import GpuKind, Prices, read_prices
 from tiers.sizing.largest import fewest_gpus
 from tiers.sizing.verdict import WrittenSettings, counted, settings_for, tiers_of
+from tiers.spec import TierName
 
 PEAK_DAY = "0.4,0.6,0.5,2.5"  # the day that `qarr up` plans for
 UNKNOWN_SPEED = (
@@ -240,6 +241,9 @@ def tiers_for_gpus(settings: Settings) -> tuple[dict[str, dict[str, int]], str] 
     gpus = first_kind(read_machine())
     options = PlanOptions(gpus=gpus, load="1/s", day=PEAK_DAY)
     target = find_target(settings, options)
+    if target.reference.number_format.is_quantized:
+        # Nothing is made from weights of few bits.
+        target = replace(target, formats={TierName.PRECISE: target.reference})
     context = min(settings.tiers.balanced.max_model_len, target.model.context)
     options = replace(options, context=context)
     demand = demand_of(settings, options, target)

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiers.checkpoints.contents import CheckpointContents
 from tiers.errors import PlanError
-from tiers.formats import FORMATS
+from tiers.formats import FORMATS, lowest_format
+from tiers.kv_precision import weights_of
+from tiers.sizing.architecture import Architecture
 from tiers.sizing.formats_for import common_formats, formats_for, unpacked_formats
 from tiers.sizing.hardware import GpuKind
 from tiers.sizing.kernels import PLANNED_FORMATS
@@ -19,7 +22,9 @@ from tiers.sizing.tier_format import (
 )
 from tiers.spec import STANDARD_TIERS, TierName
 
+LOWER_TIERS = (TierName.FAST, TierName.BALANCED)
 FOUR_BITS = 4
+IN_16_BITS = ("bf16", "fp16")
 OPTION = "--formats"
 
 
@@ -73,8 +78,9 @@ def choose_formats(
         _check_mixtures(named, by_tier.values(), has_experts=has_experts)
         notes: list[str] = []
     else:
-        by_tier = _usual_formats(kinds, reference, is_published=published is not None)
-        notes = _notes_on_kinds(kinds, by_tier)
+        usual = _usual_formats(kinds)
+        by_tier, notes = _below(usual, published)
+        notes += _notes_on_kinds(kinds, by_tier)
     if kv_cache == "fp8":
         by_tier = {
             tier: replace(tier_format, is_kv_fp8=True)
@@ -85,45 +91,74 @@ def choose_formats(
     )
 
 
-def published_format(config: Mapping[str, Any]) -> str | None:
-    """Return the precision that a model is published in, if it has fewer than 16 bits; None: it has not.
+def published_format(
+    contents: CheckpointContents, model: Architecture
+) -> TierFormat | None:
+    """Return the formats that a model is published in, if they have fewer than 16 bits; None: they have not.
 
     Args:
-        config: The model's ``config.json``.
+        contents: What the published checkpoint holds.
+        model: Its architecture.
+
+    Raises:
+        PlanError: It has a format that is not planned.
     """
-    text_config = config.get("text_config")
-    inner = text_config if isinstance(text_config, dict) else {}
-    quantization = config.get("quantization_config") or inner.get("quantization_config")
-    if not isinstance(quantization, dict):
+    if not contents.is_quantized:
         return None
-    method = str(quantization.get("quant_method", "few bits"))
-    if method == "fp8" and quantization.get("weight_block_size"):
-        return "fp8-block"
-    kept_modules = quantization.get("modules_to_not_convert") or ()
-    if any("attn" in str(module) for module in kept_modules):
-        return f"bf16+{method}"
-    return method
+    tier_format = parse_format(_two_formats(contents), "the model's config.json")
+    parameters = contents.parameters or 0
+    share_in_16_bits = sum(
+        share for name, share in contents.formats.items() if name in IN_16_BITS
+    )
+    # Embeddings, output layer, norms and routers have 16 bits anyway.
+    left_in_16_bits = share_in_16_bits * parameters - model.bf16_parameters
+    if model.has_experts and 2 * left_in_16_bits > model.dense_parameters:
+        tier_format = replace(tier_format, dense_format=FORMATS["bf16"])
+    return replace(tier_format, checkpoint_bytes=contents.weight_bytes)
 
 
-def _usual_formats(
-    gpus: Sequence[GpuKind], reference: TierFormat, *, is_published: bool
-) -> dict[TierName, TierFormat]:
-    """Return the formats that the GPUs compute well; of a model published in few bits, those of fewer bits, and its own."""
-    if gpus:
-        usual = {
-            tier: TierFormat(number_format)
-            for tier, number_format in common_formats(gpus).items()
-        }
-    else:
-        usual = dict(STANDARD_FORMATS)
-    if not is_published:
-        return usual
-    by_tier = {
-        tier: tier_format
-        for tier, tier_format in usual.items()
-        if _weight_bits(tier_format) < _weight_bits(reference)
+def _two_formats(contents: CheckpointContents) -> str:
+    """Return a precision of at most two formats: the lowest one, and of the others the one that most parameters have."""
+    weights = weights_of(contents.precision)
+    kv_cache = contents.precision.removeprefix(weights)
+    names = weights.split("+")
+    lowest = lowest_format(weights)
+    if lowest is None or len(names) == 1:
+        return contents.precision
+    others = [name for name in names if name != lowest.name]
+    largest = max(others, key=lambda name: contents.formats[name])
+    return f"{lowest.name}+{largest}{kv_cache}"
+
+
+def _usual_formats(gpus: Sequence[GpuKind]) -> dict[TierName, TierFormat]:
+    """Return the formats that the GPUs compute well."""
+    if not gpus:
+        return dict(STANDARD_FORMATS)
+    return {
+        tier: TierFormat(number_format)
+        for tier, number_format in common_formats(gpus).items()
     }
-    return {**by_tier, TierName.PRECISE: reference}
+
+
+def _below(
+    formats: Mapping[TierName, TierFormat], published: TierFormat | None
+) -> tuple[dict[TierName, TierFormat], list[str]]:
+    """Return formats of fewer bits than a published model's, and its own; and which are left out."""
+    if published is None:
+        return dict(formats), []
+    below: dict[TierName, TierFormat] = {}
+    left_out: list[str] = []
+    for tier in LOWER_TIERS:
+        if _weight_bits(formats[tier]) < _weight_bits(published):
+            below[tier] = formats[tier]
+        else:
+            left_out.append(f"{tier} ({formats[tier].precision})")
+    notes: list[str] = []
+    if left_out:
+        notes.append(
+            f"not in the plan: {', '.join(left_out)}: no fewer bits than the model's own {published.precision}"
+        )
+    return {**below, TierName.PRECISE: published}, notes
 
 
 def _named_formats(named: str, reference: TierFormat) -> dict[TierName, TierFormat]:
@@ -139,9 +174,12 @@ def _named_formats(named: str, reference: TierFormat) -> dict[TierName, TierForm
             )
         is_reference = _has_same_weights(tier_format, reference)
         if is_reference and TierName.PRECISE not in by_tier:
-            # The model's own file says which layers have its format.
-            dense_format = reference.dense_format
-            by_tier[TierName.PRECISE] = replace(tier_format, dense_format=dense_format)
+            # The model's own file says which layers have its format, and how large it is.
+            by_tier[TierName.PRECISE] = replace(
+                tier_format,
+                dense_format=reference.dense_format,
+                checkpoint_bytes=reference.checkpoint_bytes,
+            )
         elif not is_reference and tier_format.bits >= reference.bits:
             raise _not_below(tier_format, reference, where)
         else:
@@ -209,7 +247,8 @@ def _weight_bits(tier_format: TierFormat) -> int:
 
 
 def _notes_on_kinds(
-    gpus: Sequence[GpuKind], by_tier: Mapping[TierName, TierFormat]
+    gpus: Sequence[GpuKind],
+    by_tier: Mapping[TierName, TierFormat],
 ) -> list[str]:
     """Return that kinds of GPU would have different formats, and what is planned on all of them."""
     own_formats = {gpu.name: _words(formats_for(gpu).values()) for gpu in gpus}

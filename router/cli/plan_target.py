@@ -21,14 +21,15 @@ from router.policy.profiles import (
 )
 from router.settings import Settings
 from tiers.checkpoints.checkpoint import Checkpoint
+from tiers.checkpoints.contents import contents_of, read_contents
 from tiers.checkpoints.prepare import DEFAULT_MODEL, finished
 from tiers.errors import PlanError
 from tiers.plan import Machine, held_bytes, read_machine
-from tiers.sizing.architecture import architecture
+from tiers.sizing.architecture import Architecture, architecture
 from tiers.sizing.find_config import find_config
 from tiers.sizing.hardware import GpuKind, known_gpus
 from tiers.sizing.named_gpus import parse_all_gpus, unknown_gpu
-from tiers.sizing.tier_format import TierFormat, parse_format
+from tiers.sizing.tier_format import TierFormat
 from tiers.spec import PRECISIONS, TierName
 
 
@@ -52,7 +53,7 @@ def find_target(settings: Settings, options: PlanOptions) -> PlanTarget:
     measured_answers = _measured_answers(settings, checkpoints)
     config = find_config(folder)
     model = architecture(config)
-    published, notes = _published(config)
+    published, notes = _published(folder, config, model)
     formats = choose_formats(
         options.formats,
         options.kv_cache,
@@ -175,17 +176,17 @@ def _with_profile(target: PlanTarget, profile_path: Path) -> PlanTarget:
 
 
 def _published(
-    config: Mapping[str, Any],
+    folder: str, config: Mapping[str, Any], model: Architecture
 ) -> tuple[TierFormat | None, list[str]]:
-    """Return the format of a model that is published in few bits, and what must be said of it; None: in 16 bits."""
-    precision = published_format(config)
-    if precision is None:
-        return None, []
+    """Return the formats of a model that is published in few bits, and what must be said of it; None: in 16 bits."""
+    is_folder = Path(folder).is_dir()
+    contents = read_contents(Path(folder)) if is_folder else contents_of(config)
     try:
-        published = parse_format(precision, "the model")
+        published = published_format(contents, model)
     except PlanError:
-        return None, [
-            f"not in the plan: the model is published in {precision} already; each tier is planned as made from BF16 weights"
-        ]
+        note = f"not in the plan: that the model is published in {contents.precision}; tiers are planned as made from BF16"
+        return None, [note]
+    if published is None:
+        return None, []
     note = f"the model is published in {published.precision}, so precise is that: other formats' losses count against it"
     return published, [note]

@@ -47,7 +47,7 @@ BLACKWELL_WORKSTATION = (12, 0)
 _SIXTEEN_BITS = {"bf16", "fp16"}
 _FP8 = {"fp8", "fp8-block", "mxfp8"}
 _FP4 = {"nvfp4", "mxfp4-w4a4"}
-_INTEGERS_WITH_FP8 = {"int4-w4a8", "awq-int4-w4a8"}
+_INTEGERS_WITH_FP8 = {"int4-w4a8", "awq-int4-w4a8", "gptq-int4-w4a8"}
 # Machete takes whole numbers, with and without a zero point.
 _MACHETE = {"int4", "awq-int4", "gptq-int4", "int8", "awq-int8", "gptq-int8"}
 # Weights that Marlin unpacks, beside Machete's.

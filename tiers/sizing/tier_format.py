@@ -45,11 +45,14 @@ class TierFormat:
         number_format: Of the linear layers' weights.
         dense_format: Of the linear layers that are not experts; None: they have the same format.
         is_kv_fp8: Whether the KV cache is in FP8; False: in the 16 bits that the model computes.
+        checkpoint_bytes: Size of the weights of a checkpoint that is published in these formats; None: they are counted
+            by the model's architecture.
     """
 
     number_format: NumberFormat
     dense_format: NumberFormat | None = None
     is_kv_fp8: bool = False
+    checkpoint_bytes: int | None = None
 
     @property
     def precision(self) -> str:
@@ -80,6 +83,8 @@ class TierFormat:
 
     def weight_bytes(self, model: Architecture) -> int:
         """Return the size of a model's weights."""
+        if self.checkpoint_bytes is not None:
+            return self.checkpoint_bytes
         bytes_per_weight = self.number_format.bytes_per_weight
         if self.dense_format is None:
             return model.weight_bytes(bytes_per_weight)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
 
 import pytest
 
 from router.cli.plan_formats import choose_formats, published_format
 from tests.unit.tiers.sizing.builders import BALANCED, FAST, PRECISE
-from tests.unit.tiers.sizing.published_models import read_config
 from tests.unit.tiers.sizing.test_kernels import AMD, AMPERE, BLACKWELL, HOPPER
+from tiers.checkpoints.contents import contents_of
 from tiers.errors import PlanError
+from tiers.formats import FORMATS
+from tiers.sizing.architecture import architecture
+from tiers.sizing.capacity import ServingDemand, engines_on_gpus
 from tiers.sizing.hardware import GpuKind
 from tiers.sizing.tier_format import TierFormat, parse_format
 from tiers.spec import TierName
 
+CHECKPOINTS = Path(__file__).parents[2] / "data/checkpoints_published"
+DEMAND = ServingDemand(prompt_tokens=800, output_tokens=250, context=1050)
 FP8_BLOCK = parse_format("fp8-block", "a test")
 MXFP4 = parse_format("bf16+mxfp4", "a test")
 
@@ -132,25 +138,72 @@ def test_several_kinds_of_gpu_have_one_format_a_tier_and_it_is_said() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("config", "precision"),
-    [
-        (read_config("deepseek-v3"), "fp8-block"),
-        (read_config("llama-3.1-8b"), None),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        (
-            {
-                "quantization_config": {
-                    "quant_method": "mxfp4",
-                    "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
-                }
-            },
-            "bf16+mxfp4",
-        ),
-        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
-    ],
-)
-def test_what_a_model_is_published_in(
-    config: dict[str, Any], precision: str | None
-) -> None:
-    assert published_format(config) == precision
+# The precision, and the formats below it on Blackwell.
+OF_PUBLISHED = {
+    "deepseek-v3.1-nvfp4": ("nvfp4+kv-fp8", {}),
+    "deepseek-v3.2": ("fp8-block", {FAST: "nvfp4"}),
+    "gemma-3-12b-it-text-only": ("bf16", {FAST: "nvfp4", BALANCED: "fp8"}),
+    "gemma-4-26b-a4b": ("bf16", {FAST: "nvfp4", BALANCED: "fp8"}),
+    "gemma-4-26b-a4b-nvfp4": ("nvfp4+kv-fp8", {}),
+    "glm-5.2-nvfp4-fp8": ("fp8-block+nvfp4", {}),
+    "gpt-oss-120b": ("mxfp4", {}),
+    "gpt-oss-20b": ("mxfp4", {}),
+    "kat-dev-gptq-int8": ("gptq-int8", {FAST: "nvfp4"}),
+    "kimi-k2-thinking": ("int4", {}),
+    "kimi-k2.5": ("int4", {}),
+    "llama-3.1-70b-instruct-fp8": ("fp8+kv-fp8", {FAST: "nvfp4"}),
+    "llama-3.3-70b-instruct-fp4": ("nvfp4", {}),
+    "meta-llama-3-8b-instruct-nvfp4-fp8-dynamic": ("fp8+nvfp4", {}),
+    "qwen3-235b-a22b-nvfp4": ("nvfp4+kv-fp8", {}),
+    "qwen3-30b-a3b": ("bf16", {FAST: "nvfp4", BALANCED: "fp8"}),
+    "qwen3-30b-a3b-fp8": ("fp8-block", {FAST: "nvfp4"}),
+    "qwen3-32b-fp8-static-pertensor": ("fp8+kv-fp8", {FAST: "nvfp4"}),
+    "qwen3-8b": ("bf16", {FAST: "nvfp4", BALANCED: "fp8"}),
+    "qwen3.6-35b-a3b-nvfp4": ("fp8+nvfp4-w4a16", {}),
+    "qwq-32b-preview-awq": ("awq-int4", {}),
+}
+# Their makers left everything but the experts in 16 bits.
+EXPERTS_ALONE = {
+    "gemma-4-26b-a4b-nvfp4",
+    "gpt-oss-120b",
+    "gpt-oss-20b",
+    "kimi-k2-thinking",
+    "kimi-k2.5",
+}
+
+
+@pytest.mark.parametrize("path", CHECKPOINTS.glob("*.json"), ids=lambda path: path.stem)
+def test_what_a_published_checkpoint_is_planned_in(path: Path) -> None:
+    """As it is published, of the size that its files have, and with engines on 8 GPUs; lower formats are below it."""
+    checkpoint = json.loads(path.read_bytes())
+    recipe = checkpoint.get("recipe") or ""
+    contents = contents_of(checkpoint["config"], checkpoint.get("hf_quant"), recipe)
+    model = architecture(checkpoint["config"])
+    published = published_format(contents, model)
+    chosen = choose_formats(
+        None, "auto", [BLACKWELL], published, has_experts=model.has_experts
+    )
+    precision, lower = OF_PUBLISHED[path.stem]
+    names = {tier: each.precision for tier, each in chosen.by_tier.items()}
+    assert names == {**lower, PRECISE: precision}
+    own_format = chosen.by_tier[PRECISE]
+    assert own_format.weight_bytes(model) == pytest.approx(
+        contents.weight_bytes, rel=0.001
+    )
+    has_16_bits_beside = own_format.dense_format == FORMATS["bf16"]
+    assert has_16_bits_beside == (path.stem in EXPERTS_ALONE)
+    plans, obstacles = engines_on_gpus(
+        model, BLACKWELL, 8, DEMAND, formats=chosen.by_tier
+    )
+    assert not obstacles
+    assert {plan.tier for plan in plans} == set(names)
+    bytes_per_value = 1 if published is not None and published.is_kv_fp8 else 2
+    for plan in plans:
+        if plan.tier is PRECISE:
+            assert plan.precision == precision
+            per_token = model.kv_bytes_per_token(bytes_per_value)
+            assert plan.kv_bytes_per_token == per_token
+
+
+def test_all_published_checkpoints_are_named_above() -> None:
+    assert {path.stem for path in CHECKPOINTS.glob("*.json")} == set(OF_PUBLISHED)
