@@ -75,7 +75,8 @@ def choose_formats(
                 f"{OPTION} needs --gpus: engines on a CPU are planned with the checkpoints that are made for it"
             )
         by_tier = _named_formats(named, reference)
-        _check_mixtures(named, by_tier.values(), has_experts=has_experts)
+        if not has_experts:
+            _check_no_mixture(named, by_tier)
         notes: list[str] = []
     else:
         usual = _usual_formats(kinds)
@@ -193,14 +194,10 @@ def _named_formats(named: str, reference: TierFormat) -> dict[TierName, TierForm
     return {tier: by_tier[tier] for tier in STANDARD_TIERS if tier in by_tier}
 
 
-def _check_mixtures(
-    named: str, formats: Iterable[TierFormat], *, has_experts: bool
-) -> None:
-    """Raise ``PlanError`` for experts' formats of a model that has no experts."""
-    if has_experts:
-        return
-    for tier_format in formats:
-        if tier_format.dense_format is not None:
+def _check_no_mixture(named: str, by_tier: Mapping[TierName, TierFormat]) -> None:
+    """Raise ``PlanError`` for experts' formats of a model that has no experts; what is published is as it is."""
+    for tier, tier_format in by_tier.items():
+        if tier in LOWER_TIERS and tier_format.dense_format is not None:
             raise PlanError(
                 f"{OPTION} {named}: {tier_format.precision}: the lower format of two is that of routed experts, and the "
                 "model has none; one format a tier is allowed"

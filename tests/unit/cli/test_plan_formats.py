@@ -111,6 +111,12 @@ def test_named_formats_that_cannot_be_planned(named: str, said: str) -> None:
     assert said in fault(named)
 
 
+def test_a_dense_model_may_be_published_in_two_formats() -> None:
+    published = parse_format("fp8+nvfp4", "a test")
+    for named in ("nvfp4", "fp8+nvfp4"):
+        assert formats(named, published=published) == {PRECISE: "fp8+nvfp4"}
+
+
 def test_experts_may_have_a_format_of_their_own() -> None:
     planned = formats("fp8+nvfp4,bf16", BLACKWELL, has_experts=True)
     assert planned == {FAST: "fp8+nvfp4", PRECISE: "bf16"}
