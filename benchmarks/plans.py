@@ -47,6 +47,7 @@ from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.named_gpus import parse_gpus
 from tiers.sizing.operation import Policy, in_operation
 from tiers.sizing.roofline import Roofline
+from tiers.sizing.tier_format import parse_format
 from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
 from tiers.spec import PRECISIONS, ReplicaStatus, TemplateTokens, TierName, TierSpec
 from tiers.speed import SpeedModel
@@ -316,12 +317,15 @@ def engine(each: Mapping[str, Any], value: Mapping[str, str]) -> Engine:
             speed,
         )
     model = architecture(find_config(str(ROOT / value["--model"])))
+    tier_format = parse_format(each["precision"], where="the plan")
     pace = Roofline(
         model,
         parse_gpus(each["gpu"])[0],
-        PRECISIONS[tier],
+        tier_format.number_format,
         each["gpus_per_replica"],
         PROMPT + OUTPUT // 2,
+        kv_bytes_per_value=tier_format.kv_bytes_per_value,
+        dense_format=tier_format.dense_format,
     )
     return Engine(
         tier,

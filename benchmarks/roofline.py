@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tiers.formats import FORMATS  # noqa: E402
 from tiers.sizing.architecture import Architecture, architecture  # noqa: E402
 from tiers.sizing.capacity import ServingDemand, engines_on_gpus  # noqa: E402
 from tiers.sizing.find_config import find_config  # noqa: E402
@@ -110,7 +111,7 @@ def computed(each: Published) -> float:
     model = architecture(find_config(str(CONFIGS / f"{each.model}.json")))
     gpu = next(kind for kind in known_gpus() if kind.is_called(each.gpu))
     pace = Roofline(
-        model, gpu, each.precision, each.gpus, each.prompt + each.output // 2
+        model, gpu, FORMATS[each.precision], each.gpus, each.prompt + each.output // 2
     )
     if each.way == "one stream":
         return pace.step_ms(1)

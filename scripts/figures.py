@@ -32,7 +32,7 @@ from measure import ROOT
 from proxies import BASE, OURS, OURS_GENERATE, PROXIES
 from side_by_side import BUSY, DIRECT, GATEWAY_LOADS, LOADS
 
-from tiers.sizing.verdict import NAMES
+from tiers.sizing.tier_format import format_words
 from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
@@ -375,7 +375,7 @@ def engine_words(engines: str) -> str:
         count, tier, gpus, gpu = found.groups()
         times = "" if count == "1" and gpu else f"{count} x "
         on = f" on {gpus} {gpu}" + (" each" if count != "1" else "") if gpu else ""
-        words.append(f"{times}{NAMES[PRECISIONS[TierName(tier)]]}{on}")
+        words.append(f"{times}{format_words(PRECISIONS[TierName(tier)])}{on}")
     return " + ".join(words)
 
 
@@ -578,7 +578,9 @@ def pays_rows(kind: int, loads: Sequence[PlannedLoad]) -> Iterator[list[str]]:
         fleets = [each.planned for each in loads if each.planned is not None]
         found = set[str]().union(*(tiers_of(row) for row in fleets))
         ordered = [
-            NAMES[precision] for tier, precision in PRECISIONS.items() if tier in found
+            format_words(precision)
+            for tier, precision in PRECISIONS.items()
+            if tier in found
         ]
         cells = [column.spread(fleets) for column in README_COLUMNS.values()]
         yield [names, f"one precision is best: {' or '.join(ordered)}", *cells]
@@ -829,7 +831,9 @@ def engine_checks(to_results: str) -> str:
         )
         counts[row[2], row[4]] += 1
         if (row[2], row[4]) == ("broken", "passes"):
-            passed.setdefault(row[3], []).append(NAMES[PRECISIONS[TierName(row[1])]])
+            passed.setdefault(row[3], []).append(
+                format_words(PRECISIONS[TierName(row[1])])
+            )
     sound = counts["sound", "passes"] + counts["sound", "refused"]
     broken = counts["broken", "passes"] + counts["broken", "refused"]
     missed = (

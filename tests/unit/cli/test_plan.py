@@ -55,7 +55,7 @@ def test_a_plan_and_what_it_is_compared_with() -> None:
     text = plan("--model", LLAMA, "--gpus", "3xH100", "--load", "40/s")
     assert "8.03 billion parameters" in text
     assert "3 x H100; 40 requests/s, prompts of 800 and answers of 250 tokens" in text
-    cells = "losses: published|awq-int4|5.7 GB|9.1 GB|16.1 GB|128 KiB|planned|fast alone|precise alone"
+    cells = "losses: published|awq-int4|5.7 GB|9.1 GB|16.1 GB|128 KiB|planned|fast (4 bits) alone|precise (BF16) alone"
     assert not [cell for cell in cells.split("|") if cell not in text]
     assert "speed: computed (roofline), not measured" in text
     assert "BF16 alone is best here: it costs 7.98 USD an hour and loses none" in text
@@ -345,11 +345,12 @@ def test_what_does_not_enter_is_said(tmp_path: Path) -> None:
         "engine.extra_args",
     }
     assert ignored["tiers.nvfp4"].startswith(
-        "only fast (4 bits), balanced (FP8) and precise (BF16) are planned so far"
+        "only fast, balanced and precise are planned, in the formats that --formats names"
     )
     assert any(f"the price of H20O in {prices}" in note for note in plan_json["notes"])
     assert any(
-        "the model is published in fp8 already" in note for note in plan_json["notes"]
+        note.startswith("the model is published in fp8-block, so precise is that")
+        for note in plan_json["notes"]
     )
     text = " ".join(plan("--model", DEEPSEEK, *args).split())
     assert "settings that the planned fleets leave out: tiers.nvfp4: only fast" in text
@@ -369,7 +370,8 @@ def test_as_set_is_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         (CONFIGS / "llama-3.1-8b.json").read_text("utf-8")
     )
-    plan("--model", str(tmp_path), "--gpus", "4xL4", "--kv-fp8", "--write", str(fp8))
+    args_of_fp8 = ("--kv-cache", "fp8", "--write", str(fp8))
+    plan("--model", str(tmp_path), "--gpus", "4xL4", *args_of_fp8)
     settings = load_settings(fp8)
     assert settings.engine.extra_args == ("--kv-cache-dtype", "fp8")
     assert settings.model.name == str(tmp_path)
@@ -407,12 +409,15 @@ def test_why_the_engines_as_set_are_not_planned(
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("*.json")])
 def test_every_published_model(name: str) -> None:
-    """Each gets a plan; a tier that does not fit says why."""
+    """Each gets a plan in which its own format is the highest."""
     text = plan(
         "--model", str(CONFIGS / f"{name}.json"), "--gpus", "H100", "--load", "10/s"
     )
     assert "80% busy" in text
-    assert ("precise does not fit on 16 x H100" in text) == (name == "deepseek-v3")
+    assert "does not fit" not in text
+    precise_row = next(line for line in text.splitlines() if "precise " in line)
+    own_format = {"deepseek-v3": "fp8-block"}.get(name, "bf16")
+    assert own_format in precise_row
 
 
 def test_the_mix_of_a_decision_log(tmp_path: Path) -> None:
@@ -483,7 +488,10 @@ def test_loads(load: str, rate: float) -> None:
             "shorter than a mean prompt and answer",
         ),
         (("--gpus", "H100", "--prices", "/none"), "the prices cannot be read"),
-        (("--gpus", "1xL4", "--context", "130000"), "fast does not fit on 1 x L4"),
+        (
+            ("--gpus", "1xL4", "--context", "130000"),
+            "fast (4 bits) does not fit on 1 x L4",
+        ),
         (("--gpus", "H100", "--tpot", "0.5"), "cannot keep the bounds"),
         (("--gpus", "H100,2xH100"), "H100 is named twice"),
         (
