@@ -38,7 +38,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
+    # of models that read images
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 MAX_HEADER = 100_000_000  # bytes, the format's own bound
 FP8_DTYPES = {"F8_E4M3", "F8_E5M2"}  # as safetensors names them
