@@ -113,6 +113,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": 256,
             "kv_lora_rank": 256,
             "qk_rope_head_dim": 32,
+            "head_dim": 32,  # the part that is rotated
             "qk_nope_head_dim": 64,
             "v_head_dim": 64,
         },

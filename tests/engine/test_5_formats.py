@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.settings import load_settings
+from tiers.checkpoints.recipes import scheme_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "benchmarks/checkpoint_formats.py"
@@ -22,7 +23,7 @@ def sections(text: str) -> dict[str, list[str]]:
     lines_by_head: dict[str, list[str]] = {}
     head = ""
     for line in text.splitlines():
-        if line and not line.startswith((" ", "#")):
+        if line and not line.startswith((" ", "$")):
             head = line
             lines_by_head[head] = []
         elif head:
@@ -61,13 +62,14 @@ def test_modules_have_the_formats_of_the_table(arguments: tuple[str, ...]) -> No
         assert lines == committed[head], head
 
 
-def test_the_table_has_no_scheme_that_failed_in_silence() -> None:
-    """Each architecture has each scheme, and experts are never left out."""
+def test_each_architecture_has_each_scheme() -> None:
+    """None fails, and experts are never left out."""
     committed = sections(TABLE.read_text("utf-8"))
     architectures = {head.partition(",")[0] for head in committed}
     assert len(architectures) == 7
+    assert len(committed) == len(architectures) * len(scheme_names())
     for head, lines in committed.items():
         text = "\n".join(lines)
         in_16_bits = text.partition("scale")[0]
-        assert "fails" not in text or "AWQ" in text, head
+        assert "fails" not in text, head
         assert "experts" not in in_16_bits, head

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from router.settings import load_settings
+from tiers.checkpoints.precision import checkpoint_precision
 from tiers.checkpoints.prepare import PrepareOptions, prepare
 from tiers.errors import CheckpointError
 from tiers.spec import TierName
@@ -114,6 +115,7 @@ def test_other_schemes_are_made_and_scored(options: PrepareOptions) -> None:
         for checkpoint, scheme in ((fast, fast_scheme), (balanced, balanced_scheme)):
             assert checkpoint.manifest.scheme == scheme
             assert checkpoint.manifest.precision == scheme
+            assert checkpoint_precision(checkpoint.path, ()) == scheme
             assert checkpoint.manifest.kept_in_16_bits == ("lm_head",)
             assert checkpoint.manifest.weights_digest != precise.manifest.weights_digest
             # None where transformers cannot run it
