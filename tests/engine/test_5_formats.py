@@ -15,7 +15,7 @@ PROGRAM = ROOT / "benchmarks/checkpoint_formats.py"
 TABLE = ROOT / "benchmarks/results/checkpoint_formats.txt"
 # Quick ones; the table has all. NVFP4 runs prompts through the model, with all experts.
 SCHEMES = ("fp8-block", "nvfp4-w4a16", "int4")
-CALIBRATED = ("Qwen3MoeForCausalLM", "nvfp4")
+CALIBRATED = ("DeepseekV3ForCausalLM", "nvfp4")
 
 
 def sections(text: str) -> dict[str, list[str]]:
