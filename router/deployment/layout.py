@@ -27,7 +27,12 @@ from router.telemetry.otel_environment import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.checkpoints.parsers import parser_args
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
-from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
+from tiers.checkpoints.prepare import (
+    PrepareOptions,
+    check_model,
+    slug,
+    usual_calibration,
+)
 from tiers.cluster.runner import RayOptions
 from tiers.errors import EngineError, PlanError
 from tiers.plan import Machine, MemoryPlan, machine_name, make_plan, read_machine
@@ -339,12 +344,21 @@ def all_engine_args(settings: Settings, spec: TierSpec) -> tuple[str, ...]:
 
 def prepare_options(settings: Settings) -> PrepareOptions:
     """Return how checkpoints are made."""
+    model = settings.model
+    calibration, samples, tokens = usual_calibration(
+        model.name, has_gpu=bool(read_machine().gpus)
+    )
+    if model.calibration is not None:
+        calibration = model.calibration
+    if model.calibration_samples is not None:
+        samples = model.calibration_samples
     return PrepareOptions(
-        model=settings.model.name,
-        store=settings.model.store,
+        model=model.name,
+        store=model.store,
         quantizer_python=settings.quantizer.python,
-        calibration=settings.model.calibration,
-        calibration_samples=settings.model.calibration_samples,
+        calibration=calibration,
+        calibration_samples=samples,
+        calibration_tokens=tokens,
     )
 
 

@@ -31,11 +31,7 @@ from router.section import (
     once,
 )
 from tiers.address import normalised, wrong_with
-from tiers.checkpoints.prepare import (
-    CALIBRATION_SAMPLES,
-    DEFAULT_CALIBRATION,
-    DEFAULT_MODEL,
-)
+from tiers.checkpoints.prepare import DEFAULT_MODEL
 from tiers.lifecycle.engine_args import check_own
 from tiers.spec import TierName
 
@@ -292,13 +288,15 @@ class ModelSettings(Section):
         default_factory=lambda: cache_dir() / "models",
         description="Where checkpoints are kept.",
     )
-    calibration: Path = Field(
-        DEFAULT_CALIBRATION,
-        description='Prompts for AWQ: JSON lines with a "text" field.',
+    calibration: Path | None = Field(
+        None,
+        description='Your own prompts for schemes that are calibrated (AWQ, GPTQ, NVFP4, INT8): JSON lines with a "text" '
+        "field. Unset: prompts that come with this project.",
     )
-    calibration_samples: NonNegativeInt = Field(
-        CALIBRATION_SAMPLES,
-        description="How many of these prompts are used, evenly spaced; 0: all.",
+    calibration_samples: NonNegativeInt | None = Field(
+        None,
+        description="How many of these prompts are used, evenly spaced; 0: all. Unset: 16 of up to 256 tokens on a CPU and "
+        "for the default model; 512 of up to 2,048 on a GPU.",
     )
 
 
