@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,12 +34,13 @@ from tiers.checkpoints.reference import (
     gap,
     reference_from_event,
 )
+from tiers.checkpoints.schemes import scheme_named
 from tiers.errors import CheckpointError
 from tiers.lifecycle.command import without_ours
 from tiers.spec import PRECISIONS, STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Progress = Callable[[str, int, int], None]
 
@@ -106,6 +107,7 @@ class PrepareOptions:
         calibration_samples: Prompts taken of the calibration file, evenly spaced; 0: all.
         calibration_tokens: Most tokens taken of each prompt.
         quantizer: The running process, so that another thread can stop it.
+        schemes: Names of the schemes of ``fast`` and ``balanced`` where they are others than the usual ones.
     """
 
     model: str
@@ -116,6 +118,7 @@ class PrepareOptions:
     calibration_samples: int = CALIBRATION_SAMPLES
     calibration_tokens: int = CALIBRATION_TOKENS
     quantizer: Quantizer = field(default_factory=Quantizer, compare=False)
+    schemes: Mapping[TierName, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,36 @@ def prepare(
             on_made(checkpoint)
         # The first one is the base in BF16, from which the others are made.
         source = checkpoints[0].path
-    return tuple(reversed(checkpoints))
+    for checkpoint in _quantized_while_loading(options, checkpoints[0]):
+        checkpoints.append(checkpoint)
+        if on_made is not None:
+            on_made(checkpoint)
+    return _fast_first(checkpoints)
+
+
+def _quantized_while_loading(
+    options: PrepareOptions, base: Checkpoint
+) -> Iterator[Checkpoint]:
+    """Yield the BF16 checkpoint once more for each tier whose engines quantize it while they load it."""
+    for tier in online_tiers(options):
+        yield replace(base, tier=tier)
+
+
+def online_tiers(options: PrepareOptions) -> tuple[TierName, ...]:
+    """Return the tiers for which no checkpoint is made, since vLLM quantizes the BF16 one."""
+    return tuple(
+        tier
+        for tier, name in options.schemes.items()
+        if scheme_named(name, tier).is_online
+    )
+
+
+def _fast_first(checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+    return tuple(
+        sorted(
+            checkpoints, key=lambda checkpoint: STANDARD_TIERS.index(checkpoint.tier)
+        )
+    )
 
 
 def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
@@ -212,7 +244,9 @@ def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
         checkpoint = read_checkpoint(job.tier, job.target)
         if checkpoint is not None:
             checkpoints.append(checkpoint)
-    return tuple(reversed(checkpoints))
+            if job.tier is TierName.PRECISE:
+                checkpoints += _quantized_while_loading(options, checkpoint)
+    return _fast_first(checkpoints)
 
 
 def _jobs(
@@ -221,11 +255,13 @@ def _jobs(
     """Return what to make of a base model, in this order."""
     folder = options.store / f"{base.name}-{base.digest[:12]}"
     recipe = _awq_recipe(options, calibration)
-    return (
+    jobs = (
         _job(TierName.PRECISE, "bf16", {}, folder=folder),
         _job(TierName.BALANCED, "fp8", {}, folder=folder),
         _job(TierName.FAST, "awq", recipe, folder=folder),
     )
+    left_out = online_tiers(options)
+    return tuple(job for job in jobs if job.tier not in left_out)
 
 
 def _job(

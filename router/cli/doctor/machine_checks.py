@@ -109,7 +109,8 @@ def _kernel_of(
 ) -> str:
     """Return a tier's name, and in words what will compute it."""
     if spec.checkpoint is None:
-        return f"{spec.name}: {describe_kernel(PRECISIONS[spec.name], instructions)}"
+        precision = spec.expected_precision or PRECISIONS[spec.name]
+        return f"{spec.name}: {describe_kernel(precision, instructions)}"
     description = f"{spec.name}: {describe_kernel(spec.precision, instructions)}"
     is_as_made = (
         made is not None
