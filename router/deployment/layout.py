@@ -391,7 +391,7 @@ def _named_scheme(settings: Settings, tier: TierName) -> Scheme | None:
 
 
 def scheme_choices(settings: Settings) -> dict[TierName, SchemeChoice]:
-    """Return what stands behind ``fast`` and ``balanced`` on this machine, where their engines start from made checkpoints."""
+    """Return what stands behind ``fast`` and ``balanced`` here, where their engines start from made checkpoints."""
     made_tiers = [
         tier
         for tier in CHOSEN_TIERS

@@ -141,9 +141,9 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
     )
     scheme: str = Field(
         AUTO,
-        description="Only `fast` and `balanced`: what stands behind the tier's engines started here. `auto`: what suits this "
-        "machine, as `tiers/checkpoints/schemes.toml` has it; or the name of a scheme there, such as `int8-w8a8`. `online-fp8` "
-        "and its kin make no checkpoint: vLLM quantizes the 16-bit folder while it loads.",
+        description="Only `fast` and `balanced`: what stands behind the tier's engines started here. `auto`: what suits "
+        "this machine, as `tiers/checkpoints/schemes.toml` has it; or the name of a scheme there, such as `int8-w8a8`. "
+        "`online-fp8` and its kin make no checkpoint: vLLM quantizes the 16-bit folder while it loads.",
     )
     engine_args: EngineArgs = Field(
         (),

@@ -1,7 +1,8 @@
 """The schemes behind ``fast`` and ``balanced``, and which of them suits which hardware: ``schemes.toml``, checked.
 
-A scheme is one way to get a number format: llm-compressor makes a checkpoint of it, or vLLM quantizes the 16-bit folder while
-it loads ("online"), or nothing is done. Everything here is pure; ``tiers/this_hardware.py`` reads what this machine has.
+A scheme is one way to get a number format: llm-compressor makes a checkpoint of it, or vLLM quantizes the 16-bit folder
+while it loads ("online"), or nothing is done. Everything here is pure; ``tiers/this_hardware.py`` reads what this machine
+has.
 """
 
 from __future__ import annotations
