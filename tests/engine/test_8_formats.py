@@ -184,7 +184,11 @@ async def test_an_engine_of_a_format_that_this_machine_lacks_says_what_it_can_co
     supervisor = Supervisor(fleet, SupervisorOptions(tmp_path / "logs", stop_grace_s=2))
     supervisor.start([launch])
     try:
-        await until(lambda: fleet.replicas[0].state.status is ReplicaStatus.FAILED, 120)
+        await until(
+            lambda: fleet.replicas[0].state.status is ReplicaStatus.FAILED,
+            "the engine has failed",
+            within_s=240,
+        )
     finally:
         await supervisor.stop()
     detail = fleet.replicas[0].state.detail or ""
