@@ -175,25 +175,24 @@ def prepare(
     source = base.source
     checkpoints: list[Checkpoint] = []
     for job in _jobs(options, base, calibration):
-        checkpoint = maker.make(job, base, source)
-        checkpoints.append(checkpoint)
-        if on_made is not None:
-            on_made(checkpoint)
+        made = maker.make(job, base, source)
+        for checkpoint in (made, *_quantized_while_loading(options, made)):
+            checkpoints.append(checkpoint)
+            if on_made is not None:
+                on_made(checkpoint)
         # The first one is the base in BF16, from which the others are made.
         source = checkpoints[0].path
-    for checkpoint in _quantized_while_loading(options, checkpoints[0]):
-        checkpoints.append(checkpoint)
-        if on_made is not None:
-            on_made(checkpoint)
     return _fast_first(checkpoints)
 
 
 def _quantized_while_loading(
-    options: PrepareOptions, base: Checkpoint
+    options: PrepareOptions, made: Checkpoint
 ) -> Iterator[Checkpoint]:
     """Yield the BF16 checkpoint once more for each tier whose engines quantize it while they load it."""
+    if made.tier is not TierName.PRECISE:
+        return
     for tier in online_tiers(options):
-        yield replace(base, tier=tier)
+        yield replace(made, tier=tier)
 
 
 def online_tiers(options: PrepareOptions) -> tuple[TierName, ...]:
@@ -243,9 +242,7 @@ def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
     for job in _jobs(options, base, check_calibration(options.calibration)):
         checkpoint = read_checkpoint(job.tier, job.target)
         if checkpoint is not None:
-            checkpoints.append(checkpoint)
-            if job.tier is TierName.PRECISE:
-                checkpoints += _quantized_while_loading(options, checkpoint)
+            checkpoints += checkpoint, *_quantized_while_loading(options, checkpoint)
     return _fast_first(checkpoints)
 
 
