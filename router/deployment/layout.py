@@ -116,7 +116,7 @@ def make_deployment(
     specs = with_drafts(specs, settings, checkpoints_by_tier)
     specs = with_adapters(specs, settings.lora)
     if any(spec.replicas and spec.checkpoint is None for spec in specs):
-        specs = _with_expected_precisions(specs, scheme_choices(settings))
+        specs = with_expected_precisions(specs, scheme_choices(settings))
     local_specs = tuple(spec for spec in specs if spec.replicas)
     missing_tiers = tuple(spec.name for spec in local_specs if spec.checkpoint is None)
     _check_means(settings, local_specs)
@@ -186,7 +186,7 @@ def _configured_specs(
     return specs
 
 
-def _with_expected_precisions(
+def with_expected_precisions(
     specs: Sequence[TierSpec], choices: Mapping[TierName, SchemeChoice]
 ) -> tuple[TierSpec, ...]:
     """Return the tiers, those whose checkpoint is still to be made with the format that it will have."""

@@ -238,7 +238,7 @@ def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
     base = _known_base(options)
     if base is None:
         return ()
-    checkpoints = []
+    checkpoints: list[Checkpoint] = []
     for job in _jobs(options, base, check_calibration(options.calibration)):
         checkpoint = read_checkpoint(job.tier, job.target)
         if checkpoint is not None:
