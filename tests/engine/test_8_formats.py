@@ -154,6 +154,7 @@ def test_neighbouring_tokens_differ_by_more_than_any_format(
     assert apart > 1.2
 
 
+@pytest.mark.anyio
 async def test_an_engine_of_a_format_that_this_machine_lacks_says_what_it_can_compute(
     tmp_path: Path,
 ) -> None:
