@@ -284,9 +284,9 @@ def main() -> None:
     load = os.getloadavg()
     engines = [Engine(name, folder) for name, folder in folders.items()]
     times = measure_speed(engines, args.rounds)
-    print(
-        f"$ .venv-engine/bin/python -P benchmarks/int8_cpu.py {' '.join(sys.argv[1:])}"
-    )
+    named = " ".join(f"{name}={Path(folder).name}" for name, folder in folders.items())
+    options = " ".join(option for option in sys.argv[1:] if "=" not in option)
+    print(f"$ .venv-engine/bin/python -P benchmarks/int8_cpu.py {named} {options}")
     print(
         f"{_processor()}; vLLM {vllm_version}; one thread; {args.rounds} rounds; load average {load[0]:.1f} at the start, "
         f"{os.getloadavg()[0]:.1f} at the end"

@@ -47,7 +47,7 @@ H100 = GpuHardware((9, 0))
         (GpuHardware((8, 0)), "awq-int4", "int8-w8a8"),
         (GpuHardware((7, 5)), "awq-int4", "int8-w8a8"),
         (AmdHardware("gfx942"), "awq-int4", "fp8"),
-        (AmdHardware("gfx950"), "awq-int4", "fp8"),
+        (AmdHardware("gfx950"), "mxfp4-w4a4", "fp8"),
         (AMX, "awq-int4", "fp8"),
         (AVX512, "awq-int4", "fp8"),
         (AVX2, "awq-int4", "fp8"),
