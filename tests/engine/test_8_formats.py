@@ -190,9 +190,9 @@ async def test_an_engine_of_a_format_that_this_machine_lacks_says_what_it_can_co
             "the engine has failed",
             within_s=240,
         )
+        detail = fleet.replicas[0].state.detail or ""
     finally:
         await supervisor.stop()
-    detail = fleet.replicas[0].state.detail or ""
     sentence = detail.splitlines()[0]
     assert sentence.startswith(
         f"{read_hardware()} cannot compute {lacking}, the format of fast's checkpoint; vLLM serves there int8-w8a8"
