@@ -271,7 +271,7 @@ def scheme_named(name: str, tier: TierName) -> Scheme:
         SchemeError: There is none of that name.
     """
     scheme = scheme_table().schemes.get(name)
-    if scheme is None:
+    if scheme is None or scheme.method is Method.NONE:
         raise SchemeError(
             f"tiers.{tier}.scheme is {name!r}: {AUTO}, {', '.join(scheme_names())} are allowed"
         )
@@ -280,7 +280,11 @@ def scheme_named(name: str, tier: TierName) -> Scheme:
 
 def scheme_names() -> tuple[str, ...]:
     """Return the names that settings can have, ``auto`` apart."""
-    return tuple(scheme_table().schemes)
+    return tuple(
+        name
+        for name, scheme in scheme_table().schemes.items()
+        if scheme.method is not Method.NONE
+    )
 
 
 def what_can_be_served(hardware: Hardware) -> str:
