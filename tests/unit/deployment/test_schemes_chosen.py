@@ -26,11 +26,19 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 ONLINE = {"balanced": {"scheme": "online-fp8"}}
 
 
+def answers_with(capability: str) -> str:
+    """Return a script in the place of ``nvidia-smi``: a machine with one large GPU."""
+    return (
+        f"#!/bin/sh\ncase \"$1\" in *compute_cap*) echo '0, {capability}';; "
+        "*) echo '0, a GPU, 183000, 182000';; esac\n"
+    )
+
+
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the script that stands for ``nvidia-smi`` on this machine."""
     script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\necho '0, 10.0'\n")
+    script.write_text(answers_with("10.0"))
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return script
@@ -39,7 +47,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_schemes_follow_the_gpu(gpu: Path) -> None:
     """Only what is not the usual one is asked of the maker, and only for tiers that start from made checkpoints."""
     assert prepare_options(settings()).schemes == {FAST: "nvfp4"}
-    gpu.write_text("#!/bin/sh\necho '0, 8.0'\n")
+    gpu.write_text(answers_with("8.0"))
     assert prepare_options(settings()).schemes == {BALANCED: "int8-w8a8"}
     elsewhere = {"urls": ("http://10.0.0.5:8000",)}
     assert prepare_options(settings(tiers={"balanced": elsewhere})).schemes == {}

@@ -111,7 +111,7 @@ def test_a_scheme_that_does_not_exist_is_refused_with_those_that_do() -> None:
         scheme_named("int3", FAST)
     with pytest.raises(SchemeError, match="online-fp8"):
         choose_schemes(H100, {FAST: "fp9"})
-    with pytest.raises(SchemeError, match="tiers.fast.scheme is 'bf16'"):
+    with pytest.raises(SchemeError, match=r"tiers.fast.scheme is 'bf16'"):
         scheme_named("bf16", FAST)
     assert {"awq-int4", "fp8", "fp8-block", "int8-w8a8", "nvfp4"} <= set(scheme_names())
 
