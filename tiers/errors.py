@@ -34,6 +34,10 @@ class CheckpointError(TierError):
     """A checkpoint is missing, unfinished or unusable."""
 
 
+class SchemeError(TierError):
+    """A scheme, or the table of schemes, is wrong."""
+
+
 class TokenizerMismatchError(CheckpointError):
     """Tiers differ in tokenizer or chat template."""
 

@@ -237,6 +237,7 @@ class TierSpec:
         draft: For speculative decoding; None: one token a step.
         adapters: Names of the LoRA adapters that all its engines offer.
         held: Whether only requests get it that require it by name, until its loss is known (quality.gate = hold).
+        expected_precision: Of the checkpoint that is still to be made; empty: none is, or it is the tier's usual one.
     """
 
     name: TierName
@@ -257,6 +258,7 @@ class TierSpec:
     draft: Draft | None = None
     adapters: tuple[str, ...] = ()
     held: bool = False
+    expected_precision: str = ""
 
     @property
     def startable(self) -> bool:

@@ -32,6 +32,7 @@ from router.deployment.layout import (
     engine_args,
     make_deployment,
     prepare_options,
+    scheme_choices,
 )
 from router.deployment.listening import listen, open_keys
 from router.deployment.on_ray import make_ray_deployment
@@ -127,6 +128,7 @@ def up(
     listening_socket = listen(settings)
     deployment = _lay_out(settings, on_ray=on == "ray")
     _check_engine_args(settings, deployment)
+    _say_schemes(settings)
     if not deployment.missing and deployment.ray is None:
         _show_memory_plan(deployment.model, deployment.plan, deployment.specs)
     _run(
@@ -153,6 +155,13 @@ def _lay_out(settings: Settings, *, on_ray: bool) -> Deployment:
     if on_ray:
         return make_ray_deployment(settings, checkpoints)
     return make_deployment(settings, checkpoints)
+
+
+def _say_schemes(settings: Settings) -> None:
+    """Say in one line what stands behind the tiers here, and why."""
+    choices = scheme_choices(settings).values()
+    if choices:
+        err.print(plain("; ".join(map(str, choices))))
 
 
 def _check_engine_args(settings: Settings, deployment: Deployment) -> None:
@@ -305,7 +314,9 @@ def _show_memory_plan(model: str, plan: MemoryPlan, specs: Sequence[TierSpec]) -
 def _share_line(share: EngineShare, spec: TierSpec, name_width: int) -> str:
     """Return for people what memory one engine has."""
     is_made = spec.checkpoint is not None
-    precision = spec.precision if is_made else PRECISIONS[spec.name]
+    precision = spec.precision
+    if not is_made:
+        precision = spec.expected_precision or PRECISIONS[spec.name]
     estimate_mark = " " if is_made else "~"
     weights = f"{estimate_mark}{share.weights / GIB:4.2f} GiB"
     if share.weights != share.on_disk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,11 +34,28 @@ from tiers.checkpoints.prepare import (
     slug,
     usual_calibration,
 )
+from tiers.checkpoints.schemes import (
+    AUTO,
+    CHOSEN_TIERS,
+    Scheme,
+    SchemeChoice,
+    choose_schemes,
+    scheme_named,
+)
 from tiers.cluster.runner import RayOptions
 from tiers.errors import EngineError, PlanError
 from tiers.plan import Machine, MemoryPlan, machine_name, make_plan, read_machine
 from tiers.ranking import rising
-from tiers.spec import UNKNOWN, Draft, EngineLaunch, EnginePlacement, TierName, TierSpec
+from tiers.spec import (
+    UNKNOWN,
+    Draft,
+    EngineLaunch,
+    EnginePlacement,
+    Precision,
+    TierName,
+    TierSpec,
+)
+from tiers.this_hardware import read_hardware
 
 HOST = "127.0.0.1"
 NO_PLAN = MemoryPlan(device="", shares=())
@@ -102,6 +120,8 @@ def make_deployment(
     )
     specs = with_drafts(specs, settings, checkpoints_by_tier)
     specs = with_adapters(specs, settings.lora)
+    if any(spec.replicas and spec.checkpoint is None for spec in specs):
+        specs = with_expected_precisions(specs, scheme_choices(settings))
     local_specs = tuple(spec for spec in specs if spec.replicas)
     missing_tiers = tuple(spec.name for spec in local_specs if spec.checkpoint is None)
     _check_means(settings, local_specs)
@@ -169,6 +189,21 @@ def _configured_specs(
             "discovery.file are given"
         )
     return specs
+
+
+def with_expected_precisions(
+    specs: Sequence[TierSpec], choices: Mapping[TierName, SchemeChoice]
+) -> tuple[TierSpec, ...]:
+    """Return the tiers, those whose checkpoint is still to be made with the format that it will have."""
+    with_formats = []
+    for spec in specs:
+        choice = choices.get(spec.name)
+        if choice is None or not spec.replicas or spec.checkpoint is not None:
+            with_formats.append(spec)
+            continue
+        number_format = choice.scheme.number_format
+        with_formats.append(replace(spec, expected_precision=number_format))
+    return tuple(with_formats)
 
 
 def _without_engines_here(spec: TierSpec) -> TierSpec:
@@ -261,12 +296,26 @@ def with_checkpoint(
         checkpoint: The checkpoint.
         args: The engines' arguments that a person gave: they can change the precision.
     """
+    precision = checkpoint_precision(checkpoint.path, args)
     return replace(
         spec,
         checkpoint=checkpoint.path,
-        digest=checkpoint.manifest.weights_digest,
-        precision=checkpoint_precision(checkpoint.path, args),
+        digest=_weights_served(spec.name, checkpoint, precision),
+        precision=precision,
     )
+
+
+def _weights_served(tier: TierName, checkpoint: Checkpoint, precision: str) -> str:
+    """Return the digest of the weights that a tier serves.
+
+    Weights that vLLM quantizes while it loads them are others than the checkpoint's, so that what was measured of one does
+    not count for the other.
+    """
+    digest = checkpoint.manifest.weights_digest
+    is_base = checkpoint.manifest.precision == Precision.BF16
+    if tier is TierName.PRECISE or not is_base:
+        return digest
+    return hashlib.sha256(f"{digest} {precision}".encode()).hexdigest()
 
 
 def named_by(settings: Settings, tier: TierName) -> tuple[str, ...]:
@@ -330,8 +379,35 @@ def _launch(
 
 
 def engine_args(settings: Settings, tier: TierName) -> tuple[str, ...]:
-    """Return the arguments of a tier's engines that a person gave, in their order: the last one counts."""
-    return (*settings.engine.extra_args, *settings.tiers.of(tier).engine_args)
+    """Return the arguments of a tier's engines that the settings give, in their order: the last one counts."""
+    tier_settings = settings.tiers.of(tier)
+    scheme = _named_scheme(settings, tier)
+    return (
+        *(scheme.engine_args if scheme is not None else ()),
+        *settings.engine.extra_args,
+        *tier_settings.engine_args,
+    )
+
+
+def _named_scheme(settings: Settings, tier: TierName) -> Scheme | None:
+    """Return the scheme that the settings name for a tier; None: the table chooses, which never quantizes while loading."""
+    name = settings.tiers.of(tier).scheme
+    return None if name == AUTO else scheme_named(name, tier)
+
+
+def scheme_choices(settings: Settings) -> dict[TierName, SchemeChoice]:
+    """Return what stands behind ``fast`` and ``balanced`` here, where their engines start from made checkpoints."""
+    made_tiers = [
+        tier
+        for tier in CHOSEN_TIERS
+        if settings.tiers.of(tier).replicas_here
+        and settings.tiers.of(tier).checkpoint is None
+    ]
+    if not made_tiers:
+        return {}
+    named = {tier: settings.tiers.of(tier).scheme for tier in CHOSEN_TIERS}
+    choices = choose_schemes(read_hardware(), named)
+    return {tier: choices[tier] for tier in made_tiers}
 
 
 def all_engine_args(settings: Settings, spec: TierSpec) -> tuple[str, ...]:
@@ -359,6 +435,11 @@ def prepare_options(settings: Settings) -> PrepareOptions:
         calibration=calibration,
         calibration_samples=samples,
         calibration_tokens=tokens,
+        schemes={
+            tier: choice.scheme.name
+            for tier, choice in scheme_choices(settings).items()
+            if not choice.is_usual
+        },
     )
 
 

@@ -32,6 +32,8 @@ from router.section import (
 )
 from tiers.address import normalised, wrong_with
 from tiers.checkpoints.prepare import DEFAULT_MODEL
+from tiers.checkpoints.schemes import AUTO, CHOSEN_TIERS, scheme_named
+from tiers.errors import SchemeError
 from tiers.lifecycle.engine_args import check_own
 from tiers.spec import TierName
 
@@ -132,6 +134,12 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
     )
     checkpoint: Path | None = Field(
         None, description="Model folder for this tier instead of the prepared one."
+    )
+    scheme: str = Field(
+        AUTO,
+        description="Only `fast` and `balanced`: what stands behind the tier's engines started here. `auto`: what suits "
+        "this machine, as `tiers/checkpoints/schemes.toml` has it; or the name of a scheme there, such as `int8-w8a8`. "
+        "`online-fp8` and its kin make no checkpoint: vLLM quantizes the 16-bit folder while it loads.",
     )
     engine_args: EngineArgs = Field(
         (),
@@ -242,6 +250,27 @@ class TiersSettings(Section):
                     f"tiers.{name}: no checkpoint is made for a tier of this name, so it needs urls, dns or checkpoint "
                     "(fast, balanced and precise need neither)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _schemes(self) -> TiersSettings:
+        for name in self.names:
+            tier = self.of(name)
+            if tier.scheme == AUTO:
+                continue
+            if name not in CHOSEN_TIERS:
+                raise ValueError(
+                    f"tiers.{name}.scheme: only fast and balanced have a scheme; name a folder for this tier "
+                    f"(tiers.{name}.checkpoint), or leave it out"
+                )
+            if tier.checkpoint is not None:
+                raise ValueError(
+                    f"tiers.{name}.scheme and tiers.{name}.checkpoint both say what stands behind the tier: name one of them"
+                )
+            try:
+                scheme_named(tier.scheme, name)
+            except SchemeError as error:
+                raise ValueError(str(error)) from error
         return self
 
     @model_validator(mode="after")

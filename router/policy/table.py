@@ -471,7 +471,7 @@ def _losses(
 
 def _precision(spec: TierSpec) -> str:
     if weights_of(spec.precision) == UNKNOWN:
-        return PRECISIONS.get(spec.name, UNKNOWN)
+        return spec.expected_precision or PRECISIONS.get(spec.name, UNKNOWN)
     return spec.precision
 
 

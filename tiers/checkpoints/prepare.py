@@ -44,12 +44,13 @@ from tiers.checkpoints.reference import (
     gap,
     reference_from_event,
 )
+from tiers.checkpoints.schemes import is_online
 from tiers.errors import CheckpointError
 from tiers.lifecycle.command import without_ours
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Progress = Callable[[str, int, int], None]
 
@@ -215,13 +216,37 @@ def prepare(
         if job.recipe is not None and _finished(job) is None:
             check_is_served(job.recipe)
     for job in jobs:
-        checkpoint = maker.make(job, base, source)
-        checkpoints.append(checkpoint)
-        if on_made is not None:
-            on_made(checkpoint)
+        made = maker.make(job, base, source)
+        for checkpoint in (made, *_quantized_while_loading(options, made)):
+            checkpoints.append(checkpoint)
+            if on_made is not None:
+                on_made(checkpoint)
         # The first one is the base in BF16, from which the others are made.
         source = checkpoints[0].path
-    return tuple(reversed(checkpoints))
+    return _fast_first(checkpoints)
+
+
+def _quantized_while_loading(
+    options: PrepareOptions, made: Checkpoint
+) -> Iterator[Checkpoint]:
+    """Yield the BF16 checkpoint once more for each tier whose engines quantize it while they load it."""
+    if made.tier is not TierName.PRECISE:
+        return
+    for tier in online_tiers(options):
+        yield replace(made, tier=tier)
+
+
+def online_tiers(options: PrepareOptions) -> tuple[TierName, ...]:
+    """Return the tiers for which no checkpoint is made, since vLLM quantizes the BF16 one."""
+    return tuple(tier for tier, name in options.schemes.items() if is_online(name))
+
+
+def _fast_first(checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+    return tuple(
+        sorted(
+            checkpoints, key=lambda checkpoint: STANDARD_TIERS.index(checkpoint.tier)
+        )
+    )
 
 
 def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
@@ -250,12 +275,12 @@ def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
     base = _known_base(options)
     if base is None:
         return ()
-    checkpoints = []
+    checkpoints: list[Checkpoint] = []
     for job in _jobs(options, base, check_calibration(options.calibration)):
         checkpoint = _finished(job)
         if checkpoint is not None:
-            checkpoints.append(checkpoint)
-    return tuple(reversed(checkpoints))
+            checkpoints += checkpoint, *_quantized_while_loading(options, checkpoint)
+    return _fast_first(checkpoints)
 
 
 def _finished(job: _PlannedCheckpoint) -> Checkpoint | None:
@@ -277,7 +302,7 @@ def check_schemes(schemes: Mapping[TierName, str]) -> None:
             raise CheckpointError(
                 f"tier {tier} has no scheme: {' and '.join(sorted(USUAL_SCHEMES))} have one; precise is the base in 16 bits"
             )
-        if scheme not in scheme_names():
+        if scheme not in scheme_names() and not is_online(scheme):
             raise CheckpointError(
                 f"tier {tier}: no checkpoint of scheme {scheme!r} can be made: {', '.join(scheme_names())} are allowed"
             )
@@ -301,6 +326,7 @@ def _jobs(
             folder=folder,
         )
         for tier, usual_scheme in USUAL_SCHEMES.items()
+        if tier not in online_tiers(options)
     ]
     return (base_job, *quantized_jobs)
 

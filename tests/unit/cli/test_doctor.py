@@ -274,7 +274,7 @@ def test_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("compute", "health"),
-    [("7.5", WARNING), ("8.6", WARNING), ("8.9", OK), ("9.0", OK), ("[N/A]", WARNING)],
+    [("7.5", WARNING), ("8.6", OK), ("8.9", OK), ("9.0", OK), ("[N/A]", WARNING)],
 )
 def test_what_a_gpu_means(compute: str, health: Health) -> None:
     assert (

@@ -116,6 +116,19 @@ def test_before_anything_is_measured_published_losses_count() -> None:
     )
 
 
+def test_a_checkpoint_that_is_still_made_counts_by_the_format_it_will_have() -> None:
+    """So that requests of the first minutes are decided as later ones."""
+    specs = made_fleet().specs
+    expected = [replace(spec, expected_precision="int8-w8a8") for spec in specs]
+    served = [replace(spec, precision="int8-w8a8") for spec in specs]
+    usual = policy_table(settings(), specs, 8e9).losses
+    assert policy_table(settings(), expected, 8e9).losses != usual
+    assert (
+        policy_table(settings(), expected, 8e9).losses
+        == policy_table(settings(), served, 8e9).losses
+    )
+
+
 def test_profiles_that_appear_change_and_vanish_are_followed(tmp_path: Path) -> None:
     """While the router runs: loss, speeds and what counts as measured are those of the files that are there."""
     fleet = made_fleet()
