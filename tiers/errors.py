@@ -2,6 +2,7 @@
 
 TierError
 ├── CheckpointError        a checkpoint is missing, unfinished or does not belong with the others
+│   ├── ModelMismatchError      two tiers' checkpoints are not one model
 │   └── TokenizerMismatchError  two tiers would read the same prompt as different tokens
 ├── PlanError              the engines do not fit on this machine
 │   └── NoRoomError        its memory is too small
@@ -32,6 +33,10 @@ class TierError(Exception):
 
 class CheckpointError(TierError):
     """A checkpoint is missing, unfinished or unusable."""
+
+
+class ModelMismatchError(CheckpointError):
+    """The checkpoints of tiers differ in architecture, vocabulary, tokenizer or chat template."""
 
 
 class TokenizerMismatchError(CheckpointError):

@@ -237,6 +237,7 @@ class TierSpec:
         draft: For speculative decoding; None: one token a step.
         adapters: Names of the LoRA adapters that all its engines offer.
         held: Whether only requests get it that require it by name, until its loss is known (quality.gate = hold).
+        prompt_identity: The same in tiers that make the same tokens of a request, if tiers may differ in that; None: all do.
     """
 
     name: TierName
@@ -257,6 +258,7 @@ class TierSpec:
     draft: Draft | None = None
     adapters: tuple[str, ...] = ()
     held: bool = False
+    prompt_identity: str | None = None
 
     @property
     def startable(self) -> bool:

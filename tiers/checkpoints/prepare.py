@@ -27,6 +27,7 @@ from tiers.checkpoints.checkpoint import (
     recipe_digest,
     seal,
 )
+from tiers.checkpoints.hub import HUB_ID, checkpoint_folder, hub_error, hub_folder
 from tiers.checkpoints.reference import (
     TEXTS_FILE,
     ReferenceScores,
@@ -39,7 +40,7 @@ from tiers.lifecycle.command import without_ours
 from tiers.spec import PRECISIONS, STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     Progress = Callable[[str, int, int], None]
 
@@ -59,9 +60,7 @@ CALIBRATION_TOKENS = 256
 # weights.
 CODE_DOMINATES = 0.5
 CLASSIFIED_CHARS = 4000  # a calibration prompt
-MAX_HUB_ERROR_CHARS = 400
 LOG_LINES = 8  # shown when the quantizer fails
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 class Quantizer:
@@ -153,8 +152,9 @@ def prepare(
     options: PrepareOptions,
     progress: Progress,
     on_made: Callable[[Checkpoint], None] | None = None,
+    wanted: Collection[TierName] = STANDARD_TIERS,
 ) -> tuple[Checkpoint, ...]:
-    """Make the missing ones of the three checkpoints; return all three, fast first.
+    """Make the missing ones of the three checkpoints; return them, fast first.
 
     The order is BF16, FP8, AWQ: the first two take seconds, AWQ takes minutes.
 
@@ -162,6 +162,7 @@ def prepare(
         options: What to make, and from what.
         progress: Called at each step with a message, parts done, and parts in total (0 of 0 if they cannot be counted).
         on_made: Called with each checkpoint as soon as it is finished or found, in the caller's thread.
+        wanted: The tiers whose checkpoints are made, beside the base in BF16, which every other one is made of.
 
     Raises:
         CheckpointError: The model, the calibration file or the quantizer's environment is unusable.
@@ -172,6 +173,8 @@ def prepare(
     source = base.source
     checkpoints: list[Checkpoint] = []
     for job in _jobs(options, base, calibration):
+        if job.tier is not TierName.PRECISE and job.tier not in wanted:
+            continue
         checkpoint = maker.make(job, base, source)
         checkpoints.append(checkpoint)
         if on_made is not None:
@@ -333,17 +336,29 @@ def locate(options: PrepareOptions, progress: Progress) -> Base:
     if options.model == DEFAULT_MODEL:
         return _fetch_default(options, progress)
     check_model(options)
-    target = _hub_folder(options)
+    target = hub_folder(options.model, options.store)
     with making(target) as work:
         try:
-            _run(options, "fetch-hub", [options.model, str(work)], progress=progress)
+            download(options, options.model, work, progress=progress)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"model.name: {options.model} cannot be fetched from the Hugging Face hub: "
-                f"{str(error).splitlines()[-1][:MAX_HUB_ERROR_CHARS]}; check the id and the network, set HF_TOKEN if it "
-                f"is gated, or give a model folder"
-            ) from error
+            raise hub_error("model.name", options.model, str(error)) from error
     return Base(slug(options.model), digest=fingerprint(target), source=target)
+
+
+def download(
+    options: PrepareOptions,
+    model: str,
+    target: Path,
+    *more_argv: str,
+    progress: Progress,
+) -> None:
+    """Download a model of the hub into a folder.
+
+    Raises:
+        CheckpointError: It could not be; the last line of the text is the error of the hub's library.
+    """
+    argv = [model, str(target), *more_argv]
+    _run(options, "fetch-hub", argv, progress=progress)
 
 
 def check_model(options: PrepareOptions) -> None:
@@ -354,16 +369,11 @@ def check_model(options: PrepareOptions) -> None:
     """
     if _known_base(options) is not None or options.model == DEFAULT_MODEL:
         return
-    if not _HUB_ID.match(options.model):
+    if not HUB_ID.match(options.model):
         raise CheckpointError(
             f"model {options.model!r} is neither a folder with config.json, nor a Hugging Face id (owner/name), "
             f"nor {DEFAULT_MODEL!r}"
         )
-
-
-def _hub_folder(options: PrepareOptions) -> Path:
-    """Return the folder of a model that is fetched from the hub."""
-    return options.store / "hub" / options.model.replace("/", "--")
 
 
 def _known_base(options: PrepareOptions) -> Base | None:
@@ -373,9 +383,7 @@ def _known_base(options: PrepareOptions) -> Base | None:
         if not gguf.is_file():
             return None
         return Base(DEFAULT_MODEL, digest=DEFAULT_GGUF_SHA256, source=gguf)
-    folder = Path(os.path.expanduser(options.model))  # noqa: PTH111  pathlib's fails without a home folder
-    if not (folder / "config.json").is_file():
-        folder = _hub_folder(options)
+    folder = checkpoint_folder(options.model, options.store)
     if not (folder / "config.json").is_file():
         return None
     return Base(
@@ -540,7 +548,8 @@ class _Maker:
         config = json.loads((source / "config.json").read_bytes())
         if config.get("quantization_config"):
             raise CheckpointError(
-                f"{source} is quantized already: give the unquantized base model"
+                f"{source} is quantized already: give the unquantized base model; 'qarr up --model' serves this one as it "
+                f"is published, and makes none of it"
             )
         dtype = config.get("dtype") or config.get("torch_dtype")
         if dtype == "bfloat16" and any(source.glob("*.safetensors")):

@@ -222,7 +222,7 @@ def test_given_checkpoints_are_checked(tmp_path: Path) -> None:
     checked_context = context(
         {
             "tiers": {
-                "fast": {"checkpoint": (folder := make_checkpoint(tmp_path / "own"))}
+                "fast": {"checkpoint": str(folder := make_checkpoint(tmp_path / "own"))}
             }
         }
     )
@@ -349,8 +349,8 @@ def test_nothing_is_said_of_kernels_that_vllm_chooses(
     checked_context = context(
         {
             "tiers": {
-                "fast": {"checkpoint": folder},
-                "balanced": {"checkpoint": make_checkpoint(tmp_path / "odd")},
+                "fast": {"checkpoint": str(folder)},
+                "balanced": {"checkpoint": str(make_checkpoint(tmp_path / "odd"))},
             }
         }
     )

@@ -1,0 +1,172 @@
+"""Which tiers are served from published checkpoints, which are made, and which are left out: settled before anything starts.
+
+A base that is quantized already is the highest precision as it is published: its loss is 0 by definition, and those of the
+other tiers count against it. Nothing lower is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from router.deployment.layout import check_tiers_alike, prepare_options
+from router.settings import Settings
+from tiers.checkpoints.precision import checkpoint_precision
+from tiers.checkpoints.prepare import DEFAULT_MODEL, PrepareOptions, check_model
+from tiers.checkpoints.published import (
+    CheckpointFetcher,
+    PublishedCheckpoint,
+    is_quantized,
+)
+from tiers.errors import CheckpointError
+from tiers.spec import STANDARD_TIERS, UNKNOWN, TierName
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SettledTiers:
+    """What follows from the checkpoints that the settings name.
+
+    Attributes:
+        overrides: Settings of tiers that follow: the base as a checkpoint, and tiers that are left out.
+        notes: A line for people about each.
+    """
+
+    overrides: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def settle_tiers(settings: Settings, progress: Progress) -> SettledTiers:
+    """Check and fetch the checkpoints that the settings name for engines here, and settle what the others are served from.
+
+    Args:
+        settings: The settings.
+        progress: Called at each step with a message, parts done, and parts in total (0 of 0 if they cannot be counted).
+
+    Raises:
+        CheckpointError: One cannot be had, they are not one model, or a tier is asked for that nothing can be made for.
+    """
+    published = _named_checkpoints(settings)
+    to_make = _tiers_to_make(settings)
+    fetcher = CheckpointFetcher(_fetch_options(settings), progress)
+    base = PublishedCheckpoint("model.name", settings.model.name)
+    settled = SettledTiers()
+    files = {
+        tier: fetcher.small_files(checkpoint) for tier, checkpoint in published.items()
+    }
+    # The built-in model is no folder before it is made. It is compared then.
+    if to_make and settings.model.name != DEFAULT_MODEL:
+        check_model(prepare_options(settings))
+        base_files = fetcher.small_files(base)
+        if is_quantized(base_files):
+            settled = _with_quantized_base(settings, to_make, base_files)
+            to_make = [tier for tier in to_make if tier is TierName.PRECISE]
+            if to_make:
+                published[TierName.PRECISE] = base
+        files.update(dict.fromkeys(to_make, base_files))
+    if published:
+        check_tiers_alike(settings, _in_order(settings, files))
+    notes = list(settled.notes)
+    for tier, checkpoint in published.items():
+        folder = fetcher.fetch(checkpoint)
+        if checkpoint is not base:
+            precision = _precision_of(folder)
+            notes.append(
+                f"{tier} serves {checkpoint.name} as published, in {precision}"
+            )
+    return replace(settled, notes=tuple(notes))
+
+
+def _named_checkpoints(settings: Settings) -> dict[TierName, PublishedCheckpoint]:
+    """Return the checkpoints that the settings name for engines here, and for their drafts."""
+    drafts = {
+        settings.tiers.of(name).draft
+        for name in settings.tiers.names
+        if settings.tiers.of(name).replicas_here
+    }
+    published = {}
+    for name in settings.tiers.names:
+        tier = settings.tiers.of(name)
+        if tier.checkpoint is not None and (tier.replicas_here or name in drafts):
+            published[name] = PublishedCheckpoint(
+                f"tiers.{name}.checkpoint", tier.checkpoint
+            )
+    return published
+
+
+def _tiers_to_make(settings: Settings) -> list[TierName]:
+    """Return the tiers with engines here whose checkpoints are made of the base."""
+    return [
+        name
+        for name in STANDARD_TIERS
+        if settings.tiers.of(name).replicas_here
+        and settings.tiers.of(name).checkpoint is None
+    ]
+
+
+def _fetch_options(settings: Settings) -> PrepareOptions:
+    """Return what downloads: the quantizer's environment, else that of the engines, which has the hub's library too."""
+    options = prepare_options(settings)
+    if options.quantizer_python.is_file() or not settings.engine.python.is_file():
+        return options
+    return replace(options, quantizer_python=settings.engine.python)
+
+
+def _with_quantized_base(
+    settings: Settings, to_make: list[TierName], base_files: Path
+) -> SettledTiers:
+    """Return what follows from a base that is quantized: it is the highest precision, and nothing is made of it.
+
+    Raises:
+        CheckpointError: A tier is asked for that would have to be made of it.
+    """
+    base = f"{settings.model.name} is published in {_precision_of(base_files)}"
+    overrides: dict[str, dict[str, Any]] = {}
+    left_out = []
+    for tier in to_make:
+        if tier is TierName.PRECISE:
+            overrides[tier] = {"checkpoint": settings.model.name}
+        elif settings.tiers.of(tier).replicas is not None:
+            raise CheckpointError(
+                f"tiers.{tier}.replicas asks for engines of {tier}, but {base}, and nothing is made of a quantized model: "
+                f"name a published checkpoint (--{tier}, or tiers.{tier}.checkpoint), or leave tiers.{tier}.replicas out"
+            )
+        else:
+            overrides[tier] = {"replicas": 0}
+            left_out.append(tier)
+    return SettledTiers(overrides, (_note(base, overrides, left_out),))
+
+
+def _precision_of(folder: Path) -> str:
+    """Return a checkpoint's precision, for a sentence's end."""
+    precision = checkpoint_precision(folder)
+    if precision == UNKNOWN:
+        return "a format that QARR does not know"
+    return precision
+
+
+def _note(
+    base: str, overrides: Mapping[str, dict[str, Any]], left_out: list[TierName]
+) -> str:
+    """Say what becomes of a quantized base."""
+    if TierName.PRECISE in overrides:
+        text = f"{base}: it is served so as {TierName.PRECISE}, which losses are measured against"
+    else:
+        text = f"{base}, and {TierName.PRECISE} does not serve it: name it with --fast or --balanced if a tier should"
+    if not left_out:
+        return text
+    options = " or ".join(f"--{tier}" for tier in left_out)
+    verb = "is" if len(left_out) == 1 else "are"
+    return (
+        f"{text}. Nothing lower is made of it, so {' and '.join(left_out)} {verb} left out; {options} names a published "
+        f"checkpoint"
+    )
+
+
+def _in_order(
+    settings: Settings, files: Mapping[TierName, Path]
+) -> dict[TierName, Path]:
+    return {name: files[name] for name in settings.tiers.names if name in files}
