@@ -153,16 +153,19 @@ def _note(
 ) -> str:
     """Say what becomes of a quantized base."""
     if TierName.PRECISE in overrides:
-        text = f"{base}: it is served so as {TierName.PRECISE}, which losses are measured against"
+        text = f"{base} and served as it is, as {TierName.PRECISE}: losses count against it"
     else:
-        text = f"{base}, and {TierName.PRECISE} does not serve it: name it with --fast or --balanced if a tier should"
+        text = (
+            f"{base}, but {TierName.PRECISE} has a checkpoint of its own: name it with --fast or --balanced if a tier is to "
+            f"serve it"
+        )
     if not left_out:
         return text
     options = " or ".join(f"--{tier}" for tier in left_out)
     verb = "is" if len(left_out) == 1 else "are"
     return (
-        f"{text}. Nothing lower is made of it, so {' and '.join(left_out)} {verb} left out; {options} names a published "
-        f"checkpoint"
+        f"{text}. Nothing lower is made of it: {' and '.join(left_out)} {verb} left out ({options} names a published "
+        f"checkpoint)"
     )
 
 

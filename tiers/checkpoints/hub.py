@@ -19,8 +19,16 @@ _REMEDIES = {
     "that account",
     "NoRoomError": "free some room, or set model.store to a folder on another disk",
     "OSError": "see to the disk of model.store: it needs room, and to be writable by this user",
-    "LocalEntryNotFoundError": "the hub cannot be reached: check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a "
-    "model folder",
+    **dict.fromkeys(
+        (
+            "LocalEntryNotFoundError",
+            "OfflineModeIsEnabled",
+            "ConnectError",
+            "ConnectTimeout",
+            "ReadTimeout",
+        ),
+        "the hub cannot be reached: check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a model folder",
+    ),
 }
 _USUAL_REMEDY = (
     "check the id and the network, set HF_TOKEN if it is gated, or give a model folder"

@@ -11,7 +11,7 @@ import pytest
 from router.deployment.layout import make_deployment, model_name
 from router.deployment.published import SettledTiers, settle_tiers
 from router.settings import Settings
-from tests.unit.deployment.made_fleet import made, settings
+from tests.unit.deployment.made_fleet import TOKENIZER_OF_TWO_WORDS, made, settings
 from tests.unit.made_checkpoints import model
 from tiers.checkpoints.hub import hub_folder
 from tiers.errors import CheckpointError, ModelMismatchError, PlanError
@@ -22,9 +22,16 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 AWQ = {"quant_method": "awq", "bits": 4}
 
 
-def published(folder: Path, quantization: dict[str, Any], **more: Any) -> str:
+def base_model(folder: Path, template: str = "t") -> Path:
+    """Make a model folder in BF16 whose tokenizer counts."""
+    model(folder, template=template)
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER_OF_TWO_WORDS))
+    return folder
+
+
+def published(folder: Path, quantization: dict[str, Any], template: str = "t") -> str:
     """Make a quantized model folder; return its name as the settings have it."""
-    model(folder, **more)
+    base_model(folder, template)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))
@@ -46,14 +53,17 @@ def with_settled(given: dict[str, Any], settled: SettledTiers) -> Settings:
 def test_without_published_checkpoints_all_is_as_before(tmp_path: Path) -> None:
     """The built-in model, and a base in 16 bits, of which all three are made."""
     assert settle(settings()) == SettledTiers()
-    base = str(model(tmp_path / "base"))
+    base = str(base_model(tmp_path / "base"))
     assert settle(settings(model={"name": base})) == SettledTiers()
 
 
 def test_what_is_named_is_served_and_the_rest_is_made(tmp_path: Path) -> None:
     fast = published(tmp_path / "fast", AWQ)
     given = {
-        "model": {"name": str(model(tmp_path / "base")), "store": tmp_path / "store"},
+        "model": {
+            "name": str(base_model(tmp_path / "base")),
+            "store": tmp_path / "store",
+        },
         "tiers": {"fast": {"checkpoint": fast}},
     }
     settled = settle(settings(**given))
@@ -70,9 +80,10 @@ def test_a_quantized_base_is_the_highest_precision_as_published(tmp_path: Path) 
     base = published(tmp_path / "Model-MXFP4", MXFP4)
     given: dict[str, Any] = {"model": {"name": base}}
     settled = settle(settings(**given))
-    assert settled.notes == (
-        f"{base} is published in mxfp4: it is served so as precise, which losses are measured against. Nothing lower is "
-        f"made of it, so fast and balanced are left out; --fast or --balanced names a published checkpoint",
+    (note,) = settled.notes
+    assert note == (
+        f"{base} is published in mxfp4 and served as it is, as precise: losses count against it. Nothing lower is made of "
+        "it: fast and balanced are left out (--fast or --balanced names a published checkpoint)"
     )
     deployment = make_deployment(with_settled(given, settled), ())
     assert deployment.missing == ()
@@ -91,7 +102,7 @@ def test_a_quantized_base_stands_beside_a_published_checkpoint(tmp_path: Path) -
         "balanced": {"replicas": 0},
         "precise": {"checkpoint": base},
     }
-    assert "so balanced is left out; --balanced names" in settled.notes[0]
+    assert "balanced is left out (--balanced names" in settled.notes[0]
     assert settled.notes[1] == f"fast serves {fast} as published, in awq-int4"
     deployment = make_deployment(with_settled(given, settled), ())
     assert [launch.tier.precision for launch in deployment.launches] == [
@@ -114,15 +125,12 @@ def test_a_tier_that_is_asked_for_is_not_left_out_silently(tmp_path: Path) -> No
 def test_a_quantized_base_that_nobody_serves_is_said(tmp_path: Path) -> None:
     """A checkpoint for precise takes its place; the base may be a lower tier's."""
     base = published(tmp_path / "base", MXFP4)
-    precise = str(model(tmp_path / "precise"))
+    precise = str(base_model(tmp_path / "precise"))
     settled = settle(
         settings(model={"name": base}, tiers={"precise": {"checkpoint": precise}})
     )
     assert settled.overrides == {"fast": {"replicas": 0}, "balanced": {"replicas": 0}}
-    assert (
-        "precise does not serve it: name it with --fast or --balanced"
-        in settled.notes[0]
-    )
+    assert "but precise has a checkpoint of its own: name it with" in settled.notes[0]
 
 
 def test_a_format_that_is_not_known_is_quantized_all_the_same(tmp_path: Path) -> None:
@@ -132,7 +140,7 @@ def test_a_format_that_is_not_known_is_quantized_all_the_same(tmp_path: Path) ->
         "in a format that QARR does not know"
         in settle(settings(model={"name": base})).notes[0]
     )
-    nvidia = model(tmp_path / "nvidia")
+    nvidia = base_model(tmp_path / "nvidia")
     (nvidia / "hf_quant_config.json").write_text(
         json.dumps({"quantization": {"quant_algo": "FP8"}})
     )
@@ -144,7 +152,7 @@ def test_checkpoints_of_another_model_are_refused_before_anything_is_made(
     tmp_path: Path,
 ) -> None:
     """Unless it is meant: then tiers that read prompts differently can be told apart."""
-    base = str(model(tmp_path / "base"))
+    base = str(base_model(tmp_path / "base"))
     fast = published(tmp_path / "fast", AWQ, template="another")
     given: dict[str, Any] = {
         "model": {"name": base},
@@ -197,7 +205,7 @@ def test_an_id_stands_for_a_folder_of_the_store(tmp_path: Path) -> None:
     """One that was fetched is not fetched again: neither a quantizer nor a network is needed."""
     store = tmp_path / "store"
     published(hub_folder("nvidia/Model-NVFP4", store), AWQ)
-    base = str(model(tmp_path / "base"))
+    base = str(base_model(tmp_path / "base"))
     tiers = {
         "fast": {"checkpoint": "nvidia/Model-NVFP4"},
         "precise": {"checkpoint": base},

@@ -1,0 +1,160 @@
+"""Fetching published checkpoints with the hub's own library, from a hub on loopback."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.hub import FakeHub, fake_hub
+from tests.unit.made_checkpoints import model
+from tiers.checkpoints.hub import hub_folder
+from tiers.checkpoints.prepare import PrepareOptions
+from tiers.checkpoints.published import (
+    CheckpointFetcher,
+    PublishedCheckpoint,
+    is_quantized,
+)
+from tiers.errors import CheckpointError
+
+NAME = "nvidia/Model-NVFP4"
+FAST = PublishedCheckpoint("tiers.fast.checkpoint", NAME)
+WEIGHTS = b"\x02\0\0\0\0\0\0\0{}" + bytes(5 << 20)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    folder = model(tmp_path / "model")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files |= {"model.safetensors": WEIGHTS, "README.md": b"# Model"}
+    files["hf_quant_config.json"] = b'{"quantization": {"quant_algo": "NVFP4"}}'
+    with fake_hub({NAME: files, "owner/gguf": {"model.gguf": b"GGUF"}}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        yield hub
+
+
+class Told:
+    """Collects the progress that is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int, int]] = []
+
+    def __call__(self, message: str, done: int, total: int) -> None:
+        self.steps.append((message, done, total))
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def fetcher(tmp_path: Path, told: Told) -> CheckpointFetcher:
+    """Return a fetcher in this environment, which has the hub's library and nothing else of a quantizer's."""
+    options = PrepareOptions(
+        "none", tmp_path / "store", quantizer_python=Path(sys.executable)
+    )
+    return CheckpointFetcher(options, told)
+
+
+def test_small_files_come_first_and_weights_follow(
+    tmp_path: Path, hub: FakeHub, fetcher: CheckpointFetcher, told: Told
+) -> None:
+    """Only what is served is fetched, and only once."""
+    small = fetcher.small_files(FAST)
+    assert "model.safetensors" not in hub.fetched
+    assert is_quantized(small)
+    assert not (hub_folder(NAME, tmp_path / "store") / "config.json").exists()
+    folder = fetcher.fetch(FAST)
+    assert folder == hub_folder(NAME, tmp_path / "store")
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert (folder / "chat_template.jinja").read_text() == "t"
+    assert not (folder / "README.md").exists()
+    assert not small.exists()
+    assert told.steps[0] == (f"downloading {NAME}", 0, 0)
+    before = list(hub.fetched)
+    assert fetcher.fetch(FAST) == fetcher.small_files(FAST) == folder
+    assert hub.fetched == before
+
+
+def test_a_model_that_is_not_there_is_said(
+    hub: FakeHub, fetcher: CheckpointFetcher
+) -> None:
+    del hub
+    missing = PublishedCheckpoint("tiers.fast.checkpoint", "nvidia/Modle")
+    with pytest.raises(
+        CheckpointError,
+        match=r"tiers\.fast\.checkpoint: nvidia/Modle cannot be fetched .*RepositoryNotFoundError.*check the id",
+    ):
+        fetcher.small_files(missing)
+
+
+def test_a_gated_model_wants_an_agreement(
+    hub: FakeHub, fetcher: CheckpointFetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.gated.add(NAME)
+    with pytest.raises(
+        CheckpointError, match=r"GatedRepoError.*accept it on the model's page"
+    ):
+        fetcher.small_files(FAST)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert (fetcher.small_files(FAST) / "config.json").is_file()
+
+
+def test_a_model_that_does_not_fit_is_not_begun(
+    hub: FakeHub, fetcher: CheckpointFetcher
+) -> None:
+    hub.claimed_bytes["model.safetensors"] = 1 << 60
+    with pytest.raises(
+        CheckpointError,
+        match=r"NoRoomError: it has 1073741824\.0 GiB, and .* GiB are free.*model\.store",
+    ):
+        fetcher.fetch(FAST)
+    assert hub.fetched == []
+
+
+def test_a_hub_that_does_not_answer_is_said(
+    hub: FakeHub, fetcher: CheckpointFetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del hub
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        CheckpointError, match=r"ConnectError.*check the network, HF_ENDPOINT"
+    ):
+        fetcher.small_files(FAST)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointError, match=r"OfflineModeIsEnabled.*HF_HUB_OFFLINE"):
+        fetcher.small_files(FAST)
+
+
+def test_what_is_no_model_of_transformers_is_refused(
+    tmp_path: Path, hub: FakeHub, fetcher: CheckpointFetcher
+) -> None:
+    del hub
+    gguf = PublishedCheckpoint("tiers.fast.checkpoint", "owner/gguf")
+    with pytest.raises(CheckpointError, match=r"owner/gguf has no config\.json"):
+        fetcher.small_files(gguf)
+    assert not list((tmp_path / "store" / "hub").glob("owner*"))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"dtype": "bfloat16"}, False),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, True),
+        ({"compression_config": {"format": "int-quantized"}}, True),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, True),
+        ({"quantization_config": None}, False),
+    ],
+)
+def test_a_configuration_says_whether_it_is_quantized(
+    tmp_path: Path, config: dict[str, object], *, expected: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert is_quantized(tmp_path) == expected
