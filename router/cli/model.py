@@ -18,9 +18,11 @@ from router.cli.common import (
 )
 from router.deployment.first_start import Steps
 from router.deployment.layout import prepare_options
+from router.deployment.published import settle_tiers
 from router.settings import load_settings
 from tiers.checkpoints.checkpoint import Checkpoint
 from tiers.checkpoints.prepare import find, finished, prepare
+from tiers.spec import STANDARD_TIERS
 
 SHOWN_DIGITS = 16  # a digest is cut to these
 model_app = typer.Typer(
@@ -41,17 +43,30 @@ def model_prepare(
     calibration: CalibrationOption = None,
     calibration_samples: CalibrationSamplesOption = None,
 ) -> None:
-    """Make the BF16, FP8 and AWQ int4 checkpoints of a model; finished ones are kept."""
+    """Make the BF16, FP8 and AWQ int4 checkpoints of a model; finished ones are kept.
+
+    Published ones that the settings name (tiers.NAME.checkpoint) are compared and fetched instead.
+    """
     started_at = time.monotonic()
     overrides = {
         "name": model,
         "calibration": calibration,
         "calibration_samples": calibration_samples,
     }
-    options = prepare_options(load_settings(config, {"model": overrides}))
+    settings = load_settings(config, {"model": overrides})
+    options = prepare_options(settings)
     steps = Steps(lambda line: err.print(f"{clock(started_at)} {plain(line)}"))
-    for checkpoint in find(options) or prepare(options, steps):
-        typer.echo(f"{checkpoint.tier:9} {checkpoint.path}")
+    settled = settle_tiers(settings, steps)
+    for note in settled.notes:
+        err.print(plain(note))
+    for tier, folder in settled.folders.items():
+        typer.echo(f"{tier:9} {folder}")
+    wanted = set(STANDARD_TIERS) - settled.folders.keys()
+    if settled.is_base_quantized or not wanted:
+        return
+    for checkpoint in find(options) or prepare(options, steps, wanted=wanted):
+        if checkpoint.tier in wanted:
+            typer.echo(f"{checkpoint.tier:9} {checkpoint.path}")
 
 
 @model_app.command("list")

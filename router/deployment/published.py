@@ -33,10 +33,14 @@ class SettledTiers:
     Attributes:
         overrides: Settings of tiers that follow: the base as a checkpoint, and tiers that are left out.
         notes: A line for people about each.
+        folders: Of the published checkpoints, by tier.
+        is_base_quantized: Whether nothing can be made of the base.
     """
 
     overrides: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    folders: Mapping[TierName, Path] = field(default_factory=dict)
+    is_base_quantized: bool = False
 
 
 def settle_tiers(settings: Settings, progress: Progress) -> SettledTiers:
@@ -69,15 +73,15 @@ def settle_tiers(settings: Settings, progress: Progress) -> SettledTiers:
         files.update(dict.fromkeys(to_make, base_files))
     if published:
         check_tiers_alike(settings, _in_order(settings, files))
-    notes = list(settled.notes)
-    for tier, checkpoint in published.items():
-        folder = fetcher.fetch(checkpoint)
-        if checkpoint is not base:
-            precision = _precision_of(folder)
-            notes.append(
-                f"{tier} serves {checkpoint.name} as published, in {precision}"
-            )
-    return replace(settled, notes=tuple(notes))
+    folders = {
+        tier: fetcher.fetch(checkpoint) for tier, checkpoint in published.items()
+    }
+    notes = [
+        f"{tier} serves {checkpoint.name} as published, in {_precision_of(folders[tier])}"
+        for tier, checkpoint in published.items()
+        if checkpoint is not base
+    ]
+    return replace(settled, notes=(*settled.notes, *notes), folders=folders)
 
 
 def _named_checkpoints(settings: Settings) -> dict[TierName, PublishedCheckpoint]:
@@ -137,7 +141,11 @@ def _with_quantized_base(
         else:
             overrides[tier] = {"replicas": 0}
             left_out.append(tier)
-    return SettledTiers(overrides, (_note(base, overrides, left_out),))
+    return SettledTiers(
+        overrides=overrides,
+        notes=(_note(base, overrides, left_out),),
+        is_base_quantized=True,
+    )
 
 
 def _precision_of(folder: Path) -> str:

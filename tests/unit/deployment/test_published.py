@@ -68,6 +68,7 @@ def test_what_is_named_is_served_and_the_rest_is_made(tmp_path: Path) -> None:
     }
     settled = settle(settings(**given))
     assert settled.overrides == {}
+    assert settled.folders == {FAST: Path(fast)}
     assert settled.notes == (f"fast serves {fast} as published, in awq-int4",)
     deployment = make_deployment(with_settled(given, settled), ())
     assert deployment.missing == (BALANCED, PRECISE)
