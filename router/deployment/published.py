@@ -13,6 +13,7 @@ from typing import Any
 
 from router.deployment.layout import check_tiers_alike, prepare_options
 from router.settings import Settings
+from tiers.checkpoints.hub import checkpoint_folder
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.checkpoints.prepare import DEFAULT_MODEL, PrepareOptions, check_model
 from tiers.checkpoints.published import (
@@ -82,6 +83,25 @@ def settle_tiers(settings: Settings, progress: Progress) -> SettledTiers:
         if checkpoint is not base
     ]
     return replace(settled, notes=(*settled.notes, *notes), folders=folders)
+
+
+def with_known_base(settings: Settings) -> Settings:
+    """Return the settings as ``qarr up`` settles them for a quantized base on this machine; nothing is fetched."""
+    to_make = _tiers_to_make(settings)
+    folder = checkpoint_folder(settings.model.name, settings.model.store)
+    if not to_make or not is_quantized(folder):
+        return settings
+    try:
+        overrides = _with_quantized_base(settings, to_make, folder).overrides
+    except CheckpointError:
+        # A tier is asked for that nothing can be made for: it stays a tier without a checkpoint.
+        return settings
+    changed_tiers = {
+        name: settings.tiers.of(TierName(name)).model_copy(update=values)
+        for name, values in overrides.items()
+    }
+    tiers = settings.tiers.model_copy(update=changed_tiers)
+    return settings.model_copy(update={"tiers": tiers})
 
 
 def _named_checkpoints(settings: Settings) -> dict[TierName, PublishedCheckpoint]:
