@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import threading
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -127,13 +128,16 @@ def fetch_hub(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
 
 def _sizes(files: Sequence[Any], wanted: Sequence[str], ignored: Sequence[str]) -> int:
     """Return the bytes of a model's files that are downloaded; a file whose size the hub does not tell counts as empty."""
-    from huggingface_hub.utils import filter_repo_objects
-
-    size_by_name = {file.rfilename: file.size or 0 for file in files}
-    downloaded_names = filter_repo_objects(
-        size_by_name, allow_patterns=list(wanted), ignore_patterns=list(ignored)
+    return sum(
+        file.size or 0
+        for file in files
+        if _matches(file.rfilename, wanted) and not _matches(file.rfilename, ignored)
     )
-    return sum(size_by_name[name] for name in downloaded_names)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a file's name matches a pattern, as the hub's library understands it."""
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 class NoRoomError(OSError):
