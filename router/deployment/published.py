@@ -22,6 +22,7 @@ from tiers.checkpoints.published import (
     is_quantized,
 )
 from tiers.errors import CheckpointError
+from tiers.formats import lowest_format
 from tiers.spec import STANDARD_TIERS, UNKNOWN, TierName
 
 Progress = Callable[[str, int, int], None]
@@ -82,6 +83,7 @@ def settle_tiers(settings: Settings, progress: Progress) -> SettledTiers:
         for tier, checkpoint in published.items()
         if checkpoint is not base
     ]
+    notes += _order_notes({**files, **folders})
     return replace(settled, notes=(*settled.notes, *notes), folders=folders)
 
 
@@ -166,6 +168,26 @@ def _with_quantized_base(
         notes=(_note(base, overrides, left_out),),
         is_base_quantized=True,
     )
+
+
+def _order_notes(files: Mapping[TierName, Path]) -> list[str]:
+    """Say which tiers have more bits a weight than the highest precision, which is the one that is trusted."""
+    if TierName.PRECISE not in files:
+        return []
+    precise = checkpoint_precision(files[TierName.PRECISE])
+    highest = lowest_format(precise)
+    notes = []
+    for tier, folder in files.items():
+        precision = checkpoint_precision(folder)
+        number_format = lowest_format(precision)
+        if highest is None or number_format is None:
+            continue
+        if number_format.weight_bits > highest.weight_bits:
+            notes.append(
+                f"{tier} has more bits a weight ({precision}) than {TierName.PRECISE} ({precise}), which losses are "
+                f"measured against: if it is the better one, name it with --{TierName.PRECISE}"
+            )
+    return notes
 
 
 def _precision_of(folder: Path) -> str:

@@ -19,6 +19,7 @@ class FakeHub(ThreadingHTTPServer):
     Attributes:
         models: Files of each model by id.
         gated: Ids of models whose files need a token.
+        broken: Names of files that the hub fails to send.
         claimed_bytes: Sizes that the hub tells instead of a file's own.
         fetched: Names of the files that were downloaded.
     """
@@ -29,6 +30,7 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.models = models
         self.gated: set[str] = set()
+        self.broken: set[str] = set()
         self.claimed_bytes: dict[str, int] = {}
         self.fetched: list[str] = []
 
@@ -91,6 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.server.models[model].get(name)
         if content is None:
             self._refuse(404, "EntryNotFound", "Entry not found")
+            return
+        if name in self.server.broken:
+            self._refuse(400, "BadRequest", "The hub has lost this file")
             return
         if self.command == "GET":
             self.server.fetched.append(name)

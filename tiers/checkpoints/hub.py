@@ -27,7 +27,8 @@ _REMEDIES = {
             "ConnectTimeout",
             "ReadTimeout",
         ),
-        "the hub cannot be reached: check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a model folder",
+        "the hub cannot be reached: check the network, HF_ENDPOINT and HF_HUB_OFFLINE, and start again (what came is kept); "
+        "or give a model folder",
     ),
 }
 _USUAL_REMEDY = (

@@ -6,12 +6,13 @@ checkpoints that do not fit together are refused before anything large is downlo
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiers.checkpoints.checkpoint import making
 from tiers.checkpoints.hub import (
     CONFIG,
     HUB_ID,
@@ -22,7 +23,7 @@ from tiers.checkpoints.prepare import download
 from tiers.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tiers.checkpoints.prepare import PrepareOptions
@@ -98,7 +99,7 @@ class CheckpointFetcher:
     def _fetch(
         self, checkpoint: PublishedCheckpoint, target: Path, *more_argv: str
     ) -> None:
-        with making(target) as work:
+        with _downloading(target) as work:
             try:
                 download(
                     self._options,
@@ -110,10 +111,33 @@ class CheckpointFetcher:
             except CheckpointError as error:
                 raise hub_error(checkpoint.key, checkpoint.name, str(error)) from error
             if not (work / CONFIG).is_file():
+                shutil.rmtree(work)
                 raise CheckpointError(
                     f"{checkpoint.key}: {checkpoint.name} has no {CONFIG} on the hub, so vLLM cannot serve it here: name a "
                     f"repository in the format of transformers"
                 )
+
+
+@contextmanager
+def _downloading(target: Path) -> Iterator[Path]:
+    """Yield a folder that becomes ``target`` when it is filled without an error. What came before an error is kept.
+
+    The hub's library continues with what is in the folder, so an interrupted download does not begin anew. Other processes
+    that download into the same parent folder wait.
+    """
+    try:
+        work = target.with_name(f"{target.name}.download")
+        work.mkdir(parents=True, exist_ok=True)
+        with (target.parent / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield work
+            shutil.rmtree(target, ignore_errors=True)
+            work.rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} cannot be made: {error.filename or 'writing'}: {error.strerror}; checkpoints are kept in "
+            f"model.store, which needs room and to be writable by this user: repair it, or set another folder"
+        ) from error
 
 
 def is_quantized(folder: Path) -> bool:

@@ -158,9 +158,11 @@ class _Download:
     def announce(self, total_bytes: int) -> None:
         """Begin to report. Raise ``NoRoomError`` if the disk has no room for it."""
         free_bytes = shutil.disk_usage(self._target).free
-        if total_bytes > free_bytes:
+        # An earlier attempt may have left some of it.
+        missing_bytes = total_bytes - self._bytes_on_disk()
+        if missing_bytes > free_bytes:
             raise NoRoomError(
-                f"it has {total_bytes / GIB:.1f} GiB, and {free_bytes / GIB:.1f} GiB are free in {self._target.parent}"
+                f"it needs {missing_bytes / GIB:.1f} GiB, and {free_bytes / GIB:.1f} GiB are free in {self._target.parent}"
             )
         self._total_bytes = total_bytes
         self._thread.start()

@@ -112,6 +112,18 @@ def test_a_quantized_base_stands_beside_a_published_checkpoint(tmp_path: Path) -
     ]
 
 
+def test_a_lower_tier_of_more_bits_is_noted(tmp_path: Path) -> None:
+    """It may be a slip: the highest precision is what the others are measured against."""
+    base = published(tmp_path / "base", MXFP4)
+    balanced = str(base_model(tmp_path / "balanced"))
+    settled = settle(
+        settings(model={"name": base}, tiers={"balanced": {"checkpoint": balanced}})
+    )
+    assert settled.notes[-1].startswith(
+        "balanced has more bits a weight (bf16) than precise (mxfp4), which losses"
+    )
+
+
 def test_a_tier_that_is_asked_for_is_not_left_out_silently(tmp_path: Path) -> None:
     """Engines of a tier were asked for, which nothing can be made for."""
     base = published(tmp_path / "base", MXFP4)

@@ -26,7 +26,7 @@ WEIGHTS = b"\x02\0\0\0\0\0\0\0{}" + bytes(5 << 20)
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     folder = model(tmp_path / "model")
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     files |= {"model.safetensors": WEIGHTS, "README.md": b"# Model"}
@@ -64,11 +64,11 @@ def fetcher(tmp_path: Path, told: Told) -> CheckpointFetcher:
 
 
 def test_small_files_come_first_and_weights_follow(
-    tmp_path: Path, hub: FakeHub, fetcher: CheckpointFetcher, told: Told
+    tmp_path: Path, served: FakeHub, fetcher: CheckpointFetcher, told: Told
 ) -> None:
     """Only what is served is fetched, and only once."""
     small = fetcher.small_files(FAST)
-    assert "model.safetensors" not in hub.fetched
+    assert "model.safetensors" not in served.fetched
     assert is_quantized(small)
     assert not (hub_folder(NAME, tmp_path / "store") / "config.json").exists()
     folder = fetcher.fetch(FAST)
@@ -78,15 +78,15 @@ def test_small_files_come_first_and_weights_follow(
     assert not (folder / "README.md").exists()
     assert not small.exists()
     assert told.steps[0] == (f"downloading {NAME}", 0, 0)
-    before = list(hub.fetched)
+    before = list(served.fetched)
     assert fetcher.fetch(FAST) == fetcher.small_files(FAST) == folder
-    assert hub.fetched == before
+    assert served.fetched == before
 
 
 def test_a_model_that_is_not_there_is_said(
-    hub: FakeHub, fetcher: CheckpointFetcher
+    served: FakeHub, fetcher: CheckpointFetcher
 ) -> None:
-    del hub
+    del served
     missing = PublishedCheckpoint("tiers.fast.checkpoint", "nvidia/Modle")
     with pytest.raises(
         CheckpointError,
@@ -96,9 +96,9 @@ def test_a_model_that_is_not_there_is_said(
 
 
 def test_a_gated_model_wants_an_agreement(
-    hub: FakeHub, fetcher: CheckpointFetcher, monkeypatch: pytest.MonkeyPatch
+    served: FakeHub, fetcher: CheckpointFetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.gated.add(NAME)
+    served.gated.add(NAME)
     with pytest.raises(
         CheckpointError, match=r"GatedRepoError.*accept it on the model's page"
     ):
@@ -108,21 +108,36 @@ def test_a_gated_model_wants_an_agreement(
 
 
 def test_a_model_that_does_not_fit_is_not_begun(
-    hub: FakeHub, fetcher: CheckpointFetcher
+    served: FakeHub, fetcher: CheckpointFetcher
 ) -> None:
-    hub.claimed_bytes["model.safetensors"] = 1 << 60
+    served.claimed_bytes["model.safetensors"] = 1 << 60
     with pytest.raises(
         CheckpointError,
-        match=r"NoRoomError: it has 1073741824\.0 GiB, and .* GiB are free.*model\.store",
+        match=r"NoRoomError: it needs 1073741824\.0 GiB, and .* GiB are free.*model\.store",
     ):
         fetcher.fetch(FAST)
-    assert hub.fetched == []
+    assert served.fetched == []
+
+
+def test_an_interrupted_download_goes_on(
+    tmp_path: Path, served: FakeHub, fetcher: CheckpointFetcher
+) -> None:
+    """Files that are there are not fetched again; until all are, no folder looks finished."""
+    served.broken.add("model.safetensors")
+    with pytest.raises(CheckpointError, match=r"cannot be fetched .*what came is kept"):
+        fetcher.fetch(FAST)
+    assert "config.json" in served.fetched
+    assert not hub_folder(NAME, tmp_path / "store").exists()
+    served.broken.clear()
+    folder = fetcher.fetch(FAST)
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert served.fetched.count("config.json") == 1
 
 
 def test_a_hub_that_does_not_answer_is_said(
-    hub: FakeHub, fetcher: CheckpointFetcher, monkeypatch: pytest.MonkeyPatch
+    served: FakeHub, fetcher: CheckpointFetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del hub
+    del served
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
         CheckpointError, match=r"ConnectError.*check the network, HF_ENDPOINT"
@@ -134,9 +149,9 @@ def test_a_hub_that_does_not_answer_is_said(
 
 
 def test_what_is_no_model_of_transformers_is_refused(
-    tmp_path: Path, hub: FakeHub, fetcher: CheckpointFetcher
+    tmp_path: Path, served: FakeHub, fetcher: CheckpointFetcher
 ) -> None:
-    del hub
+    del served
     gguf = PublishedCheckpoint("tiers.fast.checkpoint", "owner/gguf")
     with pytest.raises(CheckpointError, match=r"owner/gguf has no config\.json"):
         fetcher.small_files(gguf)
