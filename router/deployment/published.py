@@ -13,14 +13,11 @@ from typing import Any
 
 from router.deployment.layout import check_tiers_alike, prepare_options
 from router.settings import Settings
+from tiers.checkpoints.contents import read_contents
 from tiers.checkpoints.hub import checkpoint_folder
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.checkpoints.prepare import DEFAULT_MODEL, PrepareOptions, check_model
-from tiers.checkpoints.published import (
-    CheckpointFetcher,
-    PublishedCheckpoint,
-    is_quantized,
-)
+from tiers.checkpoints.published import CheckpointFetcher, PublishedCheckpoint
 from tiers.errors import CheckpointError
 from tiers.formats import lowest_format
 from tiers.spec import STANDARD_TIERS, UNKNOWN, TierName
@@ -67,7 +64,7 @@ def settle_tiers(settings: Settings, progress: Progress) -> SettledTiers:
     if to_make and settings.model.name != DEFAULT_MODEL:
         check_model(prepare_options(settings))
         base_files = fetcher.small_files(base)
-        if is_quantized(base_files):
+        if read_contents(base_files).is_quantized:
             settled = _with_quantized_base(settings, to_make, base_files)
             to_make = [tier for tier in to_make if tier is TierName.PRECISE]
             if to_make:
@@ -91,7 +88,7 @@ def with_known_base(settings: Settings) -> Settings:
     """Return the settings as ``qarr up`` settles them for a quantized base on this machine; nothing is fetched."""
     to_make = _tiers_to_make(settings)
     folder = checkpoint_folder(settings.model.name, settings.model.store)
-    if not to_make or not is_quantized(folder):
+    if not to_make or not read_contents(folder).is_quantized:
         return settings
     try:
         overrides = _with_quantized_base(settings, to_make, folder).overrides

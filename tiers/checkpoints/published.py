@@ -7,11 +7,10 @@ checkpoints that do not fit together are refused before anything large is downlo
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tiers.checkpoints.hub import (
     CONFIG,
@@ -138,24 +137,3 @@ def _downloading(target: Path) -> Iterator[Path]:
             f"{target} cannot be made: {error.filename or 'writing'}: {error.strerror}; checkpoints are kept in "
             f"model.store, which needs room and to be writable by this user: repair it, or set another folder"
         ) from error
-
-
-def is_quantized(folder: Path) -> bool:
-    """Tell whether a checkpoint's files say that its weights are quantized, in whatever format."""
-    config = _read_object(folder / CONFIG)
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict) and (
-            part.get("quantization_config") or part.get("compression_config")
-        ):
-            return True
-    # Older releases of NVIDIA's ModelOpt write a file of its own.
-    return bool(_read_object(folder / "hf_quant_config.json").get("quantization"))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one if there is none."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -12,30 +12,34 @@ from router.deployment.layout import make_deployment, model_name
 from router.deployment.published import SettledTiers, settle_tiers
 from router.settings import Settings
 from tests.unit.deployment.made_fleet import TOKENIZER_OF_TWO_WORDS, made, settings
-from tests.unit.made_checkpoints import model
 from tiers.checkpoints.hub import hub_folder
 from tiers.errors import CheckpointError, ModelMismatchError, PlanError
 from tiers.spec import STANDARD_TIERS, TierName
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+GPT_OSS = (
+    Path(__file__).parents[2] / "data" / "checkpoints_published" / "gpt-oss-20b.json"
+)
+MXFP4 = json.loads(GPT_OSS.read_bytes())["config"]["quantization_config"]
 AWQ = {"quant_method": "awq", "bits": 4}
 
 
-def base_model(folder: Path, template: str = "t") -> Path:
-    """Make a model folder in BF16 whose tokenizer counts."""
-    model(folder, template=template)
+def base_model(
+    folder: Path, template: str = "t", quantization: dict[str, Any] | None = None
+) -> Path:
+    """Make a folder with what gpt-oss-20b says of itself, and a tokenizer that counts. It has no weights."""
+    folder.mkdir(parents=True)
+    config = json.loads(GPT_OSS.read_bytes())["config"]
+    config |= {"dtype": "bfloat16", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER_OF_TWO_WORDS))
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 
 def published(folder: Path, quantization: dict[str, Any], template: str = "t") -> str:
     """Make a quantized model folder; return its name as the settings have it."""
-    base_model(folder, template)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+    return str(base_model(folder, template, quantization))
 
 
 def settle(given: Settings) -> SettledTiers:

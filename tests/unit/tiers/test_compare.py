@@ -19,6 +19,7 @@ from tiers.errors import CheckpointError, ModelMismatchError
 from tiers.spec import STANDARD_TIERS
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
+PUBLISHED = Path(__file__).parents[2] / "data" / "checkpoints_published"
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -354,3 +355,25 @@ def test_a_base_and_what_is_made_of_it_are_alike(tmp_path: Path) -> None:
         ModelMismatchError, match="the vocabulary is 2; in precise it is 1"
     ):
         check_alike({FAST: model(tmp_path / "c", vocabulary=2), PRECISE: right})
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "fields"),
+    [
+        ("qwen3-30b-a3b-fp8", "qwen3-30b-a3b", []),
+        ("gemma-4-26b-a4b-nvfp4", "gemma-4-26b-a4b", []),
+        ("gpt-oss-20b", "gpt-oss-120b", ["num_hidden_layers", "num_local_experts"]),
+        ("deepseek-v3.1-nvfp4", "deepseek-v3.2", ["architectures", "model_type"]),
+    ],
+)
+def test_published_checkpoints_are_told_apart_by_their_configurations(
+    tmp_path: Path, own: str, other: str, fields: list[str]
+) -> None:
+    """What makers and quantizers wrote: the same model in another format, and models of one family."""
+    folders = []
+    for name in (own, other):
+        folder = checkpoint(tmp_path / name)
+        published = json.loads((PUBLISHED / f"{name}.json").read_bytes())
+        (folder / "config.json").write_text(json.dumps(published["config"]))
+        folders.append(folder)
+    assert [field for field, _, _ in said(*folders)] == fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,10 @@ import pytest
 
 from tests.fakes.hub import FakeHub, fake_hub
 from tests.unit.made_checkpoints import model
+from tiers.checkpoints.contents import read_contents
 from tiers.checkpoints.hub import hub_folder
 from tiers.checkpoints.prepare import PrepareOptions
-from tiers.checkpoints.published import (
-    CheckpointFetcher,
-    PublishedCheckpoint,
-    is_quantized,
-)
+from tiers.checkpoints.published import CheckpointFetcher, PublishedCheckpoint
 from tiers.errors import CheckpointError
 
 NAME = "nvidia/Model-NVFP4"
@@ -69,7 +65,7 @@ def test_small_files_come_first_and_weights_follow(
     """Only what is served is fetched, and only once."""
     small = fetcher.small_files(FAST)
     assert "model.safetensors" not in served.fetched
-    assert is_quantized(small)
+    assert read_contents(small).is_quantized
     assert not (hub_folder(NAME, tmp_path / "store") / "config.json").exists()
     folder = fetcher.fetch(FAST)
     assert folder == hub_folder(NAME, tmp_path / "store")
@@ -156,20 +152,3 @@ def test_what_is_no_model_of_transformers_is_refused(
     with pytest.raises(CheckpointError, match=r"owner/gguf has no config\.json"):
         fetcher.small_files(gguf)
     assert not list((tmp_path / "store" / "hub").glob("owner*"))
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"dtype": "bfloat16"}, False),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, True),
-        ({"compression_config": {"format": "int-quantized"}}, True),
-        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, True),
-        ({"quantization_config": None}, False),
-    ],
-)
-def test_a_configuration_says_whether_it_is_quantized(
-    tmp_path: Path, config: dict[str, object], *, expected: bool
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert is_quantized(tmp_path) == expected
