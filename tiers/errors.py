@@ -2,6 +2,7 @@
 
 TierError
 ├── CheckpointError        a checkpoint is missing, unfinished or does not belong with the others
+│   ├── ModelMismatchError      two tiers' checkpoints are not one model
 │   └── TokenizerMismatchError  two tiers would read the same prompt as different tokens
 ├── PlanError              the engines do not fit on this machine
 │   └── NoRoomError        its memory is too small
@@ -36,6 +37,10 @@ class CheckpointError(TierError):
 
 class SchemeError(TierError):
     """A scheme, or the table of schemes, is wrong."""
+
+
+class ModelMismatchError(CheckpointError):
+    """The checkpoints of tiers differ in architecture, vocabulary, tokenizer or chat template."""
 
 
 class TokenizerMismatchError(CheckpointError):

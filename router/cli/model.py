@@ -19,6 +19,7 @@ from router.cli.common import (
 )
 from router.deployment.first_start import Steps
 from router.deployment.layout import prepare_options
+from router.deployment.published import settle_tiers
 from router.settings import load_settings
 from tiers.checkpoints.checkpoint import Checkpoint
 from tiers.checkpoints.prepare import (
@@ -31,7 +32,7 @@ from tiers.checkpoints.prepare import (
 )
 from tiers.checkpoints.recipes import scheme_names
 from tiers.errors import CheckpointError
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,19 +68,30 @@ def model_prepare(
     calibration_samples: CalibrationSamplesOption = None,
     scheme: SchemeOption = None,
 ) -> None:
-    """Make the checkpoints of a model: BF16, and one of each tier's scheme; finished ones are kept."""
+    """Make the checkpoints of a model: BF16, and one of each tier's scheme; finished ones are kept.
+
+    Published ones that the settings name (tiers.NAME.checkpoint) are compared and fetched instead.
+    """
     started_at = time.monotonic()
     overrides = {
         "name": model,
         "calibration": calibration,
         "calibration_samples": calibration_samples,
     }
-    options = _with_schemes(
-        prepare_options(load_settings(config, {"model": overrides})), scheme or ()
-    )
+    settings = load_settings(config, {"model": overrides})
+    options = _with_schemes(prepare_options(settings), scheme or ())
     steps = Steps(lambda line: err.print(f"{clock(started_at)} {plain(line)}"))
-    for checkpoint in find(options) or prepare(options, steps):
-        typer.echo(f"{checkpoint.tier:9} {checkpoint.path}")
+    settled = settle_tiers(settings, steps)
+    for note in settled.notes:
+        err.print(plain(note))
+    for tier, folder in settled.folders.items():
+        typer.echo(f"{tier:9} {folder}")
+    wanted = set(STANDARD_TIERS) - settled.folders.keys()
+    if settled.is_base_quantized or not wanted:
+        return
+    for checkpoint in find(options) or prepare(options, steps, wanted=wanted):
+        if checkpoint.tier in wanted:
+            typer.echo(f"{checkpoint.tier:9} {checkpoint.path}")
 
 
 def _with_schemes(options: PrepareOptions, arguments: Sequence[str]) -> PrepareOptions:

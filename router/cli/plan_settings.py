@@ -93,6 +93,7 @@ UNRELATED = (
     "discovery.interval_s",
     "model.calibration",
     "model.calibration_samples",
+    "model.allow_different",
     "engine.python",
     "engine.base_port",
     "engine.api_key",

@@ -25,10 +25,13 @@ from router.deployment.lora import (
 from router.deployment.settings import TierSettings
 from router.settings import Settings
 from router.telemetry.otel_environment import engine_target
-from tiers.checkpoints.checkpoint import Checkpoint, check_alike
+from tiers.checkpoints.checkpoint import Checkpoint
+from tiers.checkpoints.compare import check_alike, prompt_identity, read_files
+from tiers.checkpoints.hub import checkpoint_folder
 from tiers.checkpoints.parsers import parser_args
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import (
+    DEFAULT_MODEL,
     PrepareOptions,
     check_model,
     slug,
@@ -122,6 +125,7 @@ def make_deployment(
     specs = with_adapters(specs, settings.lora)
     if any(spec.replicas and spec.checkpoint is None for spec in specs):
         specs = with_expected_precisions(specs, scheme_choices(settings))
+    specs = with_prompt_identities(specs, settings)
     local_specs = tuple(spec for spec in specs if spec.replicas)
     missing_tiers = tuple(spec.name for spec in local_specs if spec.checkpoint is None)
     _check_means(settings, local_specs)
@@ -175,6 +179,7 @@ def _configured_specs(
             name,
             settings.tiers.of(name),
             checkpoints_by_tier,
+            store=settings.model.store,
             args=engine_args(settings, name),
             named_by=named_by(settings, name),
         )
@@ -227,10 +232,35 @@ def _check_fit(
     specs: Sequence[TierSpec], local_specs: Sequence[TierSpec], settings: Settings
 ) -> None:
     """Check that checkpoints, drafts and adapters fit together."""
-    check_alike(checkpoint_folders(specs))
+    check_tiers_alike(settings, checkpoint_folders(specs))
     for spec in local_specs:
         check_draft(spec)
     check_adapters(local_specs, settings.lora)
+
+
+def check_tiers_alike(settings: Settings, folders: Mapping[TierName, Path]) -> None:
+    """Check that the tiers' checkpoints are one model, unless the settings say that they need not be.
+
+    Raises:
+        ModelMismatchError: They are not.
+        CheckpointError: A folder is no model's.
+    """
+    if not settings.model.allow_different:
+        check_alike(folders)
+
+
+def with_prompt_identities(
+    specs: tuple[TierSpec, ...], settings: Settings
+) -> tuple[TierSpec, ...]:
+    """Return the tiers with what tells whether they make the same tokens of a request, if they need not be one model."""
+    if not settings.model.allow_different:
+        return specs
+    return tuple(
+        spec
+        if spec.checkpoint is None
+        else replace(spec, prompt_identity=prompt_identity(read_files(spec.checkpoint)))
+        for spec in specs
+    )
 
 
 def checkpoint_folders(specs: Sequence[TierSpec]) -> dict[TierName, Path]:
@@ -241,10 +271,15 @@ def checkpoint_folders(specs: Sequence[TierSpec]) -> dict[TierName, Path]:
 def model_name(
     settings: Settings, checkpoints_by_tier: Mapping[TierName, Checkpoint]
 ) -> str:
-    """Return the model's name, as the BF16 checkpoint has it, else as in the settings."""
-    if TierName.PRECISE not in checkpoints_by_tier:
-        return settings.model.name
-    return checkpoints_by_tier[TierName.PRECISE].manifest.model
+    """Return the model's name, as the checkpoint of the highest precision has it, else as in the settings."""
+    name = settings.model.name
+    published = settings.tiers.precise.checkpoint
+    if published is None and TierName.PRECISE in checkpoints_by_tier:
+        return checkpoints_by_tier[TierName.PRECISE].manifest.model
+    is_named = name not in {DEFAULT_MODEL, published}
+    if published is None or is_named:
+        return name
+    return slug(published)
 
 
 # How tiers and their engines are described.
@@ -254,10 +289,21 @@ def tier_spec(
     name: TierName,
     tier: TierSettings,
     checkpoints_by_tier: Mapping[TierName, Checkpoint],
+    *,
+    store: Path,
     args: Sequence[str] = (),
     named_by: tuple[str, ...] = (),
 ) -> TierSpec:
-    """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one."""
+    """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one.
+
+    Args:
+        name: Of the tier.
+        tier: Its settings.
+        checkpoints_by_tier: The prepared ones.
+        store: Folder of all checkpoints, which has those of the hub.
+        args: The engines' arguments that a person gave: they can change the precision.
+        named_by: What names further engines that run elsewhere.
+    """
     stated_precision = tier.precision if tier.urls or named_by else None
     spec = TierSpec(
         name=name,
@@ -276,10 +322,9 @@ def tier_spec(
     if not spec.replicas:
         return replace(spec, precision=told_precision(UNKNOWN, spec.stated_precision))
     if tier.checkpoint is not None:
+        folder = checkpoint_folder(tier.checkpoint, store)
         return replace(
-            spec,
-            checkpoint=tier.checkpoint,
-            precision=checkpoint_precision(tier.checkpoint, args),
+            spec, checkpoint=folder, precision=checkpoint_precision(folder, args)
         )
     if name not in checkpoints_by_tier:
         return spec

@@ -60,6 +60,12 @@ def _not_ours(args: tuple[str, ...]) -> tuple[str, ...]:
     return args
 
 
+def _checkpoint_name(name: str | None) -> str | None:
+    if name is not None and not name.strip():
+        raise ValueError("a model folder or a Hugging Face id (owner/name) is allowed")
+    return name
+
+
 def _engine_variables(variables: dict[str, str]) -> dict[str, str]:
     for name, value in variables.items():
         if not name.isidentifier() or not name.isascii() or "\0" in value:
@@ -132,8 +138,10 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
         {},
         description="What a replica of this tier takes, over `ray.resources`; 0 removes a resource.",
     )
-    checkpoint: Path | None = Field(
-        None, description="Model folder for this tier instead of the prepared one."
+    checkpoint: Annotated[str | None, AfterValidator(_checkpoint_name)] = Field(
+        None,
+        description="Published checkpoint for this tier instead of one that is made of `model.name`: a model folder, or a "
+        "Hugging Face id, which is fetched. It is served as it is.",
     )
     scheme: str = Field(
         AUTO,
@@ -222,9 +230,13 @@ class TiersSettings(Section):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, TierSettings] = Field(init=False)
 
-    fast: TierSettings = Field(description="AWQ int4.")
-    balanced: TierSettings = Field(description="FP8.")
-    precise: TierSettings = Field(description="BF16.")
+    fast: TierSettings = Field(
+        description="The lowest precision: AWQ int4 where it is made here."
+    )
+    balanced: TierSettings = Field(description="Between: FP8 where it is made here.")
+    precise: TierSettings = Field(
+        description="The highest precision, which loss is measured against: BF16, or a quantized model as published."
+    )
 
     @cached_property
     def names(self) -> tuple[TierName, ...]:
@@ -311,7 +323,13 @@ class ModelSettings(Section):
 
     name: str = Field(
         DEFAULT_MODEL,
-        description="The default model, a model folder, or a Hugging Face id.",
+        description="The default model, a model folder, or a Hugging Face id. One that is quantized already is the highest "
+        "precision as it is published, and nothing is made of it.",
+    )
+    allow_different: bool = Field(
+        False,
+        description="Serve tiers together whose checkpoints differ in architecture, vocabulary, tokenizer or chat template. "
+        "Tiers that read prompts differently do not continue each other's answers.",
     )
     store: Path = Field(
         default_factory=lambda: cache_dir() / "models",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from tiers.checkpoints.reference import ReferenceScores  # noqa: TC001  pydantic reads it
-from tiers.errors import CheckpointError, TokenizerMismatchError
+from tiers.errors import CheckpointError
 from tiers.formats import FORMATS
 from tiers.spec import PRECISIONS, TierName
 
@@ -186,29 +186,6 @@ def _unreadable_tokenizer(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"the tokenizer in {path} cannot be read ({error}): not a model folder"
     )
-
-
-def check_alike(folders: Mapping[TierName, Path]) -> None:
-    """Check that all tiers read a prompt as the same tokens.
-
-    Raises:
-        TokenizerMismatchError: Two tiers differ in tokenizer or chat template; both digests are named.
-    """
-    if not folders:
-        return
-    identities = {tier: identity(path) for tier, path in folders.items()}
-    first_tier = next(iter(folders))
-    for tier, own_identity in identities.items():
-        for part in ("tokenizer_digest", "chat_template_digest"):
-            first_digest = getattr(identities[first_tier], part)
-            digest = getattr(own_identity, part)
-            if digest != first_digest:
-                name = part.removesuffix("_digest").replace("_", " ")
-                raise TokenizerMismatchError(
-                    f"{name}s differ: {first_tier} ({folders[first_tier]}) has {first_digest}, {tier} ({folders[tier]}) "
-                    f"has {digest}. The tiers must be made from one base model: run 'qarr model prepare', or correct "
-                    f"tiers.{tier}.checkpoint"
-                )
 
 
 def weights_digest(folder: Path) -> str:

@@ -28,6 +28,7 @@ from tiers.checkpoints.checkpoint import (
     recipe_digest,
     seal,
 )
+from tiers.checkpoints.hub import HUB_ID, checkpoint_folder, hub_error, hub_folder
 from tiers.checkpoints.recipes import (
     Algorithm,
     Recipe,
@@ -50,7 +51,7 @@ from tiers.lifecycle.command import without_ours
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     Progress = Callable[[str, int, int], None]
 
@@ -78,9 +79,7 @@ BASE = "bf16"
 # weights.
 CODE_DOMINATES = 0.5
 CLASSIFIED_CHARS = 4000  # a calibration prompt
-MAX_HUB_ERROR_CHARS = 400
 LOG_LINES = 8  # shown when the quantizer fails
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 class Quantizer:
@@ -192,8 +191,9 @@ def prepare(
     options: PrepareOptions,
     progress: Progress,
     on_made: Callable[[Checkpoint], None] | None = None,
+    wanted: Collection[TierName] = STANDARD_TIERS,
 ) -> tuple[Checkpoint, ...]:
-    """Make the missing ones of the three checkpoints; return all three, fast first.
+    """Make the missing ones of the three checkpoints; return them, fast first.
 
     The base comes first, then ``balanced``, then ``fast``: what is calibrated takes longest.
 
@@ -201,6 +201,7 @@ def prepare(
         options: What to make, and from what.
         progress: Called at each step with a message, parts done, and parts in total (0 of 0 if they cannot be counted).
         on_made: Called with each checkpoint as soon as it is finished or found, in the caller's thread.
+        wanted: The tiers whose checkpoints are made, beside the base in BF16, which every other one is made of.
 
     Raises:
         CheckpointError: The model, the calibration file or the quantizer's environment is unusable.
@@ -211,7 +212,11 @@ def prepare(
     maker = _Maker(options, progress)
     source = base.source
     checkpoints: list[Checkpoint] = []
-    jobs = _jobs(options, base, calibration)
+    jobs = [
+        job
+        for job in _jobs(options, base, calibration)
+        if job.tier is TierName.PRECISE or job.tier in wanted
+    ]
     for job in jobs:
         if job.recipe is not None and _finished(job) is None:
             check_is_served(job.recipe)
@@ -490,17 +495,29 @@ def locate(options: PrepareOptions, progress: Progress) -> Base:
     if options.model == DEFAULT_MODEL:
         return _fetch_default(options, progress)
     check_model(options)
-    target = _hub_folder(options)
+    target = hub_folder(options.model, options.store)
     with making(target) as work:
         try:
-            _run(options, "fetch-hub", [options.model, str(work)], progress=progress)
+            download(options, options.model, work, progress=progress)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"model.name: {options.model} cannot be fetched from the Hugging Face hub: "
-                f"{str(error).splitlines()[-1][:MAX_HUB_ERROR_CHARS]}; check the id and the network, set HF_TOKEN if it "
-                f"is gated, or give a model folder"
-            ) from error
+            raise hub_error("model.name", options.model, str(error)) from error
     return Base(slug(options.model), digest=fingerprint(target), source=target)
+
+
+def download(
+    options: PrepareOptions,
+    model: str,
+    target: Path,
+    *more_argv: str,
+    progress: Progress,
+) -> None:
+    """Download a model of the hub into a folder.
+
+    Raises:
+        CheckpointError: It could not be; the last line of the text is the error of the hub's library.
+    """
+    argv = [model, str(target), *more_argv]
+    _run(options, "fetch-hub", argv, progress=progress)
 
 
 def check_model(options: PrepareOptions) -> None:
@@ -511,16 +528,11 @@ def check_model(options: PrepareOptions) -> None:
     """
     if _known_base(options) is not None or options.model == DEFAULT_MODEL:
         return
-    if not _HUB_ID.match(options.model):
+    if not HUB_ID.match(options.model):
         raise CheckpointError(
             f"model {options.model!r} is neither a folder with config.json, nor a Hugging Face id (owner/name), "
             f"nor {DEFAULT_MODEL!r}"
         )
-
-
-def _hub_folder(options: PrepareOptions) -> Path:
-    """Return the folder of a model that is fetched from the hub."""
-    return options.store / "hub" / options.model.replace("/", "--")
 
 
 def _known_base(options: PrepareOptions) -> Base | None:
@@ -530,9 +542,7 @@ def _known_base(options: PrepareOptions) -> Base | None:
         if not gguf.is_file():
             return None
         return Base(DEFAULT_MODEL, digest=DEFAULT_GGUF_SHA256, source=gguf)
-    folder = Path(os.path.expanduser(options.model))  # noqa: PTH111  pathlib's fails without a home folder
-    if not (folder / "config.json").is_file():
-        folder = _hub_folder(options)
+    folder = checkpoint_folder(options.model, options.store)
     if not (folder / "config.json").is_file():
         return None
     return Base(

@@ -14,8 +14,11 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import threading
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -29,6 +32,8 @@ SMOOTHING = 0.8  # share of the outliers that moves from activations to weights,
 GRID = 10  # scale ratios tried a layer; the paper tries 20 at twice the time
 DIGITS = 4  # Log-probabilities are kept with so many decimal places.
 FP32_BITS = 32
+GIB = 1 << 30
+DOWNLOAD_POLL_S = 1.0  # between two looks at how much of a download is on the disk
 VERSIONED = ("llmcompressor", "compressed-tensors", "transformers", "torch", "gguf")
 # The default model's GGUF file says ``tokenizer.ggml.pre = smollm``: numbers are split into single digits before the
 # byte-level stage, as in training. transformers' conversion loses the Digits stage, which changes the ids of every number.
@@ -98,29 +103,94 @@ def import_gguf(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
 
 
 def fetch_hub(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
-    """Download a model's weights, configuration and tokenizer from the Hugging Face hub."""
-    from huggingface_hub import snapshot_download
+    """Download a model from the Hugging Face hub, or with ``--without-weights`` what it says of itself."""
+    from huggingface_hub import HfApi, snapshot_download
 
     report.progress(f"downloading {args.source}")
-    wanted_files = [
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "*.json",
-        "*.jinja",
-        "*.model",
-        "LICENSE*",
-    ]
+    wanted_files = ["*.json", "*.jinja", "*.model", "recipe.yaml", "LICENSE*"]
+    if not args.without_weights:
+        wanted_files.append("*.safetensors")
+    ignored_files = ["original/*", "consolidated*"]
     try:
-        snapshot_download(
-            args.source,
-            local_dir=args.target,
-            allow_patterns=wanted_files,
-            ignore_patterns=["original/*", "consolidated*"],
-        )
+        with _Download(args.target, args.source, report) as download:
+            files = HfApi().model_info(args.source, files_metadata=True).siblings or []
+            download.announce(_sizes(files, wanted_files, ignored_files))
+            snapshot_download(
+                args.source,
+                local_dir=args.target,
+                allow_patterns=wanted_files,
+                ignore_patterns=ignored_files,
+            )
     except Exception as error:  # noqa: BLE001  of this library, of its client, or of the disk
         # The last line of the log is shown to people, so the error has one line.
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
     return {}
+
+
+def _sizes(files: Sequence[Any], wanted: Sequence[str], ignored: Sequence[str]) -> int:
+    """Return the bytes of a model's files that are downloaded; a file whose size the hub does not tell counts as empty."""
+    return sum(
+        file.size or 0
+        for file in files
+        if _matches(file.rfilename, wanted) and not _matches(file.rfilename, ignored)
+    )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a file's name matches a pattern, as the hub's library understands it."""
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+class NoRoomError(OSError):
+    """A download would not fit on the disk."""
+
+
+class _Download:
+    """Reports how much of a download is on the disk, which libraries of any release and transport write to."""
+
+    def __init__(self, target: str, model: str, report: Reporter) -> None:
+        self._target = Path(target)
+        self._model = model
+        self._report = report
+        self._total_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def announce(self, total_bytes: int) -> None:
+        """Begin to report. Raise ``NoRoomError`` if the disk has no room for it."""
+        free_bytes = shutil.disk_usage(self._target).free
+        # An earlier attempt may have left some of it.
+        missing_bytes = total_bytes - self._bytes_on_disk()
+        if missing_bytes > free_bytes:
+            raise NoRoomError(
+                f"it needs {missing_bytes / GIB:.1f} GiB, and {free_bytes / GIB:.1f} GiB are free in {self._target.parent}"
+            )
+        self._total_bytes = total_bytes
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(DOWNLOAD_POLL_S):
+            self._report.progress(
+                f"downloading {self._model}, in MiB",
+                min(self._bytes_on_disk(), self._total_bytes) >> 20,
+                self._total_bytes >> 20,
+            )
+
+    def _bytes_on_disk(self) -> int:
+        size_bytes = 0
+        for path in self._target.rglob("*"):
+            # A file that is complete is renamed.
+            with contextlib.suppress(FileNotFoundError):
+                size_bytes += path.stat().st_blocks * 512
+        return size_bytes
 
 
 def cast_bf16(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
@@ -718,7 +788,9 @@ class _Tee:
 
 def _versions() -> Iterator[tuple[str, str]]:
     for name in VERSIONED:
-        yield name, metadata.version(name)
+        # An engine's environment, which can download as well, has not all of them.
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Reporter], dict[str, Any]]] = {
@@ -786,6 +858,11 @@ def _parse_args() -> argparse.Namespace:
     )
     parser.add_argument(
         "--texts", help="JSON file of texts to score with the finished checkpoint"
+    )
+    parser.add_argument(
+        "--without-weights",
+        action="store_true",
+        help="download the configuration and the tokenizer only (fetch-hub)",
     )
     args = parser.parse_args()
     if args.target is None and args.command != "score":

@@ -66,5 +66,13 @@ def local_checkpoints(
     specs: list[TierSpec] = []
     for name in local_tiers(context):
         arguments = engine_args(settings, name)
-        specs.append(tier_spec(name, settings.tiers.of(name), made, args=arguments))
+        specs.append(
+            tier_spec(
+                name,
+                settings.tiers.of(name),
+                made,
+                store=settings.model.store,
+                args=arguments,
+            )
+        )
     return list(with_expected_precisions(specs, scheme_choices(settings))), made

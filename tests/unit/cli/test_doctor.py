@@ -32,6 +32,7 @@ from router.cli.doctor.running_checks import (
     judge_profiling,
 )
 from router.cli.doctor.tier_checks import check_tiers
+from router.deployment.published import with_known_base
 from router.settings import load_settings
 from tests.ports import reserved_ports
 from tests.unit.cli.sealed_checkpoint import make_checkpoint
@@ -217,12 +218,38 @@ def test_weights_that_are_none(data: bytes, tmp_path: Path) -> None:
         check_whole(tmp_path)
 
 
+def test_published_checkpoints_are_named(tmp_path: Path) -> None:
+    """One of the hub may be still to be fetched; a quantized base on the disk is that of precise, and nothing is missing."""
+    base = make_checkpoint(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (base / "config.json").write_text(json.dumps(config))
+    given = load_settings(
+        None,
+        {
+            "model": {"name": str(base)},
+            "tiers": {"fast": {"checkpoint": "owner/Model-NVFP4"}},
+        },
+    )
+    checked_context = CheckContext(with_known_base(given), url="", key="")
+    unfetched, own = check_checkpoints(checked_context)
+    assert unfetched.health is WARNING
+    assert unfetched.check == "checkpoint fast"
+    assert unfetched.text == "owner/Model-NVFP4 is not fetched yet"
+    assert own.check == "checkpoint precise"
+    assert own.text == "base: mxfp4, files complete, no manifest"
+    asking = load_settings(
+        None, {"model": {"name": str(base)}, "tiers": {"balanced": {"replicas": 1}}}
+    )
+    assert with_known_base(asking) is asking
+
+
 def test_given_checkpoints_are_checked(tmp_path: Path) -> None:
     """A folder from the settings needs no manifest; it is whole or not, and there is nothing to compare it with."""
     checked_context = context(
         {
             "tiers": {
-                "fast": {"checkpoint": (folder := make_checkpoint(tmp_path / "own"))}
+                "fast": {"checkpoint": str(folder := make_checkpoint(tmp_path / "own"))}
             }
         }
     )
@@ -349,8 +376,8 @@ def test_nothing_is_said_of_kernels_that_vllm_chooses(
     checked_context = context(
         {
             "tiers": {
-                "fast": {"checkpoint": folder},
-                "balanced": {"checkpoint": make_checkpoint(tmp_path / "odd")},
+                "fast": {"checkpoint": str(folder)},
+                "balanced": {"checkpoint": str(make_checkpoint(tmp_path / "odd"))},
             }
         }
     )

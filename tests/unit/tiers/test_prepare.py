@@ -83,6 +83,13 @@ def test_all_three_are_made_once(options: PrepareOptions, orders: Path) -> None:
     assert not list(options.store.glob("*/*.partial"))
 
 
+def test_only_what_is_wanted_is_made(options: PrepareOptions, orders: Path) -> None:
+    """With the base in BF16, which it is made of."""
+    checkpoints = prepare(options, nothing, wanted={FAST})
+    assert [checkpoint.tier for checkpoint in checkpoints] == [FAST, PRECISE]
+    assert not (orders / "fp8.argv").exists()
+
+
 def test_each_checkpoint_is_scored(options: PrepareOptions, orders: Path) -> None:
     """One that an older release made is scored afterwards, and is not made again."""
     for command, logprob in (("bf16", "-1"), ("fp8", "-1"), ("awq", "-1.5")):
