@@ -265,7 +265,13 @@ class Silent:
     def begin(self, stage: Stage) -> None:
         """Ignore that a stage begins."""
 
-    def advance(self, done: int, total: int | None, detail: str) -> None:
+    def advance(
+        self,
+        done: int,
+        total: int | None,
+        detail: str,
+        remaining_s: float | None = None,
+    ) -> None:
         """Ignore how much is done."""
 
     def finish(self, stage: Stage, finding: StageFinding | None) -> None:

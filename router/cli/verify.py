@@ -100,7 +100,7 @@ MinutesOption = Annotated[
     typer.Option(
         min=0.1,
         metavar="N",
-        help="Compare answers for so long at most; by default until there is a verdict.",
+        help="Compare answers for so long at most, short ones first; by default until there is a verdict.",
     ),
 ]
 ParallelOption = Annotated[

@@ -44,6 +44,7 @@ from router.verification.saved import (
     read_reference,
     write_reference,
 )
+from router.verification.task_order import order_by_digest
 from router.verification.verification import VerificationPlan, Verifier
 from router.verification.wording import Stage, StageFinding, count_words
 
@@ -262,8 +263,14 @@ class _Narrator:
     def begin(self, stage: Stage) -> None:
         self._progress.begin(stage, STAGE_WORK[stage])
 
-    def advance(self, done: int, total: int | None, detail: str) -> None:
-        self._progress.advance(done, total, detail)
+    def advance(
+        self,
+        done: int,
+        total: int | None,
+        detail: str,
+        remaining_s: float | None = None,
+    ) -> None:
+        self._progress.advance(done, total, detail, remaining_s)
 
     def finish(self, stage: Stage, finding: StageFinding | None) -> None:
         self._progress.end()
@@ -293,11 +300,11 @@ async def _save(
 ) -> None:
     """Record what the verification has not asked the reference, and write all of it."""
     assert request.save_path is not None
-    # in the order in which verifications ask
-    in_order = sorted(tasks, key=lambda task: task.digest)
+    # those that verifications ask
+    chosen = order_by_digest(tasks)[: request.max_tasks]
     await record(
         reference,
-        in_order[: request.max_tasks],
+        chosen,
         request.thinking,
         listener,
         parallel=request.parallel,

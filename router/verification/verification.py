@@ -204,7 +204,7 @@ class Verifier:
             f"{progress.tasks_done} tasks: {counts.worse} worse, {counts.better} better"
         )
         total = progress.tasks_done + progress.tasks_expected
-        self.listener.advance(progress.tasks_done, total, detail)
+        self.listener.advance(progress.tasks_done, total, detail, progress.remaining_s)
 
     async def _compare_speed(self) -> SpeedFinding | None:
         """Compare speeds; None: the plan does not want that, or the reference does not run."""
