@@ -235,7 +235,7 @@ class Verifier:
 
 
 def _untold(identity: EngineIdentity) -> Iterator[str]:
-    """Yield what an engine does not say of itself; a router passes neither on."""
+    """Yield what an engine does not say of itself: other servers than vLLM and this router do not pass it on."""
     missing = []
     if identity.version is None:
         missing.append("its release of vLLM")

@@ -13,6 +13,7 @@ from click.testing import Result
 
 from router.cli.verify_targets import TargetError, TargetKind, parse_target
 from router.policy.decision import PRIORITIES
+from tests.fakes.engine import Behaviour
 from tests.fakes.model_engine import ModelEngine
 from tests.unit.cli.stub_router import qarr
 from tests.unit.router_stack import router_stack
@@ -21,7 +22,8 @@ from tests.unit.verification.engine_pair import (
     serving_pair,
     write_tasks,
 )
-from tiers.spec import TierName
+from tests.waiting import until
+from tiers.spec import EngineBuild, ReplicaStatus, TierName
 
 pytestmark = pytest.mark.anyio
 NOBODY = "http://127.0.0.1:9"
@@ -279,6 +281,50 @@ async def test_tiers_of_a_running_router_are_compared_with_each_other(
     assert "worse: not the same model: tokenizer" in other.stdout
     assert other.exit_code == 1
     assert same.stderr.count(f"router {stack.url}") == 1
+
+
+async def test_releases_and_kv_caches_of_tiers_are_compared(tmp_path: Path) -> None:
+    """The router's engines tell them to the router, which shows them; they are no fault by themselves."""
+    newer = Behaviour(version="0.33.0", kv_cache_dtype="fp8")
+    async with router_stack(tmp_path, fast=newer) as stack:
+        result = await verify(
+            "--reference=precise",
+            "--candidate=fast",
+            "--url",
+            stack.url,
+            "--max-tasks=0",
+            "--json",
+        )
+    found = json.loads(result.stdout)
+    assert found["reference"]["version"] == "0.32.0"
+    assert found["reference"]["kv_cache_dtype"] == "auto"
+    differences = {
+        difference["subject"]: (difference["reference"], difference["candidate"])
+        for difference in found["same_model"]["differences"]
+    }
+    assert differences["release of vLLM"] == ("0.32.0", "0.33.0")
+    assert differences["type of the KV cache"] == ("auto", "fp8")
+    assert found["same_model"]["verdict"] == "same"
+    assert "does not tell" not in " ".join(found["same_model"]["not_checked"])
+
+
+async def test_replicas_of_a_tier_may_have_several_releases(tmp_path: Path) -> None:
+    """All are named; a replica that is not ready says nothing of what answers now."""
+    newer = Behaviour(version="0.33.0", kv_cache_dtype=None)
+    async with router_stack(tmp_path, twin=newer) as stack:
+        options = ("--reference=fast", "--candidate=precise", "--url", stack.url)
+        both = await verify(*options, "--max-tasks=0", "--json")
+        newer.alive = False
+        (replica,) = [
+            replica
+            for replica in stack.fleet.replicas
+            if replica.state.build == EngineBuild("0.33.0", None)
+        ]
+        await until(lambda: replica.state.status is ReplicaStatus.UNREACHABLE)
+        one = await verify(*options, "--max-tasks=0", "--json")
+    assert json.loads(both.stdout)["reference"]["version"] == "0.32.0 and 0.33.0"
+    assert json.loads(both.stdout)["reference"]["kv_cache_dtype"] == "auto"
+    assert json.loads(one.stdout)["reference"]["version"] == "0.32.0"
 
 
 async def test_verifying_tiers_yields_to_the_requests_of_users(tmp_path: Path) -> None:
