@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from router.aio import run_both
 from router.profiling.answering import (
     PLAIN_ANSWER,
     AnswerLimits,
@@ -23,6 +22,7 @@ from router.profiling.model_answer import ModelAnswer
 from router.verification.saved import FORM, SavedReference, prompts_digest
 from tiers.errors import BusyError, ProbeError, RefusedError
 from tiers.probe import CHAT
+from tiers.together import run_both
 from tiers.verification.likelihood import (
     LikelihoodRecord,
     TextScores,

@@ -6,10 +6,10 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from router.aio import first_error
 from router.verification.progress import ProgressListener, StepCounter
 from router.verification.wording import Stage
 from tiers.errors import NoScoresError, RefusedError
+from tiers.together import first_error
 from tiers.verification.likelihood import prompts
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from router.aio import run_both
 from router.profiling.answering import ThinkingMode
 from router.verification.answers import AnswersProgress, compare_answers
 from router.verification.findings import AnswersFinding, SpeedFinding, Verification
@@ -22,6 +21,7 @@ from router.verification.progress import ProgressListener, StepCounter
 from router.verification.speed import SpeedProgress, compare_speed
 from router.verification.wording import Stage, count_words
 from tiers.errors import NoScoresError, ProbeError
+from tiers.together import run_both
 from tiers.verification.findings import (
     EngineIdentity,
     LikelihoodFinding,

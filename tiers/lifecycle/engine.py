@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from tiers.lifecycle.watchdog import Restarts, Wear
+from tiers.verification.model_facts import Extent
 
 if TYPE_CHECKING:
     from tiers.lifecycle.canary import EngineKey
@@ -38,13 +39,15 @@ class Observation:
 
     Attributes:
         facts: What it tells of its model.
-        has_written: Whether the facts hold what the model had to write for.
+        extent: How much the model has written for the facts.
         record: What it wrote, and how likely it finds that.
+        asking: Held while the engine is asked: several comparisons with it wait for the same answers.
     """
 
     facts: ModelFacts | None = None
-    has_written: bool = False
+    extent: Extent = Extent.NOTHING
     record: LikelihoodRecord | None = None
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(slots=True, eq=False)

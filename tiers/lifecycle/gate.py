@@ -16,13 +16,14 @@ import asyncio
 import logging
 import time
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiers.errors import CanaryRefusedError, ProbeError
 from tiers.lifecycle.canary import EngineKey, made_checkpoint
 from tiers.lifecycle.engine import Observation
 from tiers.lifecycle.process import selected_kernels
 from tiers.spec import ReplicaStatus, VerificationState
+from tiers.together import run_both
 from tiers.verification.engine import ComparedEngine
 from tiers.verification.findings import EngineIdentity
 from tiers.verification.likelihood import (
@@ -31,7 +32,7 @@ from tiers.verification.likelihood import (
     score_texts,
     write_texts,
 )
-from tiers.verification.model_facts import observe_facts
+from tiers.verification.model_facts import Extent, observe_facts
 from tiers.verification.same_model import compare_facts
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from tiers.lifecycle.engine import Engine
     from tiers.probe import EngineProbe
     from tiers.replica import Replica
-    from tiers.verification.findings import Difference
+    from tiers.verification.findings import Difference, SameModelFinding
     from tiers.verification.likelihood import TextScores, WrittenText
     from tiers.verification.model_facts import ModelFacts
 
@@ -98,8 +99,8 @@ class Gate:
         self._engines = engines
         self._probe_of = probe_of
         self._log_path = log_path
-        # One comparison at a time: they would slow each other, and share observations.
-        self._comparing = asyncio.Lock()
+        # One at a time: a reference serves meanwhile, and many engines may start together.
+        self._scoring = asyncio.Lock()
 
     async def check_start(self, engine: Engine) -> None:
         """Compare an engine that has started, and has scored the fixed texts, with its reference.
@@ -240,20 +241,12 @@ class Gate:
         judge = reference.replica
         began_at = time.monotonic()
         self._check_loss(engine, reference)
-        difference: Difference | None = None
-        faults: tuple[str, ...] = ()
-        failure: str | None = None
         try:
-            async with self._comparing:
-                difference = await self._find_difference(
-                    engine, reference, lets_them_write=not is_made
-                )
-                if not is_made:
-                    faults = await self._find_faults(engine, reference)
-        except* ProbeError as errors:
-            failure = _first(errors)
-        if failure is not None:
-            text = f"it could not be compared with {judge.id}: {failure}"
+            difference, faults = await self._find_faults(
+                engine, reference, is_made=is_made
+            )
+        except ProbeError as error:
+            text = f"it could not be compared with {judge.id}: {error}"
             self._note(engine, VerificationState.CANNOT_TELL, text)
             log.warning("%s is not verified: %s", engine.replica.id, text)
             return
@@ -271,72 +264,82 @@ class Gate:
         if judge.state.verification is VerificationState.REFERENCE and not is_made:
             self._note_verified(reference, f"{engine.replica.id} agrees with it")
 
-    async def _find_difference(
-        self, engine: Engine, reference: Engine, *, lets_them_write: bool
-    ) -> Difference | None:
-        """Return the first thing in which two engines treat requests differently; None: they treat them alike.
+    async def _find_faults(
+        self, engine: Engine, reference: Engine, *, is_made: bool
+    ) -> tuple[Difference | None, tuple[str, ...]]:
+        """Return the first thing in which two engines treat requests differently, and what is wrong with their texts.
 
         Engines of checkpoints that were made here need not write for it: their sampling defaults and tool parsers come from
         the checkpoints and the settings of this router.
         """
-        async with asyncio.TaskGroup() as group:
-            theirs = group.create_task(
-                self._facts_of(reference, has_written=lets_them_write)
+        if is_made:
+            ours, theirs = await run_both(
+                self._facts_of(engine, Extent.NOTHING),
+                self._facts_of(reference, Extent.NOTHING),
             )
-            ours = group.create_task(
-                self._facts_of(engine, has_written=lets_them_write)
-            )
-        finding = compare_facts(theirs.result(), ours.result(), took_s=0.0)
-        for difference in finding.differences:
-            if difference.is_fault and difference.subject not in ALLOWED_DIFFERENCES:
-                return difference
-        return None
-
-    async def _find_faults(self, engine: Engine, reference: Engine) -> tuple[str, ...]:
-        """Return what is wrong with what an engine finds likely, and with what it writes, in the eyes of the reference."""
+            return _first_fault(compare_facts(theirs, ours, took_s=0.0)), ()
         context = min(
             engine.replica.spec.max_model_len, reference.replica.spec.max_model_len
         )
-        async with asyncio.TaskGroup() as group:
-            writing_theirs = group.create_task(self._record_of(reference, context))
-            writing_ours = group.create_task(self._record_of(engine, context))
-        theirs = writing_theirs.result()
-        ours = writing_ours.result()
-        async with asyncio.TaskGroup() as group:
-            by_engine = group.create_task(self._score(engine, theirs.texts))
-            by_reference = group.create_task(self._score(reference, ours.texts))
+        ours, theirs = await run_both(
+            self._observe(engine, context), self._observe(reference, context)
+        )
+        difference = _first_fault(compare_facts(theirs.facts, ours.facts, took_s=0.0))
+        async with self._scoring:
+            by_engine, by_reference = await run_both(
+                self._score(engine, theirs.record.texts),
+                self._score(reference, ours.record.texts),
+            )
         finding = compare_likelihood(
-            theirs,
-            ours,
-            scores_by_candidate=by_engine.result(),
-            scores_by_reference=by_reference.result(),
+            theirs.record,
+            ours.record,
+            scores_by_candidate=by_engine,
+            scores_by_reference=by_reference,
             took_s=0.0,
         )
-        return finding.faults
+        return difference, finding.faults
 
     async def _score(
         self, engine: Engine, texts: Sequence[WrittenText]
     ) -> tuple[TextScores, ...]:
         return await score_texts(self._verified_engine(engine), texts, _report_nothing)
 
-    async def _facts_of(self, engine: Engine, *, has_written: bool) -> ModelFacts:
-        """Return what an engine tells of its model; ``has_written``: also what the model has to write for."""
+    async def _observe(self, engine: Engine, context: int) -> _ObservedEngine:
+        """Return what an engine tells of its model, and what it writes: both at once, in one batch of the engine."""
         observation = engine.observation
-        facts = observation.facts
-        if facts is None or (has_written and not observation.has_written):
-            facts = await observe_facts(
-                self._verified_engine(engine), lets_it_write=has_written
+        async with observation.asking:
+            facts, record = await run_both(
+                self._tell_facts(engine, observation, Extent.LITTLE),
+                self._write(engine, observation, context),
             )
+        return _ObservedEngine(facts, record)
+
+    async def _facts_of(self, engine: Engine, extent: Extent) -> ModelFacts:
+        observation = engine.observation
+        async with observation.asking:
+            return await self._tell_facts(engine, observation, extent)
+
+    async def _tell_facts(
+        self, engine: Engine, observation: Observation, extent: Extent
+    ) -> ModelFacts:
+        """Return what an engine tells of its model, with as much writing as ``extent`` or more."""
+        facts = observation.facts
+        if facts is None or not observation.extent.includes(extent):
+            facts = await observe_facts(self._verified_engine(engine), extent)
             observation.facts = facts
-            observation.has_written = has_written
+            observation.extent = extent
         return facts
 
-    async def _record_of(self, engine: Engine, context: int) -> LikelihoodRecord:
-        observation = engine.observation
+    async def _write(
+        self, engine: Engine, observation: Observation, context: int
+    ) -> LikelihoodRecord:
+        """Return an engine's few texts, with its own scores of them."""
         if observation.record is None:
-            asked = self._verified_engine(engine)
             texts = await write_texts(
-                asked, context=context, quick=True, report=_report_nothing
+                self._verified_engine(engine),
+                context=context,
+                quick=True,
+                report=_report_nothing,
             )
             own_scores = await self._score(engine, texts)
             observation.record = LikelihoodRecord(texts=texts, own_scores=own_scores)
@@ -388,11 +391,19 @@ class Gate:
             engine.held = None
 
 
-def _first(error: Exception) -> str:
-    """Return the text of an error, or of the first of a group."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return str(error)
+class _ObservedEngine(NamedTuple):
+    """What an engine told and wrote."""
+
+    facts: ModelFacts
+    record: LikelihoodRecord
+
+
+def _first_fault(finding: SameModelFinding) -> Difference | None:
+    """Return the first difference that a fleet does not allow for; None: there is none."""
+    for difference in finding.differences:
+        if difference.is_fault and difference.subject not in ALLOWED_DIFFERENCES:
+            return difference
+    return None
 
 
 def _report_nothing(_finished: int, _total: int) -> None:

@@ -210,7 +210,7 @@ async def test_hold_keeps_an_engine_from_traffic_until_it_is_verified(
     ("fault", "subject"),
     [
         ({"mark": "<|turn|>"}, "chat template"),
-        ({"drops": "days"}, "tool calls"),
+        ({"drops": "b"}, "tool calls"),
         ({"temperature": 1.6}, "sampling defaults"),
         ({"thinks": True}, "reasoning"),
     ],
