@@ -62,6 +62,7 @@ class Engine:
         note: Why it is being restarted, for people.
         symptom: What its replica's detail is about; None: something that does not go by itself, or there is none.
         held: Why it gets no new requests although it could; None: it gets them.
+        gate_hold: Why the gate keeps requests from it; None: it does not, or an operator has resumed it.
         less: What it has less of than configured, and why; None: nothing.
         lessened: Times that it was started with less.
         throttled: What slows its processors down, or did within ``THROTTLED_S``; None: nothing that is known.
@@ -92,6 +93,7 @@ class Engine:
     note: str | None = None
     symptom: Symptom | None = None
     held: str | None = None
+    gate_hold: str | None = None
     less: str | None = None
     lessened: int = 0
     throttled: str | None = None

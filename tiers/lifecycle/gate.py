@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from tiers.verification.model_facts import ModelFacts
 
 log = logging.getLogger(f"qarr.{__name__}")
-HELD_UNVERIFIED = "gets no requests before it is verified (quality.gate = hold)"
 # The differences that a fleet allows for: each tier promises a context of its own.
 ALLOWED_DIFFERENCES = frozenset({"context"})
 
@@ -111,6 +110,8 @@ class Gate:
         """
         engine.observation = Observation()
         engine.difference = None
+        # that an operator resumed it was about what served before
+        self._hold(engine, None)
         engine.replica.update(verification=None, verification_detail="")
         scores = engine.scores
         if scores is None:
@@ -381,14 +382,37 @@ class Gate:
 
     def _note(self, engine: Engine, verification: VerificationState, text: str) -> None:
         engine.replica.update(verification=verification, verification_detail=text)
-        is_kept_out = self._mode is GateMode.HOLD and verification in {
-            VerificationState.PENDING,
-            VerificationState.DIFFERS,
-        }
-        if is_kept_out and engine.held is None:
-            engine.held = HELD_UNVERIFIED
-        elif not is_kept_out and engine.held == HELD_UNVERIFIED:
-            engine.held = None
+        hold = None
+        if self._mode is GateMode.HOLD:
+            hold = _why_held(engine.replica, verification, text)
+        # an operator may have resumed it since it was held
+        if hold is None or engine.held == engine.gate_hold:
+            self._hold(engine, hold)
+
+    def _hold(self, engine: Engine, why: str | None) -> None:
+        """Keep requests from an engine, or no longer; what an operator holds stays held."""
+        if engine.held == engine.gate_hold:
+            engine.held = why
+        engine.gate_hold = why
+
+
+def _why_held(
+    replica: Replica, verification: VerificationState, text: str
+) -> str | None:
+    """Return why a gate that holds keeps requests from an engine, and what to do; None: it does not."""
+    if verification is VerificationState.PENDING:
+        remedy = (
+            "It is compared as soon as an engine of the highest precision, or one that was verified, is ready. 'qarr tiers "
+            f"resume {replica.id}' sends it requests all the same"
+        )
+    elif verification is VerificationState.DIFFERS:
+        remedy = (
+            "Start it as its reference is started. If it is meant to be so: qarr tiers record "
+            f"{replica.spec.name}, then start it again; 'qarr tiers resume {replica.id}' sends it requests until then"
+        )
+    else:
+        return None
+    return f"gets no requests (quality.gate = hold): {text}. {remedy}"
 
 
 class _ObservedEngine(NamedTuple):
