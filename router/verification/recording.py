@@ -41,7 +41,7 @@ async def record(
     """
     listener.begin(Stage.RECORDING)
     # each text is written and scored
-    texts = 2 * len(prompts())
+    texts = 2 * len(prompts(quick=reference.is_quick))
     progress = StepCounter(listener, texts + len(tasks), "texts and answers recorded")
     await reference.tell_facts()
     # answers can be compared without probabilities as well

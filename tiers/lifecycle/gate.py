@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,6 +54,8 @@ log = logging.getLogger(f"qarr.{__name__}")
 ALLOWED_DIFFERENCES = frozenset({"context"})
 
 
+# A reference serves while it is asked: requests of callers, whose numbers are lower, go first.
+PRIORITY = 10
 VOUCHED_FOR = {VerificationState.VERIFIED, VerificationState.ACCEPTED}
 
 
@@ -356,7 +359,10 @@ class Gate:
             version=None if build is None else build.version,
             kv_cache_dtype=None if build is None else build.kv_cache_dtype,
         )
-        return ComparedEngine(self._probe_of(replica), identity)
+        probe = self._probe_of(replica)
+        if replica.takes_priority:
+            probe = replace(probe, priority=PRIORITY)
+        return ComparedEngine(probe, identity)
 
     def _note_verified(self, engine: Engine, text: str) -> None:
         assert engine.scores is not None

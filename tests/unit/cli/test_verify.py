@@ -266,6 +266,44 @@ def test_a_host_without_a_scheme_is_no_tier() -> None:
         parse_target("--candidate", "engine-1:8000/v1", model="", key_variable="")
 
 
+async def test_the_quick_form_writes_a_few_texts_and_says_what_it_cannot_find(
+    tmp_path: Path,
+) -> None:
+    async with pair_of(knowing_engine()) as pair:
+        result = await verify(*pair, "--max-tasks=0", "--quick", "--json")
+    likelihood = json.loads(result.stdout)["likelihood"]
+    kinds = {gap["part"] for gap in likelihood["by_kind"]}
+    assert "long context" in kinds
+    assert "long output" not in kinds
+    (note,) = likelihood["not_measured"]
+    assert "--quick compares a few short answers" in note
+
+
+async def test_a_reference_that_was_saved_quickly_is_for_quick_verifications(
+    tmp_path: Path,
+) -> None:
+    """One that was saved with all texts is for both."""
+    quick = tmp_path / "quick.json"
+    whole = tmp_path / "whole.json"
+    async with pair_of(knowing_engine()) as (reference, candidate):
+        await verify(reference, f"--save={quick}", "--max-tasks=0", "--quick")
+        await verify(reference, f"--save={whole}", "--max-tasks=0")
+        options = (candidate, "--max-tasks=0", "--json")
+        refused = await verify(f"--reference={quick}", *options)
+        both_quick = await verify(f"--reference={quick}", *options, "--quick")
+        of_all_texts = await verify(f"--reference={whole}", *options, "--quick")
+    assert refused.exit_code == 3
+    assert "was saved with --quick: give --quick, or save it again" in " ".join(
+        refused.stderr.split()
+    )
+    gaps = [
+        json.loads(result.stdout)["likelihood"]["by_kind"]
+        for result in (both_quick, of_all_texts)
+    ]
+    assert gaps[0]
+    assert {gap["part"] for gap in gaps[0]} == {gap["part"] for gap in gaps[1]}
+
+
 async def test_tiers_of_a_running_router_are_compared_with_each_other(
     tmp_path: Path,
 ) -> None:
