@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"qarr.{__name__}")
 # The differences that a fleet allows for: each tier promises a context of its own.
 ALLOWED_DIFFERENCES = frozenset({"context"})
-
-
 # A reference serves while it is asked: requests of callers, whose numbers are lower, go first.
 PRIORITY = 10
 VOUCHED_FOR = {VerificationState.VERIFIED, VerificationState.ACCEPTED}

@@ -218,7 +218,8 @@ async def test_requests_of_callers_go_before_those_of_a_comparison(
     fast = SmallModel(noise=QUANTIZED)
     async with gated(tmp_path, fast, precise) as fleet:
         await fleet.start(fleet.precise)
-        fleet.precise.replica.takes_priority = True
+        assert fleet.precise.replica.takes_priority
+        fleet.fast.replica.takes_priority = False
         precise.requests.clear()
         await fleet.start(fleet.fast)
         assert verification(fleet.fast) is VerificationState.VERIFIED

@@ -118,6 +118,17 @@ async def test_an_engine_is_watched_while_it_is_compared(
         await until(lambda: "comparing fast-0" not in comparisons())
 
 
+async def test_an_engine_without_priority_scheduling_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would refuse a request with a priority, which is known before it is compared."""
+    fast = Behaviour(priorities=False)
+    async with compared(tmp_path, monkeypatch, fast, Behaviour()) as replicas:
+        replica = replicas["fast-0"]
+        await until(lambda: replica.state.verification is VerificationState.VERIFIED)
+        assert not replica.takes_priority
+
+
 async def test_what_a_comparison_finds_ends_the_watching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
