@@ -243,10 +243,12 @@ class Gate:
         judge = reference.replica
         began_at = time.monotonic()
         self._check_loss(engine, reference)
+        faults: tuple[str, ...] = ()
         try:
-            difference, faults = await self._find_faults(
-                engine, reference, is_made=is_made
-            )
+            if is_made:
+                difference = await self._find_difference(engine, reference)
+            else:
+                difference, faults = await self._find_faults(engine, reference)
         except ProbeError as error:
             text = f"it could not be compared with {judge.id}: {error}"
             self._note(engine, VerificationState.CANNOT_TELL, text)
@@ -266,20 +268,23 @@ class Gate:
         if judge.state.verification is VerificationState.REFERENCE and not is_made:
             self._note_verified(reference, f"{engine.replica.id} agrees with it")
 
-    async def _find_faults(
-        self, engine: Engine, reference: Engine, *, is_made: bool
-    ) -> tuple[Difference | None, tuple[str, ...]]:
-        """Return the first thing in which two engines treat requests differently, and what is wrong with their texts.
+    async def _find_difference(
+        self, engine: Engine, reference: Engine
+    ) -> Difference | None:
+        """Return the first thing in which two engines treat requests differently, without letting them write.
 
-        Engines of checkpoints that were made here need not write for it: their sampling defaults and tool parsers come from
-        the checkpoints and the settings of this router.
+        Of a checkpoint made here, sampling defaults and tool parser come from the checkpoint and this router's settings.
         """
-        if is_made:
-            ours, theirs = await run_both(
-                self._facts_of(engine, Extent.NOTHING),
-                self._facts_of(reference, Extent.NOTHING),
-            )
-            return _first_fault(compare_facts(theirs, ours, took_s=0.0)), ()
+        ours, theirs = await run_both(
+            self._facts_of(engine, Extent.NOTHING),
+            self._facts_of(reference, Extent.NOTHING),
+        )
+        return _first_fault(compare_facts(theirs, ours, took_s=0.0))
+
+    async def _find_faults(
+        self, engine: Engine, reference: Engine
+    ) -> tuple[Difference | None, tuple[str, ...]]:
+        """Return the first thing in which two engines treat requests differently, and what is wrong with their texts."""
         context = min(
             engine.replica.spec.max_model_len, reference.replica.spec.max_model_len
         )
