@@ -90,7 +90,6 @@ class Readiness:
         check_answer(report.answer, self._options.warmup.question)
         if replica.spec.name == TierName.PRECISE and engine.scores is not None:
             self._precise = engine
-        replica.takes_priority = report.takes_priority
         replica.takes_thinking = report.takes_thinking
         replica.fingerprint = report.fingerprint
         self._fleet.note_template(report.template)
@@ -139,6 +138,7 @@ class Readiness:
         slow_warm_up = asyncio.create_task(self._announce_slow_warm_up(engine))
         try:
             report = await warm_up(probe, engine.replica.model, self._options.warmup)
+            engine.replica.takes_priority = report.takes_priority
             self._check_tokens(engine.replica, report.tokens_digest)
             if self._options.canary is not None:
                 await self._compare(engine, probe, self._options.canary)

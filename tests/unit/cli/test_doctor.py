@@ -622,6 +622,36 @@ def test_a_tier_that_loses_too_much_is_a_warning_in_one_sentence() -> None:
     assert "tier int8" not in by_check
 
 
+def test_a_tier_that_waits_to_be_measured_is_a_warning_with_what_to_do() -> None:
+    """A tier without engines is none: nobody misses it."""
+    sentence = "fast is not measured yet: until then it gets only requests that require it by name."
+    waits = {"verdict": None, "sentence": sentence, "held": True}
+    replica = {
+        "id": "fast-0",
+        "state": "ready",
+        "detail": "",
+        "breaker": "closed",
+        "served": 0,
+        "failed": 0,
+    }
+    served = {"tier": "fast", "replicas": [replica]}
+    tiers = {
+        "tiers": [served, {"tier": "int8", "replicas": []}],
+        "profiling": PROFILING | {"verdicts": {"fast": waits, "int8": waits}},
+    }
+    answers = {
+        "GET /healthz": (200, {}),
+        "GET /readyz": (200, {}),
+        "GET /tiers": (200, tiers),
+    }
+    with stub_router(**answers) as router:
+        findings = list(check_router(context(None, router.url, "secret")))
+    told = [finding for finding in findings if finding.text == sentence]
+    assert [finding.check for finding in told] == ["tier fast"]
+    assert told[0].health is WARNING
+    assert "run 'qarr profile quality'" in (told[0].remedy or "")
+
+
 @pytest.mark.parametrize(
     ("answers", "healths"),
     [
