@@ -45,8 +45,8 @@ from tiers.checkpoints.reference import (
     gap,
     reference_from_event,
 )
-from tiers.checkpoints.schemes import is_online
-from tiers.errors import CheckpointError
+from tiers.checkpoints.schemes import scheme_named
+from tiers.errors import CheckpointError, SchemeError
 from tiers.lifecycle.command import without_ours
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -243,7 +243,16 @@ def _quantized_while_loading(
 
 def online_tiers(options: PrepareOptions) -> tuple[TierName, ...]:
     """Return the tiers for which no checkpoint is made, since vLLM quantizes the BF16 one."""
-    return tuple(tier for tier, name in options.schemes.items() if is_online(name))
+    return tuple(
+        tier for tier, name in options.schemes.items() if _is_online(name, tier)
+    )
+
+
+def _is_online(scheme: str, tier: TierName) -> bool:
+    try:
+        return scheme_named(scheme, tier).is_online
+    except SchemeError:
+        return False
 
 
 def _fast_first(checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
@@ -307,7 +316,7 @@ def check_schemes(schemes: Mapping[TierName, str]) -> None:
             raise CheckpointError(
                 f"tier {tier} has no scheme: {' and '.join(sorted(USUAL_SCHEMES))} have one; precise is the base in 16 bits"
             )
-        if scheme not in scheme_names() and not is_online(scheme):
+        if scheme not in scheme_names() and not _is_online(scheme, tier):
             raise CheckpointError(
                 f"tier {tier}: no checkpoint of scheme {scheme!r} can be made: {', '.join(scheme_names())} are allowed"
             )
