@@ -119,7 +119,7 @@ def read_contents(folder: Path) -> CheckpointContents:
     quantization = _quantization(config, hf_quant)
     rules = rules_of(quantization, config, recipe)
     tensors = stored_tensors(folder)
-    if tensors is None:
+    if not tensors:
         return contents_of(config, hf_quant, recipe)
     count = _Count()
     for tensor in tensors:
