@@ -178,7 +178,9 @@ EXPERTS_ALONE = {
 }
 
 
-@pytest.mark.parametrize("path", CHECKPOINTS.glob("*.json"), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(CHECKPOINTS.glob("*.json")), ids=lambda path: path.stem
+)
 def test_what_a_published_checkpoint_is_planned_in(path: Path) -> None:
     """As it is published, of the size that its files have, and with engines on 8 GPUs; lower formats are below it."""
     checkpoint = json.loads(path.read_bytes())
