@@ -7,7 +7,7 @@ It reads ``router/policy/published_results.csv``: scores of models in 16 bits an
 loss is 1 - score / baseline: of the answers that were right, the share that gets worse less that which gets better instead.
 The router's measure is the same, of the answers that either precision gets right, so it is slightly smaller. Left out of the
 file: results whose model's size is not public, checkpoints that their publishers call broken, and of the reference scores of
-TensorRT-LLM's tests those that equal the baseline to the last digit or lie far above it, which look copied or of another run.
+TensorRT-LLM's tests those that equal the baseline to the last digit or lie far above it: they look copied.
 
 Model. A loss is exponentially distributed, as ``router/policy/losses.py`` has it, with the mean
 
