@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from router.settings import Settings
 from tiers.checkpoints.contents import CheckpointContents
+from tiers.checkpoints.schemes import AUTO, CHOSEN_TIERS, scheme_named
 from tiers.errors import PlanError
 from tiers.formats import FORMATS, lowest_format
 from tiers.kv_precision import weights_of
@@ -22,7 +24,6 @@ from tiers.sizing.tier_format import (
 )
 from tiers.spec import STANDARD_TIERS, TierName
 
-LOWER_TIERS = (TierName.FAST, TierName.BALANCED)
 FOUR_BITS = 4
 IN_16_BITS = ("bf16", "fp16")
 OPTION = "--formats"
@@ -50,6 +51,7 @@ def choose_formats(
     published: TierFormat | None,
     *,
     has_experts: bool,
+    schemes: Mapping[TierName, str] | None = None,
 ) -> PlannedFormats:
     """Return the formats that tiers are planned in.
 
@@ -59,6 +61,7 @@ def choose_formats(
         gpus: The kinds of GPU; none: engines run on a processor.
         published: The format of a model that is published in few bits; None: in 16 bits.
         has_experts: Whether the model has routed experts, so that they may have a format of their own.
+        schemes: Those that the settings name for tiers; ``--formats`` counts before them.
 
     Raises:
         PlanError: A format is not known, is not planned for this model, or there are too many.
@@ -80,8 +83,11 @@ def choose_formats(
         notes: list[str] = []
     else:
         usual = _usual_formats(kinds)
+        own_schemes = schemes or {}
+        for tier, name in own_schemes.items():
+            usual[tier] = TierFormat(FORMATS[scheme_named(name, tier).number_format])
         by_tier, notes = _below(usual, published)
-        notes += _notes_on_kinds(kinds, by_tier)
+        notes += _notes_on_kinds(kinds, by_tier, own_schemes)
     if kv_cache == "fp8":
         by_tier = {
             tier: replace(tier_format, is_kv_fp8=True)
@@ -131,6 +137,12 @@ def _two_formats(contents: CheckpointContents) -> str:
     return f"{lowest.name}+{largest}{kv_cache}"
 
 
+def named_schemes(settings: Settings) -> dict[TierName, str]:
+    """Return the schemes that the settings name."""
+    schemes = {tier: settings.tiers.of(tier).scheme for tier in CHOSEN_TIERS}
+    return {tier: name for tier, name in schemes.items() if name != AUTO}
+
+
 def _usual_formats(gpus: Sequence[GpuKind]) -> dict[TierName, TierFormat]:
     """Return the formats that the GPUs compute well."""
     if not gpus:
@@ -149,7 +161,7 @@ def _below(
         return dict(formats), []
     below: dict[TierName, TierFormat] = {}
     left_out: list[str] = []
-    for tier in LOWER_TIERS:
+    for tier in CHOSEN_TIERS:
         if _weight_bits(formats[tier]) < _weight_bits(published):
             below[tier] = formats[tier]
         else:
@@ -197,7 +209,7 @@ def _named_formats(named: str, reference: TierFormat) -> dict[TierName, TierForm
 def _check_no_mixture(named: str, by_tier: Mapping[TierName, TierFormat]) -> None:
     """Raise ``PlanError`` for experts' formats of a model that has no experts; what is published is as it is."""
     for tier, tier_format in by_tier.items():
-        if tier in LOWER_TIERS and tier_format.dense_format is not None:
+        if tier in CHOSEN_TIERS and tier_format.dense_format is not None:
             raise PlanError(
                 f"{OPTION} {named}: {tier_format.precision}: the lower format of two is that of routed experts, and the "
                 "model has none; one format a tier is allowed"
@@ -246,10 +258,11 @@ def _weight_bits(tier_format: TierFormat) -> int:
 def _notes_on_kinds(
     gpus: Sequence[GpuKind],
     by_tier: Mapping[TierName, TierFormat],
+    schemes: Mapping[TierName, str],
 ) -> list[str]:
     """Return that kinds of GPU would have different formats, and what is planned on all of them."""
     own_formats = {gpu.name: _words(formats_for(gpu).values()) for gpu in gpus}
-    if len(set(own_formats.values())) <= 1:
+    if len(set(own_formats.values())) <= 1 or len(schemes) == len(CHOSEN_TIERS):
         return []
     kinds = "; ".join(f"{name} {words}" for name, words in own_formats.items())
     planned = ", ".join(

@@ -30,6 +30,7 @@ ENTERS = frozenset(
     {
         "tiers.*.replicas",
         "tiers.*.tensor_parallel",
+        "tiers.*.scheme",
         "model.name",
         "model.store",
         "policy.objective",

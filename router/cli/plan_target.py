@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from router.cli.plan_formats import choose_formats, published_format
+from router.cli.plan_formats import choose_formats, named_schemes, published_format
 from router.cli.plan_inputs import PlanOptions
 from router.cli.plan_result import ROOFLINE, PlanTarget
 from router.deployment.layout import prepare_options, speed_machine
@@ -60,6 +60,7 @@ def find_target(settings: Settings, options: PlanOptions) -> PlanTarget:
         gpu_counts,
         published,
         has_experts=model.has_experts,
+        schemes=named_schemes(settings),
     )
     speed: str | None = ROOFLINE
     weights: dict[TierName, int] = {}

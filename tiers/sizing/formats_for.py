@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tiers.checkpoints.schemes import GpuHardware, scheme_table
 from tiers.formats import FORMATS
-from tiers.sizing.kernels import kernel_for, obstacle_to
+from tiers.sizing.kernels import capability_of, kernel_for, obstacle_to
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -18,10 +19,24 @@ PRECISE_FORMAT = FORMATS["bf16"]
 
 
 def formats_for(gpu: GpuKind) -> dict[TierName, NumberFormat]:
-    """Return a format for each tier, by the units that one kind of GPU has.
+    """Return a format for each tier on one kind of GPU: those of the table of schemes, as far as they can be planned.
 
-    FP4 where it is computed, else 4-bit whole numbers, which are unpacked; FP8 where it is computed, else INT8. That is what
-    llm-compressor's guide says (vllm-project/llm-compressor, docs/steps/choosing-scheme.md). AMD's FP4 is not made here.
+    A GPU that the table does not know by its compute capability has formats by its figures.
+    """
+    formats = _formats_by_figures(gpu)
+    row = scheme_table().class_of(GpuHardware(capability_of(gpu)))
+    if row is not None:
+        for tier, scheme in row.schemes.items():
+            number_format = FORMATS[scheme.number_format]
+            if obstacle_to(number_format, gpu) is None:
+                formats[tier] = number_format
+    return formats
+
+
+def _formats_by_figures(gpu: GpuKind) -> dict[TierName, NumberFormat]:
+    """Return a format for each tier, by the units that a GPU has: FP4 and FP8, else 4 bits that are unpacked and INT8.
+
+    FP4 of AMD's GPUs is not made here.
     """
     fast = "awq-int4"
     if gpu.fp4_tflops is not None and not gpu.is_amd:

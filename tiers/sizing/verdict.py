@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 from rich.table import Table
 
 from classifier import Complexity
+from tiers.checkpoints.schemes import scheme_names
 from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.operation import ROUNDING
 from tiers.sizing.tier_format import STANDARD_FORMATS, TierFormat, format_words
@@ -184,11 +185,14 @@ def settings_for(fleet: PlannedFleet, verdict: str, written: WrittenSettings) ->
 
 
 def _checkpoint_lines(tier: TierName, tier_format: TierFormat) -> list[str]:
-    """Return which checkpoint a tier needs; empty: the one that is made for it anyway."""
-    if tier_format.names == STANDARD_FORMATS[tier].names:
+    """Return which checkpoint a tier needs; empty: the model's own."""
+    if tier is TierName.PRECISE:
         return []
+    weights = "+".join(tier_format.names)
+    if weights in scheme_names():
+        return [f'scheme = "{weights}"']
     return [
-        f"# planned in {'+'.join(tier_format.names)}: name such a folder as tiers.{tier}.checkpoint"
+        f"# planned in {weights}, which is not made here: name such a folder as tiers.{tier}.checkpoint"
     ]
 
 

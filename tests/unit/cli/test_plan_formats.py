@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from router.cli.plan_formats import choose_formats, published_format
+from router.cli.plan_formats import choose_formats, named_schemes, published_format
+from router.settings import load_settings
 from tests.unit.tiers.sizing.builders import BALANCED, FAST, PRECISE
 from tests.unit.tiers.sizing.test_kernels import AMD, AMPERE, BLACKWELL, HOPPER
 from tiers.checkpoints.contents import contents_of
@@ -142,6 +143,22 @@ def test_several_kinds_of_gpu_have_one_format_a_tier_and_it_is_said() -> None:
     assert named.notes == [
         "Ampere computes fp8 in 16 bits: it has no units for it that vLLM uses"
     ]
+
+
+def test_schemes_of_the_settings_count_where_no_formats_are_named() -> None:
+    schemes = {FAST: "int4", BALANCED: "online-fp8-block"}
+    chosen = choose_formats(
+        None, "auto", [HOPPER, BLACKWELL], None, has_experts=False, schemes=schemes
+    )
+    names = {tier: each.precision for tier, each in chosen.by_tier.items()}
+    assert names == {FAST: "int4", BALANCED: "fp8-block", PRECISE: "bf16"}
+    assert chosen.notes == []
+    settings = load_settings(None, {"tiers": {"fast": {"scheme": "int4"}}})
+    assert named_schemes(settings) == {FAST: "int4"}
+    named = choose_formats(
+        "fp8", "auto", [HOPPER], None, has_experts=False, schemes=schemes
+    )
+    assert set(named.by_tier) == {BALANCED}
 
 
 # The precision, and the formats below it on Blackwell.
