@@ -106,7 +106,10 @@ def test_interrupted_calibration_goes_on_and_ends_the_same(
 
 def test_other_schemes_are_made_and_scored(options: PrepareOptions) -> None:
     """Each is what its manifest says, in a folder of its own, and says nearly what its base says."""
-    for fast_scheme, balanced_scheme in (("nvfp4", "int8-w8a8"), ("mxfp4", "mxfp8")):
+    for fast_scheme, balanced_scheme in (
+        ("nvfp4", "int8-w8a8"),
+        ("mxfp4", "gptq-int4"),
+    ):
         schemes = {TierName.FAST: fast_scheme, TierName.BALANCED: balanced_scheme}
         fast, balanced, precise = prepare(
             replace(options, schemes=schemes), lambda *_: None

@@ -228,14 +228,13 @@ def quantize(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
         oneshot(model=model, recipe=modifiers)
     else:
         facts |= _calibrate(model, modifiers, args, report=report, message=message)
-    modules = _formats_of_modules(model)
-    if not modules:
+    if not _has_quantized_layers(model):
         raise ValueError(
             f"no layer of this {recipe['architecture']} can be quantized: none is a linear layer outside of {recipe['keep']}"
         )
     _save(model, args.target, report)
     _keep_patterns(Path(args.target), recipe["keep"])
-    facts["formats"] = sorted(set(modules.values()))
+    facts["formats"] = _written_formats(Path(args.target))
     return facts
 
 
@@ -402,14 +401,24 @@ def _check_widths(model: Any, recipe: dict[str, Any]) -> None:
                 )
 
 
-def _formats_of_modules(model: Any) -> dict[str, str]:
-    """Return the format of each quantized module, as compressed-tensors names formats."""
-    formats = {}
-    for name, module in model.named_modules():
-        scheme = getattr(module, "quantization_scheme", None)
-        if scheme is not None and scheme.weights is not None:
-            formats[name] = str(scheme.format or scheme.weights.type)
-    return formats
+def _has_quantized_layers(model: Any) -> bool:
+    """Tell whether llm-compressor has quantized anything."""
+    schemes = (
+        getattr(module, "quantization_scheme", None) for module in model.modules()
+    )
+    return any(scheme is not None and scheme.weights is not None for scheme in schemes)
+
+
+def _written_formats(folder: Path) -> list[str]:
+    """Return how compressed-tensors names the formats of a checkpoint's weights."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    quantization = config["quantization_config"]
+    return sorted(
+        {
+            group.get("format") or quantization["format"]
+            for group in quantization["config_groups"].values()
+        }
+    )
 
 
 def _keep_patterns(folder: Path, keep: Sequence[str]) -> None:
@@ -506,12 +515,11 @@ def _read_back(folder: str) -> Any:
     """
     import torch
 
-    is_packed_fp4 = "fp4-pack-quantized" in Path(folder, "config.json").read_text(
-        "utf-8"
-    )
+    config = Path(folder, "config.json").read_text("utf-8")
+    is_unpacked_to_bf16 = re.search("fp4-pack-quantized|mxfp8", config) is not None
     dtype = torch.float32
-    # What is packed as FP4 is unpacked to BF16, whatever the rest has.
-    if is_packed_fp4 or not _fits_in_fp32(Path(folder)):
+    # What has scales of powers of two, or is packed as FP4, is unpacked to BF16, whatever the rest has.
+    if is_unpacked_to_bf16 or not _fits_in_fp32(Path(folder)):
         dtype = torch.bfloat16
     model, loading = _model_class(folder).from_pretrained(
         folder, dtype=dtype, device_map=_device(), output_loading_info=True
