@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tiers.checkpoints import recipes
+from tiers.checkpoints.recipes import made_scheme
 from tiers.checkpoints.schemes import (
     CHOSEN_TIERS,
     TABLE,
@@ -129,6 +131,16 @@ def test_every_row_can_serve_all_that_it_chooses_and_more() -> None:
         for scheme in row.schemes.values():
             assert scheme.number_format in FORMATS
             assert scheme.method is Method.LLM_COMPRESSOR, row.name
+
+
+def test_every_scheme_of_a_checkpoint_can_be_made() -> None:
+    """The recipes know it, and both tables agree whether it needs prompts."""
+    for scheme in scheme_table().schemes.values():
+        if scheme.method is Method.LLM_COMPRESSOR:
+            made = made_scheme(scheme.name)
+            assert made.needs_calibration == scheme.needs_calibration, scheme.name
+    made_names = {name for name in scheme_names() if not name.startswith("online-")}
+    assert made_names == set(recipes.scheme_names())
 
 
 def test_sources_are_explained_in_the_tables_head() -> None:
