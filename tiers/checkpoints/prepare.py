@@ -697,7 +697,7 @@ class _Maker:
         if made.needs_calibration:
             argv += self._calibration_argv()
             self._progress(_words_of_calibration(options), 0, 0)
-        done = self._run("quantize", source, work, more_argv=argv)
+        done = self._run("quantize", source, work, more_argv=argv, name=made.folder)
         facts = {
             "method": made.method,
             "scheme": job.scheme,
@@ -765,11 +765,16 @@ class _Maker:
         return reference_from_event(done.get("reference"))
 
     def _run(
-        self, command: str, source: Path, work: Path, more_argv: Sequence[str] = ()
+        self,
+        command: str,
+        source: Path,
+        work: Path,
+        more_argv: Sequence[str] = (),
+        name: str = "",
     ) -> dict[str, Any]:
         """Make a checkpoint in a folder, and score it; return the command's final event."""
         argv = [str(source), str(work), "--texts", str(TEXTS_FILE), *more_argv]
-        return _run(self._options, command, argv, progress=self._progress)
+        return _run(self._options, command, argv, progress=self._progress, name=name)
 
 
 def _words_of_calibration(options: PrepareOptions) -> str:
@@ -831,7 +836,12 @@ def _copy_tokenizer(source: Path, work: Path) -> None:
 
 
 def _run(
-    options: PrepareOptions, command: str, argv: Sequence[str], *, progress: Progress
+    options: PrepareOptions,
+    command: str,
+    argv: Sequence[str],
+    *,
+    progress: Progress,
+    name: str = "",
 ) -> dict[str, Any]:
     """Run a command of ``quantize.py`` in the quantizer's environment; return its final event.
 
@@ -870,7 +880,7 @@ def _run(
             status = process.wait()
     if status != 0 or not is_done:
         raise CheckpointError(
-            f"'{command}' failed with status {status}. End of {log_path}:\n"
+            f"'{name or command}' failed with status {status}. End of {log_path}:\n"
             + _end_of_log(log_path)
         )
     return last_event

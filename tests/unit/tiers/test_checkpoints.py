@@ -80,7 +80,7 @@ def test_sealed_checkpoint_reads_back(tmp_path: Path) -> None:
         )
     checkpoint = read_checkpoint(BALANCED, target)
     assert checkpoint is not None
-    assert checkpoint.manifest.precision is Precision.FP8
+    assert checkpoint.manifest.precision == Precision.FP8
     assert checkpoint.manifest.tokenizer_digest == identity(target).tokenizer_digest
 
 
