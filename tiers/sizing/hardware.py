@@ -25,7 +25,7 @@ class GpuKind(BaseModel):
         bandwidth_gb_s: Memory bandwidth, in 1e9 bytes a second.
         bf16_tflops: Dense throughput in BF16, in 1e12 operations a second.
         fp8_tflops: Dense throughput in FP8; None: there are no units for FP8.
-        fp4_tflops: Dense throughput in FP4; None: there are no units for FP4.
+        fp4_tflops: Dense throughput in FP4 by blocks that share a scale; None: there are no units for FP4.
         int8_tops: Dense, in 1e12 operations a second; None: not known.
         int4_tops: Dense, in 1e12 operations a second; None: not known. No planned tier computes in INT4.
         compute_capability: NVIDIA's, such as (9, 0); None: not known, or another maker's GPU.
@@ -65,9 +65,13 @@ class GpuKind(BaseModel):
 
 
 class _GpuFile(BaseModel):
-    """The content of ``gpus.json``."""
+    """The content of ``gpus.json``.
 
-    sources: str
+    Attributes:
+        sources: For people: where the figures of each family of GPUs are from.
+    """
+
+    sources: dict[str, str]
     gpus: tuple[GpuKind, ...]
 
 
