@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tiers.formats import FORMATS
 from tiers.sizing.architecture import BF16_BYTES
-from tiers.sizing.kernels import Kernel, kernel_for
+from tiers.sizing.kernels import EXPERTS_REACHED, Kernel, kernel_for
 
 if TYPE_CHECKING:
     from tiers.formats import NumberFormat
@@ -124,8 +124,9 @@ class Roofline:
         expert_parameters = self.model.active_parameters - dense_parameters
         dense_flop_per_s = self._kernel(self._dense_format).flop_per_s * self.gpus
         flop_per_s = self._kernel(self.number_format).flop_per_s * self.gpus
+        experts_flop_per_s = flop_per_s * EXPERTS_REACHED
         dense_s = FLOP_PER_PARAMETER * dense_parameters * tokens / dense_flop_per_s
-        experts_s = FLOP_PER_PARAMETER * expert_parameters * tokens / flop_per_s
+        experts_s = FLOP_PER_PARAMETER * expert_parameters * tokens / experts_flop_per_s
         return dense_s + experts_s
 
     def _kernel(self, number_format: NumberFormat) -> Kernel:
