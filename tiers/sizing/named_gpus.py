@@ -140,22 +140,22 @@ def given_figures(kind: GpuKind) -> str:
         f"{kind.name} {_origin_words(kind)}: {kind.memory_gb:,g} GB, {kind.bandwidth_gb_s:,g} GB/s, "
         f"{kind.bf16_tflops:,g} TFLOP/s in BF16"
     )
+    if kind.fp8_tflops is not None:
+        text += f", {kind.fp8_tflops:,g} in FP8"
+    if kind.fp4_tflops is not None:
+        text += f", {kind.fp4_tflops:,g} in FP4"
+    if kind.int8_tops is not None:
+        text += f", {kind.int8_tops:,g} TOP/s in INT8"
     if kind.fp8_tflops is None:
         text += (
             "; no throughput in FP8, so FP8 weights are computed in BF16, as on GPUs without FP8 units: if its data sheet "
             "has a line for FP8, add fp8=..."
         )
-    else:
-        text += f", {kind.fp8_tflops:,g} in FP8"
     if kind.fp4_tflops is None:
         text += (
             "; no throughput in FP4, so weights in FP4 are computed in BF16: if its data sheet has a line for FP4, add "
             "fp4=..."
         )
-    else:
-        text += f", {kind.fp4_tflops:,g} in FP4"
-    if kind.int8_tops is not None:
-        text += f", {kind.int8_tops:,g} TOP/s in INT8"
     text += "; integer 4-bit weights are computed in BF16 by every planned engine"
     if kind.int4_tops is not None:
         text += ", so int4 is not in the plan"
