@@ -199,11 +199,7 @@ def test_what_is_missing_is_told() -> None:
     assert lossy["plan"] is None
     assert (
         lossy["verdict"]
-<<<<<<< HEAD
-        == "Nothing keeps the budget of none: at least 0.13 answers of 100 would be lost."
-=======
-        == "Nothing keeps the budget of none: at least 0.92 answers of 100 would be lost."
->>>>>>> fmt-gpus
+        == "Nothing keeps the budget of none: at least 0.15 answers of 100 would be lost."
     )
 
 
