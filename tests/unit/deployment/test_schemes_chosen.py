@@ -99,8 +99,8 @@ def test_an_online_tier_starts_from_the_16_bit_folder(tmp_path: Path) -> None:
     assert args == ("--quantization", "fp8_per_channel")
     assert engine_args(given, FAST) == ()
     online = {BALANCED: replace(base, tier=BALANCED), PRECISE: base}
-    spec = tier_spec(BALANCED, given.tiers.balanced, online, args=args)
-    precise = tier_spec(PRECISE, given.tiers.precise, online)
+    spec = tier_spec(BALANCED, given.tiers.balanced, online, args=args, store=tmp_path)
+    precise = tier_spec(PRECISE, given.tiers.precise, online, store=tmp_path)
     assert (spec.checkpoint, spec.precision) == (base.path, "fp8")
     assert checkpoint_precision(base.path) == "bf16"
     assert precise.digest == base.manifest.weights_digest
@@ -108,6 +108,7 @@ def test_an_online_tier_starts_from_the_16_bit_folder(tmp_path: Path) -> None:
         BALANCED,
         given.tiers.balanced,
         online,
+        store=tmp_path,
         args=("--quantization", "mxfp8"),
     )
     assert len({spec.digest, precise.digest, by_block.digest}) == 3
