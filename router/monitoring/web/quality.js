@@ -39,7 +39,7 @@ function showPolicy(policy) {
   area.dataset.shown = "true";
   area.replaceChildren(...[
     ...[...Object.values(policy.worse), ...differing()].map((why) => el("p", { class: "worse", role: "alert" }, why)),
-    ...held().map((why) => el("p", { class: "cut" }, why)),
+    ...unmeasuredHeld().map((why) => el("p", { class: "cut" }, why)),
     ...Object.values(policy.pointless).map((why) => el("p", { class: "pointless" }, why)),
     ...Object.entries(policy.not_measured ?? {}).map(([tier, { text, remedy }]) => el("p", { class: "cut" }, `${tier}: ${text}. To measure it, ${remedy}.`)),
     ...(measured || !tiers.length ? [] : unmeasured()),
@@ -54,7 +54,7 @@ function differing() {
 }
 
 /** The tiers that get no requests before they are measured, each in one sentence. */
-function held() {
+function unmeasuredHeld() {
   const served = (fleet?.tiers ?? []).filter((t) => t.replicas.length).map((t) => t.tier);
   const verdicts = Object.entries(fleet?.profiling?.verdicts ?? {});
   return verdicts.filter(([tier, v]) => v.held && !v.verdict && served.includes(tier)).map(([, v]) => v.sentence);
