@@ -4,6 +4,7 @@ TierError
 ├── CheckpointError        a checkpoint is missing, unfinished or does not belong with the others
 │   ├── ModelMismatchError      two tiers' checkpoints are not one model
 │   └── TokenizerMismatchError  two tiers would read the same prompt as different tokens
+├── SchemeError            a scheme, or the table of schemes, is wrong
 ├── PlanError              the engines do not fit on this machine
 │   └── NoRoomError        its memory is too small
 ├── EngineError            an engine process failed

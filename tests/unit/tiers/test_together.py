@@ -16,7 +16,8 @@ async def test_results_come_in_order_whatever_ends_first() -> None:
     second_is_done = asyncio.Event()
 
     async def first() -> str:
-        await second_is_done.wait()
+        async with asyncio.timeout(20):
+            await second_is_done.wait()
         return "first"
 
     async def second() -> str:
@@ -34,7 +35,7 @@ async def test_the_first_error_ends_the_others_and_is_no_group() -> None:
 
     async def wait_for_ever() -> None:
         try:
-            await asyncio.Event().wait()
+            await asyncio.sleep(60)
         except asyncio.CancelledError:
             is_cancelled.set()
             raise

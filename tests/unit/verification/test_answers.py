@@ -62,7 +62,8 @@ async def test_it_stops_when_the_loss_is_known() -> None:
         assert finding.overall.both_right == 251
         assert finding.overall.tasks_needed is None
         assert finding.overall.high < 0.02
-        assert len(candidate.asked) <= 251 + parallel
+        # while an early task is answered, any number of later ones may be
+        assert len(candidate.asked) < (253 if parallel == 1 else len(tasks))
 
 
 async def test_it_goes_on_to_the_last_task_where_that_is_asked_for() -> None:
