@@ -1,14 +1,16 @@
-"""Where a planned fleet of several precisions pays, and where not: six settings, each over a sweep of loads.
+"""Where a planned fleet of several precisions pays, and where not: models on GPUs and on this CPU, each over several loads.
 
     python benchmarks/plans.py [--requests 1000] [--seed 1] [--only TEXT]
 
 At each load ``qarr plan`` (``--json``) finds the cheapest fleet within the loss budget. That fleet and each fleet of one
 precision then serve the same Poisson arrivals, simulated (``policy_simulation.py``, with the router's own decisions and
-queue; speeds and losses as the plan has them): a day in four parts of equal length, the load of the last one 2.5 times the
-mean. ``--requests`` is how many a day has, or more, so that each part lasts 30 s; answers and prompts are log-normal about
-their mean. ``single`` is the cheapest fleet of one precision that keeps the budget. Each setting says where its speeds are
-from: computed (roofline), or measured, on an H200 by ``gpu_speed.py`` (``gpu_profile.py`` fits them) and on this CPU by
-``qarr profile latency``.
+queue; speeds and losses as the plan has them). Where there are as many GPUs as are needed, only two fleets of one precision
+do: the cheapest, and the cheapest within the budget. A day has four parts of equal length, the load of the last one is 2.5
+times the mean. ``--requests`` is how many a day has, or more, so that each part lasts as long as three answers; answers and
+prompts are log-normal about their mean. ``single`` is the cheapest fleet of one precision that keeps the budget. Each
+setting says where its speeds are from: computed (roofline), or measured, on an H200 by ``gpu_speed.py`` (``gpu_profile.py``
+fits them) and on this CPU by ``qarr profile latency``. Formats are those that ``qarr plan`` takes on the GPUs if none are
+named. ``mix_pays.py`` has more GPUs and loads, planned and not simulated.
 
 scripts/figures.py writes the documents' tables from results/plans.json.
 """
@@ -47,16 +49,22 @@ from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.named_gpus import parse_gpus
 from tiers.sizing.operation import Policy, in_operation
 from tiers.sizing.roofline import Roofline
+from tiers.sizing.tier_format import parse_format
 from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
-from tiers.spec import PRECISIONS, ReplicaStatus, TemplateTokens, TierName, TierSpec
+from tiers.spec import (
+    PRECISIONS,
+    STANDARD_TIERS,
+    ReplicaStatus,
+    TemplateTokens,
+    TierName,
+    TierSpec,
+)
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from recording import Result
-
-    from router.policy.decision import Objective
 
 RESULTS = ROOT / "benchmarks/results/plans.json"
 CONFIGS = "tests/unit/tiers/sizing/configs"
@@ -66,10 +74,11 @@ SIGMA = 0.6  # of the logarithm of an answer's length
 # of what an engine serves at most: the load at which latencies are compared
 USUAL = 0.7
 DAY = "0.4,0.6,0.5,2.5"
-MIN_PART_S = 30.0  # several times as long as an answer
+MIN_PART_ANSWERS = 3  # a part lasts at least as long as so many answers
 PLANNED = "planned"  # the name of the fleet that the plan found
-LLAMA_8B, LLAMA_70B = (
-    f"--model {CONFIGS}/{name}.json" for name in ("llama-3.1-8b", "llama-3.3-70b")
+LLAMA_8B, LLAMA_70B, QWEN_30B = (
+    f"--model {CONFIGS}/{name}.json"
+    for name in ("llama-3.1-8b", "llama-3.3-70b", "qwen3-30b-a3b")
 )
 
 
@@ -100,7 +109,42 @@ class Setting:
         return dict(zip(words[::2], words[1::2], strict=True))
 
 
+# README shows these.
+IN_README = (
+    "Llama 3.3 70B on B200, at most 1 lost",
+    "Llama 3.3 70B on RTX PRO 6000, at most 0.3 lost",
+    "Llama 3.1 8B on four H200",
+    "Qwen3 30B-A3B on L40S, at most 1 lost",
+)
+
+
+def with_budgets(name: str, arguments: str, loads: tuple[float, ...]) -> list[Setting]:
+    """Return a setting for each loss budget: few answers may be lost, or more."""
+    return [
+        Setting(
+            f"{name}, at most {budget} lost",
+            f"{arguments} --loss {budget} --day {DAY}",
+            loads,
+        )
+        for budget in ("0.3", "1")
+    ]
+
+
 SETTINGS = (
+    *with_budgets("Llama 3.1 8B on B200", f"{LLAMA_8B} --gpus B200", (15, 30, 45)),
+    *with_budgets(
+        "Llama 3.1 8B on RTX PRO 6000",
+        f"{LLAMA_8B} --gpus RTX-PRO-6000-Server",
+        (4, 8, 14),
+    ),
+    *with_budgets("Llama 3.3 70B on B200", f"{LLAMA_70B} --gpus B200", (5, 8, 16)),
+    *with_budgets(
+        "Llama 3.3 70B on RTX PRO 6000",
+        f"{LLAMA_70B} --gpus RTX-PRO-6000-Server",
+        (2, 4, 8),
+    ),
+    *with_budgets("Qwen3 30B-A3B on H100", f"{QWEN_30B} --gpus H100", (15, 30, 45)),
+    *with_budgets("Qwen3 30B-A3B on L40S", f"{QWEN_30B} --gpus L40S", (6, 10, 20)),
     Setting(
         "Llama 3.1 8B on one H100",
         f"{LLAMA_8B} --gpus 1xH100 --loss 0.3 --day {DAY}",
@@ -226,7 +270,9 @@ def sweep(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "name": setting.name,
         "arguments": setting.arguments,
+        "in_readme": setting.name in IN_README,
         "unit": setting.unit,
+        "formats": loads[0]["formats"],
         "loads": loads,
     }
 
@@ -244,6 +290,8 @@ def at_load(
         f"{tier} alone": fleet for tier, fleet in planned["alone"].items()
     }
     fleets = {name: fleet for name, fleet in fleets.items() if fleet is not None}
+    if any(gpu["count"] is None for gpu in planned["gpus"]):
+        fleets = compared(fleets, planned)
     rows = simulated(fleets, setting, planned, options)
     if rows:
         show(rows, planned)
@@ -252,12 +300,25 @@ def at_load(
         "load": load,
         "command": f"qarr plan {arguments}",
         "verdict": planned["verdict"],
+        "formats": planned["formats"],
         "speed": planned["speed"],
         "losses": planned["losses"],
         "currency": planned["currency"],
         "single": cheapest_single(planned),
         "rows": [as_json(each) for each in rows],
     }
+
+
+def compared(fleets: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the planned fleet, the cheapest of one precision within the budget, and the cheapest whatever it loses."""
+    alone = {name: fleet for name, fleet in fleets.items() if name != PLANNED}
+    cheapest = min(
+        alone,
+        key=lambda name: (alone[name]["cost_per_hour"], alone[name]["answers_lost"]),
+        default=None,
+    )
+    names = {PLANNED, f"{cheapest_single(planned)} alone", cheapest}
+    return {name: fleet for name, fleet in fleets.items() if name in names}
 
 
 def simulated(
@@ -269,7 +330,14 @@ def simulated(
     """Return what becomes of the same requests on each fleet."""
     shares = factors(DAY)
     rates = [planned["requests_per_s"] * share / mean_of(DAY) for share in shares]
-    part_s = max(options.requests / planned["requests_per_s"] / len(shares), MIN_PART_S)
+    answers_s = [
+        (fleet["ttft_ms"] + fleet["tpot_ms"] * planned["output_tokens"]) / 1000
+        for fleet in fleets.values()
+    ]
+    part_s = max(
+        options.requests / planned["requests_per_s"] / len(shares),
+        MIN_PART_ANSWERS * max(answers_s, default=0.0),
+    )
     arrivals = requests(
         rates, part_s, setting.values.get("--mix", "chat"), planned, options.seed
     )
@@ -279,7 +347,7 @@ def simulated(
             rows[name] = replace(rows[PLANNED], name=name)
             continue
         engines = [engine(each, setting.values) for each in fleet["engines"]]
-        results = serve(engines, arrivals, fleet["loss_budget"], "best")
+        results = serve(engines, arrivals, fleet["loss_budget"], planned)
         rows[name] = row(
             name, engines, fleet["cost_per_hour"], results, planned, arrivals
         )
@@ -316,12 +384,15 @@ def engine(each: Mapping[str, Any], value: Mapping[str, str]) -> Engine:
             speed,
         )
     model = architecture(find_config(str(ROOT / value["--model"])))
+    tier_format = parse_format(each["precision"], where="the plan")
     pace = Roofline(
         model,
         parse_gpus(each["gpu"])[0],
-        PRECISIONS[tier],
+        tier_format.number_format,
         each["gpus_per_replica"],
         PROMPT + OUTPUT // 2,
+        kv_bytes_per_value=tier_format.kv_bytes_per_value,
+        dense_format=tier_format.dense_format,
     )
     return Engine(
         tier,
@@ -329,16 +400,23 @@ def engine(each: Mapping[str, Any], value: Mapping[str, str]) -> Engine:
         each["gpus_per_replica"],
         each["replicas"],
         each["batch"],
-        as_model(pace),
+        as_model(pace, each["batch"] if model.has_experts else 2),
     )
 
 
-def as_model(pace: Roofline) -> SpeedModel:
-    """Return the speed model with the roofline's times: reading up to a batch, computing beyond."""
+def as_model(pace: Roofline, most: int = 2) -> SpeedModel:
+    """Return the speed model with the roofline's times: reading up to a batch, computing beyond.
+
+    Args:
+        pace: The roofline of an engine.
+        most: The line of the times up to the batch passes through those of this batch and of an eighth of it: more than 2
+            with experts, of which the first sequences of a batch read more than further ones.
+    """
     # that is not the prompt's
     least = pace.mixed_ms(PROMPT, 1, PROMPT) - pace.prefill_ms_per_token * PROMPT
-    each = pace.step_ms(2) - pace.step_ms(1)
-    base, far = pace.step_ms(1) - each, 100_000
+    near = max(most // 8, 1)
+    each = (pace.step_ms(most) - pace.step_ms(near)) / max(most - near, 1)
+    base, far = pace.step_ms(near) - each * near, 100_000
     beyond = pace.step_ms(far) - pace.step_ms(far - 1) - each
     knee = (
         round(far - (pace.step_ms(far) - base - each * far) / beyond)
@@ -411,11 +489,12 @@ def serve(
     engines: Sequence[Engine],
     asked: Sequence[Asked],
     budget: float,
-    objective: Objective,
+    planned: Mapping[str, Any],
 ) -> list[tuple[Asked, Result]]:
     """Return how each request ended on a fleet."""
     tiers = []
-    for tier, precision in PRECISIONS.items():
+    for tier in STANDARD_TIERS:
+        precision = planned["formats"].get(tier, PRECISIONS[tier])
         mine = [each for each in engines if each.tier is tier]
         most = max((each.batch for each in mine), default=1)
         spec = TierSpec(
@@ -439,9 +518,16 @@ def serve(
         )
         tiers.append(TierSnapshot(spec, states, (0,) * len(states)))
     fleet = FleetSnapshot(tuple(tiers), TemplateTokens(0, 0, 0), output_share=0.25)
+    lower_formats = {
+        TierName(tier): precision
+        for tier, precision in planned["formats"].items()
+        if tier != TierName.PRECISE
+    }
     table = PolicyParameters(
-        {tier: losses(PRECISIONS[tier], (), 8e9) for tier in tuple(PRECISIONS)[:2]},
-        objective=objective,
+        {
+            tier: losses(precision, (), planned["parameters"])
+            for tier, precision in lower_formats.items()
+        },
         loss_budget=budget,
     )
     records = tuple(
@@ -500,7 +586,7 @@ def row(
         percentile(tpots, 0.95),
         {
             tier: sum(result.tier is tier for _, result in served) / max(len(served), 1)
-            for tier in PRECISIONS
+            for tier in STANDARD_TIERS
         },
     )
 

@@ -232,9 +232,8 @@ class RecordedEngine(LiveEngine):
     def __init__(
         self, engine: ComparedEngine, path: Path | None, *, is_quick: bool
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, is_quick=is_quick)
         self._path = path
-        self._is_quick = is_quick
         if path is not None and path.exists():
             recording = Recording.model_validate_json(path.read_bytes())
             self._facts = recording.facts
@@ -246,7 +245,7 @@ class RecordedEngine(LiveEngine):
             texts = await write_texts(
                 self.engine,
                 context=context,
-                quick=self._is_quick,
+                quick=self.is_quick,
                 report=lambda _done, _total: report(),
             )
             own_scores = await self.score(texts, report)
@@ -265,7 +264,13 @@ class Silent:
     def begin(self, stage: Stage) -> None:
         """Ignore that a stage begins."""
 
-    def advance(self, done: int, total: int | None, detail: str) -> None:
+    def advance(
+        self,
+        done: int,
+        total: int | None,
+        detail: str,
+        remaining_s: float | None = None,
+    ) -> None:
         """Ignore how much is done."""
 
     def finish(self, stage: Stage, finding: StageFinding | None) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-S = TypeVar("S")
 
 
 class Finishing:
@@ -57,24 +56,3 @@ async def end_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=1)
-
-
-async def run_both(
-    first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, S]
-) -> tuple[T, S]:
-    """Run two coroutines at once and return both results; the first error cancels the other one and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            first_task = group.create_task(first)
-            second_task = group.create_task(second)
-    except ExceptionGroup as errors:
-        raise first_error(errors) from errors
-    return first_task.result(), second_task.result()
-
-
-def first_error(errors: ExceptionGroup[Exception]) -> Exception:
-    """Return the first error of a group of errors and groups."""
-    first = errors.exceptions[0]
-    if isinstance(first, ExceptionGroup):
-        return first_error(first)
-    return first

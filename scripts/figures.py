@@ -23,7 +23,7 @@ import textwrap
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -32,7 +32,7 @@ from measure import ROOT
 from proxies import BASE, OURS, OURS_GENERATE, PROXIES
 from side_by_side import BUSY, DIRECT, GATEWAY_LOADS, LOADS
 
-from tiers.sizing.verdict import NAMES
+from tiers.sizing.tier_format import format_words
 from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
@@ -361,8 +361,13 @@ def gateways(to_results: str) -> str:
 # Plans: where several precisions pay.
 
 
-def engine_words(engines: str) -> str:
-    """Return a fleet's engines, such as ``1 fast on 1 x A10, 1 precise on 2 x A10``, with their precisions."""
+def engine_words(engines: str, formats: dict[str, str]) -> str:
+    """Return a fleet's engines, such as ``1 fast on 1 x A10, 1 precise on 2 x A10``, with their precisions.
+
+    Args:
+        engines: As plans.json has them.
+        formats: By tier.
+    """
     words = []
     for engine in engines.split(", "):
         found = re.fullmatch(
@@ -375,7 +380,7 @@ def engine_words(engines: str) -> str:
         count, tier, gpus, gpu = found.groups()
         times = "" if count == "1" and gpu else f"{count} x "
         on = f" on {gpus} {gpu}" + (" each" if count != "1" else "") if gpu else ""
-        words.append(f"{times}{NAMES[PRECISIONS[TierName(tier)]]}{on}")
+        words.append(f"{times}{format_words(formats[tier])}{on}")
     return " + ".join(words)
 
 
@@ -385,12 +390,14 @@ class PlannedLoad:
 
     Attributes:
         load: With its unit.
+        formats: By tier.
         planned: None: no fleet carries the load.
         single: None: none of one precision carries it within the budget.
         over_budget: The cheapest fleet of one precision, whatever it loses; None: none carries it.
     """
 
     load: str
+    formats: dict[str, str]
     planned: dict[str, Any] | None
     single: dict[str, Any] | None
     over_budget: dict[str, Any] | None
@@ -399,14 +406,20 @@ class PlannedLoad:
     def single_words(self) -> str:
         """Return the fleet of one precision, or why there is none and what the cheapest would lose."""
         if self.single is not None:
-            return engine_words(self.single["engines"])
+            return engine_words(self.single["engines"], self.formats)
         if self.over_budget is None:
             return "no single precision can carry it"
         row = self.over_budget
         return (
-            f"no single precision stays within the allowed loss ({engine_words(row['engines'])} costs "
+            f"no single precision stays within the allowed loss ({engine_words(row['engines'], self.formats)} costs "
             f"{row['price']:.2f} and loses {100 * row['lost']:.2g})"
         )
+
+    @property
+    def planned_words(self) -> str:
+        """Return the planned fleet."""
+        assert self.planned is not None
+        return engine_words(self.planned["engines"], self.formats)
 
     @property
     def is_one_precision(self) -> bool:
@@ -430,6 +443,7 @@ def planned_loads(setting: dict[str, Any]) -> list[PlannedLoad]:
         found.append(
             PlannedLoad(
                 f"{each['load']:g}/{setting['unit']}",
+                setting["formats"],
                 rows.get("planned"),
                 single,
                 cheapest,
@@ -515,11 +529,11 @@ def plan_cells(each: PlannedLoad) -> list[str]:
     if each.is_one_precision:
         return [
             each.load,
-            engine_words(each.planned["engines"]),
+            each.planned_words,
             *(cell(each.planned) for cell in PLAN_COLUMNS.values()),
         ]
     if each.single is None:
-        fleet = f"{each.single_words} → {engine_words(each.planned['engines'])}"
+        fleet = f"{each.single_words} → {each.planned_words}"
         return [
             f"**{each.load}**",
             fleet,
@@ -528,7 +542,7 @@ def plan_cells(each: PlannedLoad) -> list[str]:
     pairs = [
         f"{cell(each.single)} → {cell(each.planned)}" for cell in PLAN_COLUMNS.values()
     ]
-    fleet = f"{each.single_words} → {engine_words(each.planned['engines'])}"
+    fleet = f"{each.single_words} → {each.planned_words}"
     return [f"**{each.load}**", fleet, *pairs]
 
 
@@ -536,7 +550,8 @@ def pays(to_results: str) -> str:
     """Return README's table: a row for each load at which several precisions pay, one for all others of a setting."""
     record = read_json("plans.json")
     rows = []
-    for setting in record["settings"]:
+    shown = [setting for setting in record["settings"] if setting["in_readme"]]
+    for setting in shown:
         currency = setting["loads"][0]["currency"] or "machines"
         name = f"{setting['name']} ({speed_words(setting)} speeds; {currency})"
         loads = planned_loads(setting)
@@ -549,16 +564,51 @@ def pays(to_results: str) -> str:
         "The arrow leads from the cheapest fleet of one precision to the planned fleet; where there is no arrow, one "
         f"precision is best. Each simulated day has {record['requests']:,} requests or more, and its last quarter has 2.5 "
         f"times the mean load: `{record['command']}`, {record['date']} ([every load]({to_results}/plans.txt)). Computed "
-        f"speeds come from the plan's roofline model; measured ones from [an H200]({to_results}/gpu_speed.jsonl) and from "
-        'the CPU of the benchmark machine ("this CPU"). Losses are published ones '
-        f"([sources]({root}router/policy/published_losses.toml)). The plans were made with `--loss 0.3`: at most 0.3 "
-        "answers per 100 may be lost, on average over the day (on this CPU: as many as FP8 alone loses). A simulated day "
-        "may end slightly above that."
+        f"speeds come from the plan's roofline model; measured ones from [an H200]({to_results}/gpu_speed.jsonl). Losses "
+        f"are published ones ([sources]({root}router/policy/published_results.csv)). At most 0.3 answers per 100 may be "
+        "lost (`--loss 0.3`), on average over the day, or as many as the name says. A simulated day may end slightly "
+        "above that. "
+        f"{mix_pays(to_results)}"
     )
     return (
         table(["", "load, mean", "fleet", *README_COLUMNS], rows)
         + "\n"
         + paragraph(words)
+    )
+
+
+def mix_pays(to_results: str) -> str:
+    """Return how often a mix is cheaper than any one precision, on GPUs that compute different formats."""
+    loads_by_format: dict[str, list[dict[str, Any]]] = {
+        "nvfp4": [],
+        "fp8": [],
+        "int8-w8a8": [],
+    }
+    cases = [case for case in read_json("mix_pays.json")["cases"] if case["budgets"]]
+    for case in cases:
+        formats = case["formats"].values()
+        usual = next(name for name in loads_by_format if name in formats)
+        for loads in case["budgets"].values():
+            loads_by_format[usual] += [
+                load for load in loads if load["saved"] is not None
+            ]
+    where = {
+        "nvfp4": "with FP4 units",
+        "fp8": "with FP8 units and none for FP4",
+        "int8-w8a8": "with INT8 units alone",
+    }
+    parts = []
+    for name, loads in loads_by_format.items():
+        saved = [load["saved"] if load["is_cheaper"] else 0.0 for load in loads]
+        share = fmean(each > 0 for each in saved)
+        parts.append(
+            f"{share:.0%} on GPUs {where[name]} (it saves {fmean(saved):.0%} in the mean over all loads)"
+        )
+    models, gpus = (len({case[what] for case in cases}) for what in ("model", "gpu"))
+    return (
+        f"For {models} models on {gpus} kinds of GPU, as many as needed, with 9 loads and 2 budgets each, the share of "
+        f"loads at which a mix is cheaper than any one precision is {listed(parts)} "
+        f"([all of them]({to_results}/mix_pays.txt))."
     )
 
 
@@ -578,7 +628,9 @@ def pays_rows(kind: int, loads: Sequence[PlannedLoad]) -> Iterator[list[str]]:
         fleets = [each.planned for each in loads if each.planned is not None]
         found = set[str]().union(*(tiers_of(row) for row in fleets))
         ordered = [
-            NAMES[precision] for tier, precision in PRECISIONS.items() if tier in found
+            format_words(precision)
+            for tier, precision in loads[0].formats.items()
+            if tier in found
         ]
         cells = [column.spread(fleets) for column in README_COLUMNS.values()]
         yield [names, f"one precision is best: {' or '.join(ordered)}", *cells]
@@ -591,7 +643,7 @@ def pays_rows(kind: int, loads: Sequence[PlannedLoad]) -> Iterator[list[str]]:
             ]
             yield [
                 f"**{each.load}**",
-                f"{each.single_words} → {engine_words(each.planned['engines'])}",
+                f"{each.single_words} → {each.planned_words}",
                 *pairs,
             ]
 
@@ -829,7 +881,9 @@ def engine_checks(to_results: str) -> str:
         )
         counts[row[2], row[4]] += 1
         if (row[2], row[4]) == ("broken", "passes"):
-            passed.setdefault(row[3], []).append(NAMES[PRECISIONS[TierName(row[1])]])
+            passed.setdefault(row[3], []).append(
+                format_words(PRECISIONS[TierName(row[1])])
+            )
     sound = counts["sound", "passes"] + counts["sound", "refused"]
     broken = counts["broken", "passes"] + counts["broken", "refused"]
     missed = (

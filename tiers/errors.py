@@ -2,7 +2,9 @@
 
 TierError
 ├── CheckpointError        a checkpoint is missing, unfinished or does not belong with the others
+│   ├── ModelMismatchError      two tiers' checkpoints are not one model
 │   └── TokenizerMismatchError  two tiers would read the same prompt as different tokens
+├── SchemeError            a scheme, or the table of schemes, is wrong
 ├── PlanError              the engines do not fit on this machine
 │   └── NoRoomError        its memory is too small
 ├── EngineError            an engine process failed
@@ -32,6 +34,14 @@ class TierError(Exception):
 
 class CheckpointError(TierError):
     """A checkpoint is missing, unfinished or unusable."""
+
+
+class SchemeError(TierError):
+    """A scheme, or the table of schemes, is wrong."""
+
+
+class ModelMismatchError(CheckpointError):
+    """The checkpoints of tiers differ in architecture, vocabulary, tokenizer or chat template."""
 
 
 class TokenizerMismatchError(CheckpointError):

@@ -40,3 +40,9 @@ def with_kv_cache(precision: str, kv_cache_dtype: str | None) -> str:
 def weights_of(precision: str) -> str:
     """Return a precision without the formats of KV caches."""
     return _KV_CACHE.sub("", precision)
+
+
+def kv_cache_of(precision: str) -> str | None:
+    """Return the format of the KV cache that a precision names; None: of the model's own type, or not known."""
+    named = _KV_CACHE.search(precision)
+    return None if named is None else named[0].removeprefix("+kv-")

@@ -19,6 +19,7 @@ import psutil
 from tiers.checkpoints.checkpoint import quantized_bytes
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.errors import CheckpointError, NoRoomError, PlanError
+from tiers.formats import FORMATS, lowest_format
 from tiers.kernels import (
     InstructionSet,
     Kernel,
@@ -52,9 +53,9 @@ CPU_OVERHEAD_GIB = 1.3
 USUAL_TOKENS = 512  # prompt and output of a usual request
 CPUINFO = Path("/proc/cpuinfo")
 SMALLEST_GROUP = 32  # 4-bit weights that share a scale of 16 bits and a zero point of 4
-# Bytes per weight of a linear layer, without scales and zero points, and with them.
-WEIGHT_BYTES = {Precision.BF16: 2.0, Precision.FP8: 1.0, Precision.AWQ_INT4: 0.5}
-LINEAR_BYTES = {**WEIGHT_BYTES, Precision.AWQ_INT4: 0.5 + (16 + 4) / 8 / SMALLEST_GROUP}
+# Bytes per weight of a linear layer, scales and zero points of the smallest groups included.
+BF16_BYTES = 2.0
+AWQ_BYTES = 0.5 + (16 + 4) / 8 / SMALLEST_GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,19 +287,28 @@ def _group_size(checkpoint: Path) -> int:
 
 
 def expected_bytes(
-    base: Path, precision: Precision, instructions: InstructionSet | None
+    base: Path, precision: str, instructions: InstructionSet | None
 ) -> tuple[int, int]:
     """Estimate the size, in bytes, of weights to be made from a BF16 checkpoint: on disk and in an engine's memory.
 
     Embeddings and output head, whose size follows from the vocabulary's, stay in BF16.
+
+    Args:
+        base: The BF16 checkpoint.
+        precision: The name of a number format; one that is not known counts as BF16.
+        instructions: Of the processor.
     """
+    number_format = FORMATS.get(precision, FORMATS[Precision.BF16])
+    linear_bytes = number_format.bytes_per_weight
+    if precision == Precision.AWQ_INT4:
+        linear_bytes = AWQ_BYTES
     base_bytes = weight_bytes(base)
     kept_bytes = min(_unquantized_bytes(base), base_bytes)
-    weight_count = (base_bytes - kept_bytes) / WEIGHT_BYTES[Precision.BF16]
-    on_disk = kept_bytes + int(weight_count * LINEAR_BYTES[precision])
+    weight_count = (base_bytes - kept_bytes) / BF16_BYTES
+    on_disk = kept_bytes + int(weight_count * linear_bytes)
     quantized = 0
-    if precision is not Precision.BF16:
-        quantized = int(weight_count * WEIGHT_BYTES[precision])
+    if number_format.is_quantized:
+        quantized = int(weight_count * number_format.weight_bits / 8)
     held = _bytes_in_memory(
         choose_kernel(precision, instructions),
         on_disk=on_disk,
@@ -444,11 +454,12 @@ def _need(
 ) -> _Need:
     """Return what one engine of a tier needs; a draft model adds its weights and a KV cache of its own."""
     if tier.checkpoint is not None:
-        on_disk, held = _checkpoint_bytes(tier.checkpoint, instructions)
+        on_disk, held = _served_bytes(tier, tier.checkpoint, instructions)
         per_token = _kv_per_token(tier, tier.checkpoint)
     else:
         assert base is not None
-        on_disk, held = expected_bytes(base, PRECISIONS[tier.name], instructions)
+        precision = tier.expected_precision or PRECISIONS[tier.name]
+        on_disk, held = expected_bytes(base, precision, instructions)
         per_token = _kv_per_token(tier, base)
     need = _Need(tier, on_disk=on_disk, held=held, kv_per_token=per_token)
     if tier.draft is None or tier.draft.source == NGRAM:
@@ -469,6 +480,26 @@ def _need(
         held=held + draft_held,
         kv_per_token=per_token + draft_per_token,
     )
+
+
+def _served_bytes(
+    tier: TierSpec, checkpoint: Path, instructions: InstructionSet | None
+) -> tuple[int, int]:
+    """Return the size, in bytes, of a tier's weights: as they are loaded, and in a CPU engine's memory.
+
+    Weights that vLLM quantizes while it loads them take what a checkpoint of that format would.
+    """
+    served = lowest_format(tier.precision)
+    stored = lowest_format(checkpoint_precision(checkpoint))
+    is_quantized_on_loading = (
+        served is not None
+        and stored is not None
+        and served.is_quantized
+        and not stored.is_quantized
+    )
+    if served is not None and is_quantized_on_loading:
+        return expected_bytes(checkpoint, served.name, instructions)
+    return _checkpoint_bytes(checkpoint, instructions)
 
 
 def _checkpoint_bytes(

@@ -309,11 +309,14 @@ class EngineProbe:
         client: Shared; its timeouts hold for the short calls.
         url: The engine's base URL.
         api_key: Sent as a bearer token.
+        priority: Of generations; vLLM computes lower numbers first. None: none is sent, as an engine without priority
+            scheduling requires.
     """
 
     client: httpx.AsyncClient
     url: str
     api_key: str
+    priority: int | None = None
 
     async def alive(self) -> bool:
         """Tell whether ``/health`` answers 200. An engine that is alive need not be warm."""
@@ -757,6 +760,12 @@ class EngineProbe:
         Raises:
             ProbeError: There is none in time, it is too long, or it has another status.
         """
+        if (
+            self.priority is not None
+            and body is not None
+            and path in {CHAT, COMPLETIONS}
+        ):
+            body = {**body, "priority": self.priority}
         timeout: httpx.Timeout | float = self.client.timeout
         limit_s = ANSWER_S
         if timeout_s is not None:

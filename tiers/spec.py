@@ -237,6 +237,8 @@ class TierSpec:
         draft: For speculative decoding; None: one token a step.
         adapters: Names of the LoRA adapters that all its engines offer.
         held: Whether only requests get it that require it by name, until its loss is known (quality.gate = hold).
+        expected_precision: Of the checkpoint that is still to be made; empty: none is, or it is the tier's usual one.
+        prompt_identity: The same in tiers that make the same tokens of a request, if tiers may differ in that; None: all do.
     """
 
     name: TierName
@@ -257,6 +259,8 @@ class TierSpec:
     draft: Draft | None = None
     adapters: tuple[str, ...] = ()
     held: bool = False
+    expected_precision: str = ""
+    prompt_identity: str | None = None
 
     @property
     def startable(self) -> bool:

@@ -23,7 +23,7 @@ from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
 from router.policy.decision import Priority, Sla, Sort
 from router.section import AdapterName, EngineAddress
 from router.settings import Settings
-from tiers.formats import QUANTIZATIONS, Quantization
+from tiers.formats import QUANTIZATIONS, Quantization, shown_quantization
 from tiers.preparing import Preparing
 from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
@@ -411,6 +411,7 @@ def _render_tier(
     return {
         "tier": spec.name,
         "precision": spec.precision,
+        "quantization": shown_quantization(spec.precision),
         "state": tier.status.value,
         "preparing": rendered_preparing,
         "detail": detail_text,
@@ -453,6 +454,7 @@ def _render_replica(
         "pid": replica.pid if inside else None,
         "state": replica.status.value,
         "precision": replica.precision,
+        "quantization": shown_quantization(replica.precision),
         "detail": replica.detail if inside else "",
         "in_flight": replica.in_flight,
         "places_taken": replica.slots,

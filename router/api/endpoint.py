@@ -42,6 +42,7 @@ from router.telemetry.settings import TelemetrySettings
 from router.upstream.engine_stream import BufferedAnswer, EngineAnswer, EngineStream
 from router.upstream.errors import UpstreamError
 from router.upstream.sse import SEPARATOR, Chunk
+from tiers.formats import shown_quantization
 
 log = logging.getLogger(f"qarr.{__name__}")
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -255,6 +256,7 @@ def answer_headers(
         headers = {
             "x-qarr-tier": answer.tier,
             "x-qarr-precision": answer.spec.precision,
+            "x-qarr-quantization": shown_quantization(answer.spec.precision),
         }
     headers["x-qarr-reason"] = reason_of(decision, answer)
     waited_for = active.grant or active.diverted
@@ -290,6 +292,7 @@ def report_on(call: Call, active: ActiveRequest) -> dict[str, Any] | None:
     report: dict[str, Any] = {
         "tier": answer.tier,
         "precision": answer.spec.precision,
+        "quantization": shown_quantization(answer.spec.precision),
         "checkpoint": answer.spec.checkpoint_id,
     }
     if answer.overflow is not None:

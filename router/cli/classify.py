@@ -185,7 +185,8 @@ def idle_fleet(settings: Settings) -> FleetSnapshot:
     replica = ReplicaState("", "", status=ReplicaStatus.READY)
     tiers: list[TierSnapshot] = []
     for name in settings.tiers.names:
-        spec = tier_spec(name, settings.tiers.of(name), {})
+        tier = settings.tiers.of(name)
+        spec = tier_spec(name, tier, {}, store=settings.model.store)
         tiers.append(TierSnapshot(spec, (replica,), (0,)))
     return FleetSnapshot(tuple(tiers), TemplateTokens())
 

@@ -36,7 +36,7 @@ CalibrationOption = Annotated[
     Path | None,
     typer.Option(
         "--calibration",
-        help='Your own prompts for AWQ: JSON lines with a "text" field.',
+        help='Your own prompts to calibrate on: JSON lines with a "text" field.',
         metavar="FILE",
     ),
 ]

@@ -20,7 +20,7 @@ from router.cli.plan_notes import notes_on_inputs, notes_on_load, source_of_pric
 from router.cli.plan_report import as_json, show
 from router.cli.plan_result import FleetPlan, PlanReport, PlanTarget
 from router.cli.plan_settings import ignored_settings
-from router.cli.plan_target import find_target
+from router.cli.plan_target import find_target, first_kind
 from router.settings import Settings, load_settings
 from tiers.checkpoints.prepare import DEFAULT_MODEL
 from tiers.errors import PlanError
@@ -30,6 +30,7 @@ from tiers.sizing.fleet import EngineType, fullest, parse_rate
 from tiers.sizing.hardware import GpuKind, Prices, read_prices
 from tiers.sizing.largest import fewest_gpus
 from tiers.sizing.verdict import WrittenSettings, counted, settings_for, tiers_of
+from tiers.spec import TierName
 
 PEAK_DAY = "0.4,0.6,0.5,2.5"  # the day that `qarr up` plans for
 UNKNOWN_SPEED = (
@@ -118,8 +119,21 @@ TpotOption = Annotated[
 SequencesOption = Annotated[
     int | None, typer.Option(help="Sequences decoded at once.", min=1, metavar="N")
 ]
-KvFp8Option = Annotated[
-    bool, typer.Option("--kv-fp8", help="Keep the KV cache in FP8.")
+FormatsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Number formats of the tiers: the model's own is precise, lower ones are balanced and fast. Each may end with "
+        "+kv-fp8. By default what the GPUs compute well.",
+        metavar="nvfp4,fp8,bf16",
+    ),
+]
+KvCacheOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache",
+        help="The KV cache of all tiers: auto (16 bits), or fp8 (half the bytes).",
+        metavar="FORMAT",
+    ),
 ]
 PricesOption = Annotated[
     Path,
@@ -148,7 +162,8 @@ def plan(
     ttft: TtftOption = DEFAULTS.ttft_ms,
     tpot: TpotOption = DEFAULTS.tpot_ms,
     max_num_seqs: SequencesOption = DEFAULTS.max_num_seqs,
-    kv_fp8: KvFp8Option = DEFAULTS.kv_fp8,
+    formats: FormatsOption = DEFAULTS.formats,
+    kv_cache: KvCacheOption = DEFAULTS.kv_cache,
     prices: PricesOption = DEFAULTS.prices,
     profile: ProfileOption = DEFAULTS.profile,
     write: WriteOption = None,
@@ -170,7 +185,8 @@ def plan(
         ttft_ms=ttft,
         tpot_ms=tpot,
         max_num_seqs=max_num_seqs,
-        kv_fp8=kv_fp8,
+        formats=formats,
+        kv_cache=kv_cache,
         prices=prices,
         profile=profile,
     )
@@ -203,9 +219,9 @@ def _check_options(options: PlanOptions, write: Path | None) -> None:
 def make_report(settings: Settings, options: PlanOptions) -> PlanReport:
     """Make the plan that the options ask for."""
     target = find_target(settings, options)
-    if not target.gpus and options.kv_fp8:
+    if not target.gpus and options.kv_cache != DEFAULTS.kv_cache:
         raise PlanError(
-            "--kv-fp8 needs --gpus: engines on a CPU keep their KV cache in BF16"
+            f"--kv-cache {options.kv_cache} needs --gpus: engines on a CPU keep their KV cache in BF16"
         )
     demand = demand_of(settings, options, target)
     fleet_plan = _make_plan(settings, options, target, demand=demand)
@@ -221,8 +237,13 @@ def tiers_for_gpus(settings: Settings) -> tuple[dict[str, dict[str, int]], str] 
     is_example = settings.model.name == DEFAULT_MODEL
     if names_tiers(settings) or is_example or not read_machine().gpus:
         return None
-    options = PlanOptions(load="1/s", day=PEAK_DAY)
+    # The settings cannot say which engines are on which kind of GPU, so those of other kinds are left idle.
+    gpus = first_kind(read_machine())
+    options = PlanOptions(gpus=gpus, load="1/s", day=PEAK_DAY)
     target = find_target(settings, options)
+    if target.reference.number_format.is_quantized:
+        # Nothing is made from weights of few bits.
+        target = replace(target, formats={TierName.PRECISE: target.reference})
     context = min(settings.tiers.balanced.max_model_len, target.model.context)
     options = replace(options, context=context)
     demand = demand_of(settings, options, target)
@@ -260,7 +281,7 @@ def _make_plan(
         return replace(fleet_plan, verdict=UNKNOWN_SPEED)
     requests_per_s = 1.0 if options.load is None else parse_rate(options.load)
     load = load_of(options, target, requests_per_s)
-    notes = [*fleet_plan.notes, *notes_on_load(options, demand, load)]
+    notes = [*fleet_plan.notes, *notes_on_load(options, target, demand, load)]
     fleet_plan = replace(fleet_plan, notes=notes)
     search = FleetSearch(
         inputs, router_policy(settings), set_engines=engines_as_set(inputs)
@@ -322,9 +343,10 @@ def _write(
     model_name = options.model or settings.model.name
     is_file = Path(model_name).is_file()
     written_model = None if is_file or model_name == DEFAULT_MODEL else model_name
-    kv_cache_dtype = "fp8" if options.kv_fp8 else None
     written = WrittenSettings(
-        model=written_model, context=options.context, kv_cache_dtype=kv_cache_dtype
+        model=written_model,
+        context=options.context,
+        formats=report.target.formats,
     )
     try:
         settings_file.write_text(settings_for(best_fleet, verdict, written), "utf-8")

@@ -11,7 +11,7 @@ from router.cli.plan_result import FleetAsSet
 from router.settings import Settings
 from tiers.sizing.fleet import DailyLoad, EngineType, as_set
 from tiers.sizing.largest import CARRIED_SHARE, LargestLoad, largest_of_engines
-from tiers.spec import PRECISIONS, TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 # A share of what the slowest engine carries that every engine carries.
 IDLE_SHARE = 0.01
@@ -35,7 +35,7 @@ def engines_as_set(inputs: PlanInputs) -> list[EngineType] | None:
         return None
     engines = []
     unbounded = replace(target, gpus=dict.fromkeys(target.gpus))
-    for tier in PRECISIONS:
+    for tier in target.formats:
         tier_settings = inputs.settings.tiers.of(tier)
         demand = replace(
             inputs.demand,
@@ -63,7 +63,7 @@ def fleet_as_set(
         return FleetAsSet(fleet=None)
     replicas_by_tier: dict[TierName, int] = {}
     usable_tiers = {engine.tier for engine in usable_engines}
-    for tier in PRECISIONS:
+    for tier in STANDARD_TIERS:
         if tier in usable_tiers:
             replicas_by_tier[tier] = settings.tiers.of(tier).replicas_here
     gpu_names = {engine.gpu for engine in usable_engines}
@@ -83,7 +83,9 @@ def _started_engines(
 
 def _obstacle(settings: Settings, engines: Sequence[EngineType]) -> str | None:
     """Return why engines as the settings have them cannot be planned; None: they can."""
-    used_tiers = [tier for tier in PRECISIONS if settings.tiers.of(tier).replicas_here]
+    used_tiers = [
+        tier for tier in STANDARD_TIERS if settings.tiers.of(tier).replicas_here
+    ]
     if not used_tiers:
         return "the settings start no engines here"
     fitting_tiers = {engine.tier for engine in engines}

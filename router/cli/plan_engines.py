@@ -12,10 +12,7 @@ from tiers.sizing.architecture import Architecture
 from tiers.sizing.capacity import engines_on_cpu, engines_on_gpus
 from tiers.sizing.fleet import EngineType
 from tiers.sizing.hardware import GpuKind, Prices
-from tiers.spec import PRECISIONS, TierName
-
-FP8_BYTES = 1
-BF16_BYTES = 2
+from tiers.spec import TierName
 
 
 def prices_by_gpu(
@@ -41,7 +38,7 @@ def prices_by_gpu(
 
 
 def find_engines(inputs: PlanInputs) -> tuple[list[EngineType], list[str]]:
-    """Return the engines that fit, and why there is none of some precision."""
+    """Return the engines that fit, and why there is none of some tier."""
     if inputs.target.gpus:
         return _engines_on_gpus(inputs)
     return _engines_on_cpu(inputs), []
@@ -51,7 +48,7 @@ def _engines_on_cpu(inputs: PlanInputs) -> list[EngineType]:
     target = inputs.target
     kv_cache_bytes = {
         tier: _kv_cache_bytes(inputs.settings, target.model, tier)
-        for tier in PRECISIONS
+        for tier in target.formats
     }
     plans = engines_on_cpu(
         target.model,
@@ -59,6 +56,7 @@ def _engines_on_cpu(inputs: PlanInputs) -> list[EngineType]:
         kv_cache_bytes=kv_cache_bytes,
         weights_bytes=target.weights,
         paces=target.paces,
+        formats=target.formats,
     )
     return [EngineType(gpu="", plan=plan, price=1.0) for plan in plans]
 
@@ -67,23 +65,22 @@ def _engines_on_gpus(inputs: PlanInputs) -> tuple[list[EngineType], list[str]]:
     target = inputs.target
     engines: list[EngineType] = []
     reasons: list[str] = []
-    kv_bytes = FP8_BYTES if inputs.options.kv_fp8 else BF16_BYTES
     for gpu, gpu_count in target.gpus.items():
-        plans, missing_precisions = engines_on_gpus(
+        plans, obstacles = engines_on_gpus(
             target.model,
             gpu,
             gpu_count,
             demand=inputs.demand,
-            kv_bytes_per_value=kv_bytes,
+            formats=target.formats,
             paces=target.paces,
         )
         gpu_price = inputs.price_by_gpu.get(gpu) or 1.0
         for plan in plans:
             engine_price = plan.gpus_per_replica * gpu_price
             engines.append(EngineType(gpu.name, plan, price=engine_price))
-        # A kind beside others that holds no engine at all needs no word for each precision.
-        if len(target.gpus) == 1 or len(missing_precisions) < len(PRECISIONS):
-            reasons += missing_precisions.values()
+        # A kind beside others that holds no engine at all needs no word for each tier.
+        if len(target.gpus) == 1 or len(obstacles) < len(target.formats):
+            reasons += obstacles.values()
     return engines, reasons
 
 

@@ -103,7 +103,11 @@ class FleetSearch:
             verdict = self._why_no_fleet(fleet_plan, load)
         else:
             verdict = verdict_on(
-                best_fleet, alone_fleets, load, currency=fleet_plan.currency
+                best_fleet,
+                alone_fleets,
+                load,
+                currency=fleet_plan.currency,
+                formats=self.inputs.target.formats,
             )
         fleet_as_is = self._as_set(load)
         if fleet_as_is is not None and fleet_as_is.fleet is not None:
@@ -154,10 +158,9 @@ class FleetSearch:
         """Return the largest load of each fleet by its name."""
         available = _counted_by_name(fleet_plan)
         largest: dict[str, LargestLoad | None] = {PLANNED: planned}
-        for tier, tier_largest in largest_alone(
-            fleet_plan.engines, load, available
-        ).items():
-            largest[alone_name(tier)] = tier_largest
+        largest_by_tier = largest_alone(fleet_plan.engines, load, available)
+        for tier in self.inputs.target.formats:
+            largest[alone_name(tier)] = largest_by_tier[tier]
         if self.set_engines is not None:
             largest[AS_SET] = largest_as_set(
                 self.inputs.settings, self.set_engines, load

@@ -29,7 +29,8 @@ class PlanOptions:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     max_num_seqs: int | None = None
-    kv_fp8: bool = False
+    formats: str | None = None
+    kv_cache: str = "auto"
     prices: Path = PRICES
     profile: Path | None = None
 

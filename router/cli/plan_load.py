@@ -18,7 +18,7 @@ from router.settings import Settings
 from tiers.errors import PlanError
 from tiers.sizing.capacity import ServingDemand
 from tiers.sizing.fleet import DailyLoad, parse_course
-from tiers.spec import PRECISIONS, TierName
+from tiers.spec import TierName
 
 USUAL_SEQUENCES = 256  # decoded at once by an engine on GPUs
 
@@ -56,14 +56,14 @@ def load_of(
     mix = mix_of(options.mix)
     total_share = sum(mix.values())
     loss_by_tier: dict[TierName, dict[Hashable, float]] = {}
-    for tier in PRECISIONS:
+    for tier in target.formats:
         loss_by_tier[tier] = _losses_of_kinds(tier, target, mix)
     rate_by_kind: dict[Hashable, float] = {
         kind: requests_per_s * share / total_share for kind, share in mix.items()
     }
     load = DailyLoad(rate_by_kind, loss_by_tier, course=parse_course(options.day))
     if options.lost_of_100 is None:
-        return replace(load, budget=load.lost_by(TierName.BALANCED))
+        return replace(load, budget=load.lost_by(budget_tier(target)))
     return replace(load, budget=options.lost_of_100 / 100)
 
 
@@ -71,14 +71,28 @@ def _losses_of_kinds(
     tier: TierName, target: PlanTarget, kinds: Mapping[PromptKind, float]
 ) -> dict[Hashable, float]:
     """Return the share of answers that a tier is expected to lose of each kind."""
-    if tier is TierName.PRECISE:
-        return dict.fromkeys(kinds, 0.0)
+    tier_format = target.formats[tier]
     answers = target.answers.get(tier, ())
-    expected = losses(PRECISIONS[tier], answers, target.model.parameters)
-    return {
-        (prompt_class, complexity): expected[prompt_class][complexity].mean
-        for prompt_class, complexity in kinds
-    }
+    parameters = target.model.parameters
+    expected = losses(tier_format.precision, answers, parameters)
+    # A model that is published in few bits loses nothing by them: they are what others are compared with.
+    of_reference = losses(target.reference.precision, (), parameters)
+    lost: dict[Hashable, float] = {}
+    for prompt_class, complexity in kinds:
+        loss = expected[prompt_class][complexity].mean
+        if not answers:
+            loss -= of_reference[prompt_class][complexity].mean
+        lost[prompt_class, complexity] = max(loss, 0.0)
+    return lost
+
+
+def budget_tier(target: PlanTarget) -> TierName:
+    """Return the tier whose loss is allowed if nobody says what is: ``balanced``, or the next that is planned."""
+    return next(
+        tier
+        for tier in (TierName.BALANCED, TierName.FAST, TierName.PRECISE)
+        if tier in target.formats
+    )
 
 
 def mix_of(name_or_path: str) -> dict[PromptKind, float]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from classifier import Complexity, PromptClass
 from router.cli.plan_inputs import DEFAULTS, PlanInputs, PlanOptions
-from router.cli.plan_load import MIXES
-from router.cli.plan_result import FleetAsSet
+from router.cli.plan_load import MIXES, budget_tier
+from router.cli.plan_result import FleetAsSet, PlanTarget
+from router.policy.published import published_loss
 from tiers.sizing.capacity import ServingDemand
 from tiers.sizing.fleet import DailyLoad
 from tiers.sizing.hardware import PRICES, GpuKind, Prices, known_gpus
@@ -57,13 +59,25 @@ def notes_on_inputs(
         )
     if options.prices != PRICES:
         notes += _unused_prices(options.prices, gpu_counts, prices)
+    notes += _note_on_kv_cache(inputs.target)
     if not is_speed_known:
         notes += _unused_options(options)
     return notes
 
 
+def _note_on_kv_cache(target: PlanTarget) -> list[str]:
+    """Return that the losses of an FP8 KV cache are left out, where nothing is known of them."""
+    has_fp8_kv = any(each.is_kv_fp8 for each in target.formats.values())
+    kind = PromptClass.MATH, Complexity.COMPLEX
+    if not has_fp8_kv or published_loss("bf16+kv-fp8", kind, None) > 0:
+        return []
+    return [
+        "not in the plan: what an FP8 KV cache loses, of which nothing is published here"
+    ]
+
+
 def notes_on_load(
-    options: PlanOptions, demand: ServingDemand, load: DailyLoad
+    options: PlanOptions, target: PlanTarget, demand: ServingDemand, load: DailyLoad
 ) -> list[str]:
     """Return what the plan takes for granted where no option says otherwise, and what a decision log says."""
     is_built_in_mix = options.mix in MIXES
@@ -78,7 +92,7 @@ def notes_on_load(
         )
     if options.lost_of_100 is None:
         assumptions.append(
-            f"at most {100 * load.budget:.2g} answers of 100 lost, as many as balanced alone loses (--loss)"
+            f"at most {100 * load.budget:.2g} answers of 100 lost, as many as {budget_tier(target)} alone loses (--loss)"
         )
     notes: list[str] = []
     if assumptions:

@@ -19,14 +19,16 @@ from router.cli.plan_result import (
     PromptKind,
     alone_name,
 )
+from tiers.kv_precision import weights_of
 from tiers.plan import machine_name
 from tiers.sizing.capacity import MAX_BUSY_SHARE
 from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.hardware import GpuKind
 from tiers.sizing.largest import shown_load
 from tiers.sizing.named_gpus import is_as_built_in
+from tiers.sizing.tier_format import format_words
 from tiers.sizing.verdict import kinds_table
-from tiers.spec import PRECISIONS, TierName
+from tiers.spec import TierName
 
 HOUR_S = 3600
 WIDTH = 120
@@ -42,6 +44,10 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "parameters": target.model.parameters,
         "hardware": ", ".join(gpu.name for gpu in fleet_plan.gpus) or machine_name(),
         "gpus": [_gpu_json(gpu, count) for gpu, count in fleet_plan.gpus.items()],
+        "formats": {
+            tier: tier_format.precision for tier, tier_format in target.formats.items()
+        },
+        "losses_against": target.reference.precision,
         "speed": target.speed,
         "engines_busy": MAX_BUSY_SHARE,
         "losses": _source_of_losses(report),
@@ -355,17 +361,29 @@ def _largest_table(report: PlanReport) -> Table:
         "lost of 100",
     )
     for name, largest in fleet_plan.largest.items():
+        shown_name = _shown_name(name, report)
         if largest is None:
-            table.add_row(name, _why_no_largest(name, fleet_plan), style="dim")
+            reason = _why_no_largest(name, fleet_plan)
+            table.add_row(shown_name, reason, style="dim")
             continue
         table.add_row(
-            name,
+            shown_name,
             _engines_of(largest.fleet),
             f"{shown_load(largest.requests_per_s):,g}",
             *_cost_cells(largest.fleet, largest.requests_per_s, report),
             style=_style_of(name),
         )
     return table
+
+
+def _shown_name(fleet_name: str, report: PlanReport) -> str:
+    """Return how a fleet is called in tables: of one tier alone, with its format."""
+    for tier, tier_format in report.target.formats.items():
+        if fleet_name == alone_name(tier):
+            return alone_name(
+                f"{tier} ({format_words(weights_of(tier_format.precision))})"
+            )
+    return fleet_name
 
 
 def _style_of(fleet_name: str) -> str:
@@ -410,12 +428,13 @@ def _fleets_table(report: PlanReport, load: DailyLoad) -> Table:
         "ms/token",
     )
     for name, fleet in _fleets(fleet_plan).items():
+        shown_name = _shown_name(name, report)
         if fleet is None:
-            table.add_row(name, _why_no_fleet(name, fleet_plan), style="dim")
+            table.add_row(shown_name, _why_no_fleet(name, fleet_plan), style="dim")
             continue
-        shares = [f"{fleet.shares.get(tier, 0):.0%}" for tier in PRECISIONS]
+        shares = [f"{fleet.shares.get(tier, 0):.0%}" for tier in report.target.formats]
         table.add_row(
-            name,
+            shown_name,
             _engines_of(fleet),
             " / ".join(shares),
             *_cost_cells(fleet, load.mean_per_s, report),

@@ -13,6 +13,7 @@ from tiers.sizing.capacity import ServingDemand
 from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.hardware import GpuKind
 from tiers.sizing.largest import LargestLoad
+from tiers.sizing.tier_format import TierFormat
 from tiers.spec import TierName
 from tiers.speed import SpeedModel
 
@@ -24,8 +25,8 @@ DOES_NOT_CARRY = "does not carry it"
 ROOFLINE = "roofline"
 
 
-def alone_name(tier: TierName) -> str:
-    """Return the name of the fleet that has one precision only."""
+def alone_name(tier: str) -> str:
+    """Return the name of the fleet that has one tier only."""
     return f"{tier} alone"
 
 
@@ -36,6 +37,8 @@ class PlanTarget:
     Attributes:
         name: Of the model.
         gpus: How many there are of each kind; None: as many as needed. Empty: engines run on this machine's processor.
+        formats: Of each tier that is planned.
+        reference: What losses count against: the model as it is published.
         speed: Where speeds are from, for people; None: they are not known.
         paces: Measured speeds.
         weights: Bytes of each finished checkpoint as an engine holds it.
@@ -46,6 +49,8 @@ class PlanTarget:
     name: str
     model: Architecture
     gpus: Mapping[GpuKind, int | None]
+    formats: Mapping[TierName, TierFormat]
+    reference: TierFormat
     speed: str | None
     paces: Mapping[TierName, SpeedModel]
     weights: Mapping[TierName, int]

@@ -13,7 +13,7 @@ from tiers.spec import STANDARD_TIERS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-OTHER_FORMATS = "only fast (4 bits), balanced (FP8) and precise (BF16) are planned so far, not tiers of other formats"
+OTHER_TIERS = "only fast, balanced and precise are planned, in the formats that --formats names; not further tiers"
 _VLLM_ARGUMENTS = (
     "what vLLM's arguments and variables change in memory and speed is not known"
 )
@@ -30,6 +30,7 @@ ENTERS = frozenset(
     {
         "tiers.*.replicas",
         "tiers.*.tensor_parallel",
+        "tiers.*.scheme",
         "model.name",
         "model.store",
         "policy.objective",
@@ -46,8 +47,8 @@ IGNORED: dict[str, str] = {
     "tiers.*.across_nodes": _RAY,
     "tiers.*.ray_resources": _RAY,
     "ray.resources": _RAY,
-    "tiers.*.checkpoint": "each tier is planned as the model in its standard format, whatever the folder holds",
-    "tiers.*.precision": "each tier is planned in its standard format",
+    "tiers.*.checkpoint": "each tier is planned in the format that --formats names, whatever the folder holds",
+    "tiers.*.precision": "each tier is planned in the format that --formats names",
     "tiers.*.engine_args": _VLLM_ARGUMENTS,
     "engine.extra_args": _VLLM_ARGUMENTS,
     "tiers.*.env": _VLLM_ARGUMENTS,
@@ -93,6 +94,7 @@ UNRELATED = (
     "discovery.interval_s",
     "model.calibration",
     "model.calibration_samples",
+    "model.allow_different",
     "engine.python",
     "engine.base_port",
     "engine.api_key",
@@ -133,7 +135,7 @@ def ignored_settings(settings: Settings, *, on_gpus: bool) -> list[IgnoredSettin
     added_tiers = [
         f"tiers.{name}" for name in settings.tiers.names if name not in STANDARD_TIERS
     ]
-    ignored = [IgnoredSetting(setting, OTHER_FORMATS) for setting in added_tiers]
+    ignored = [IgnoredSetting(setting, OTHER_TIERS) for setting in added_tiers]
     reasons_here = IGNORED_ON_GPUS if on_gpus else IGNORED_ON_A_PROCESSOR
     reasons = IGNORED | reasons_here
     for change in changes(Settings(), settings):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from router.cli.plan_formats import choose_formats, named_schemes, published_format
 from router.cli.plan_inputs import PlanOptions
 from router.cli.plan_result import ROOFLINE, PlanTarget
 from router.deployment.layout import prepare_options, speed_machine
@@ -19,13 +21,15 @@ from router.policy.profiles import (
 )
 from router.settings import Settings
 from tiers.checkpoints.checkpoint import Checkpoint
+from tiers.checkpoints.contents import contents_of, read_contents
 from tiers.checkpoints.prepare import DEFAULT_MODEL, finished
 from tiers.errors import PlanError
 from tiers.plan import Machine, held_bytes, read_machine
-from tiers.sizing.architecture import architecture
+from tiers.sizing.architecture import Architecture, architecture
 from tiers.sizing.find_config import find_config
 from tiers.sizing.hardware import GpuKind, known_gpus
 from tiers.sizing.named_gpus import parse_all_gpus, unknown_gpu
+from tiers.sizing.tier_format import TierFormat
 from tiers.spec import PRECISIONS, TierName
 
 
@@ -45,10 +49,19 @@ def find_target(settings: Settings, options: PlanOptions) -> PlanTarget:
                 f"{model_name}, the default model, is not made yet: run 'qarr model prepare', or give --model"
             )
     machine = read_machine()
-    gpu_counts = _gpus(options, machine)
+    gpu_counts, left_out = _gpus(options, machine)
     measured_answers = _measured_answers(settings, checkpoints)
     config = find_config(folder)
     model = architecture(config)
+    published, notes = _published(folder, config, model)
+    formats = choose_formats(
+        options.formats,
+        options.kv_cache,
+        gpu_counts,
+        published,
+        has_experts=model.has_experts,
+        schemes=named_schemes(settings),
+    )
     speed: str | None = ROOFLINE
     weights: dict[TierName, int] = {}
     if not gpu_counts:
@@ -59,11 +72,13 @@ def find_target(settings: Settings, options: PlanOptions) -> PlanTarget:
         name=model_name,
         model=model,
         gpus=gpu_counts,
+        formats=formats.by_tier,
+        reference=formats.reference,
         speed=speed,
         paces={},
         weights=weights,
         answers=measured_answers,
-        notes=_note_on_quantization(config),
+        notes=[*left_out, *notes, *formats.notes],
     )
     profile_path = options.profile
     if profile_path is None and not gpu_counts and checkpoints:
@@ -73,18 +88,40 @@ def find_target(settings: Settings, options: PlanOptions) -> PlanTarget:
     return _with_profile(target, profile_path)
 
 
-def _gpus(options: PlanOptions, machine: Machine) -> dict[GpuKind, int | None]:
-    """Return the GPUs of the option, by default this machine's."""
+def _gpus(
+    options: PlanOptions, machine: Machine
+) -> tuple[dict[GpuKind, int | None], list[str]]:
+    """Return the GPUs of the option, by default this machine's, and which of the machine's are left out."""
     if options.gpus is not None:
-        return parse_all_gpus(options.gpus)
-    if not machine.gpus:
-        return {}
-    # GPUs of other kinds than the first one's are left out.
-    gpu_names = [gpu.name for gpu in machine.gpus]
+        return parse_all_gpus(options.gpus), []
+    counts: dict[GpuKind, int | None] = {}
+    left_out: list[str] = []
+    for name, count in Counter(gpu.name for gpu in machine.gpus).items():
+        kind = next((kind for kind in known_gpus() if kind.is_called(name)), None)
+        if kind is None:
+            left_out.append(name)
+        else:
+            counts[kind] = count
+    if left_out and not counts:
+        raise PlanError(f"this machine's GPU: {unknown_gpu(left_out[0])}")
+    return counts, [
+        f"not in the plan: {name} of this machine, which is no GPU that is known here; --gpus takes its figures"
+        for name in left_out
+    ]
+
+
+def first_kind(machine: Machine) -> str:
+    """Return the machine's GPUs of the first one's kind, as ``--gpus`` takes them.
+
+    Raises:
+        PlanError: The kind is not known.
+    """
+    name = machine.gpus[0].name
     for kind in known_gpus():
-        if kind.is_called(gpu_names[0]):
-            return {kind: gpu_names.count(gpu_names[0])}
-    raise PlanError(f"this machine's GPU: {unknown_gpu(gpu_names[0])}")
+        if kind.is_called(name):
+            count = sum(gpu.name == name for gpu in machine.gpus)
+            return f"{count}x{kind.name}"
+    raise PlanError(f"this machine's GPU: {unknown_gpu(name)}")
 
 
 def _measured_answers(
@@ -139,14 +176,18 @@ def _with_profile(target: PlanTarget, profile_path: Path) -> PlanTarget:
     )
 
 
-def _note_on_quantization(config: Mapping[str, Any]) -> list[str]:
-    """Return, for people, that a model is published in few bits already."""
-    text_config = config.get("text_config")
-    inner = text_config if isinstance(text_config, dict) else {}
-    quantization = config.get("quantization_config") or inner.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return []
-    method = quantization.get("quant_method", "few bits")
-    return [
-        f"not in the plan: the model is published in {method} already; each tier is planned as made from BF16 weights"
-    ]
+def _published(
+    folder: str, config: Mapping[str, Any], model: Architecture
+) -> tuple[TierFormat | None, list[str]]:
+    """Return the formats of a model that is published in few bits, and what must be said of it; None: in 16 bits."""
+    is_folder = Path(folder).is_dir()
+    contents = read_contents(Path(folder)) if is_folder else contents_of(config)
+    try:
+        published = published_format(contents, model)
+    except PlanError:
+        note = f"not in the plan: that the model is published in {contents.precision}; tiers are planned as made from BF16"
+        return None, [note]
+    if published is None:
+        return None, []
+    note = f"the model is published in {published.precision}, so precise is that: other formats' losses count against it"
+    return published, [note]

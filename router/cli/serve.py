@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,14 +27,17 @@ from router.cli.common import (
     tier_settings,
 )
 from router.cli.plan import tiers_for_gpus
+from router.deployment.first_start import Steps
 from router.deployment.layout import (
     Deployment,
     engine_args,
     make_deployment,
     prepare_options,
+    scheme_choices,
 )
 from router.deployment.listening import listen, open_keys
 from router.deployment.on_ray import make_ray_deployment
+from router.deployment.published import settle_tiers
 from router.deployment.reloading import SettingsLoader
 from router.deployment.run import StartObserver, check_files, run
 from router.redis_link import check_redis
@@ -69,13 +72,50 @@ RayAddressOption = Annotated[
     ),
 ]
 FastOption = Annotated[
-    list[str] | None, typer.Option(help="URL of an AWQ int4 engine.", metavar="URL")
+    list[str] | None,
+    typer.Option(
+        help="URL of an engine of the lowest precision, such as AWQ int4.",
+        metavar="URL",
+    ),
 ]
 BalancedOption = Annotated[
-    list[str] | None, typer.Option(help="URL of an FP8 engine.", metavar="URL")
+    list[str] | None,
+    typer.Option(
+        help="URL of an engine of a precision between, such as FP8.", metavar="URL"
+    ),
 ]
 PreciseOption = Annotated[
-    list[str] | None, typer.Option(help="URL of a BF16 engine.", metavar="URL")
+    list[str] | None,
+    typer.Option(
+        help="URL of an engine of the highest precision, such as BF16.", metavar="URL"
+    ),
+]
+FastCheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--fast",
+        help="Published checkpoint that fast serves as it is: Hugging Face id, or folder.",
+        metavar="MODEL",
+    ),
+]
+BalancedCheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--balanced", help="Published checkpoint for balanced.", metavar="MODEL"
+    ),
+]
+PreciseCheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--precise", help="Published checkpoint for precise.", metavar="MODEL"
+    ),
+]
+AllowDifferentOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--allow-different",
+        help="Serve checkpoints together that differ in architecture, vocabulary, tokenizer or chat template.",
+    ),
 ]
 NamedTierOption = Annotated[
     list[str] | None,
@@ -100,6 +140,10 @@ TakeoverOption = Annotated[
 def up(
     config: ConfigOption = None,
     model: ModelOption = None,
+    fast: FastCheckpointOption = None,
+    balanced: BalancedCheckpointOption = None,
+    precise: PreciseCheckpointOption = None,
+    allow_different: AllowDifferentOption = None,
     calibration: CalibrationOption = None,
     host: HostOption = None,
     port: PortOption = None,
@@ -108,25 +152,38 @@ def up(
 ) -> None:
     """Make missing checkpoints, start the engines, and serve as soon as one tier is ready. Ctrl-C stops everything."""
     started_at = time.monotonic()
+    tiers: dict[str, dict[str, Any]] = {
+        "fast": {"checkpoint": fast},
+        "balanced": {"checkpoint": balanced},
+        "precise": {"checkpoint": precise},
+    }
     overrides: dict[str, Any] = {
         "server": {"host": host, "port": port},
-        "model": {"name": model, "calibration": calibration},
+        "model": {
+            "name": model,
+            "calibration": calibration,
+            "allow_different": allow_different,
+        },
         "ray": {"address": ray_address},
+        "tiers": tiers,
     }
     load = partial(load_settings, config, overrides)
     settings = load()
     logging = Logging(settings.telemetry)
     check_files(settings)
     _check_redis(settings)
-    if on == "here":
-        planned_tiers = _tiers_for_gpus(settings)
-        if planned_tiers:
-            overrides["tiers"] = planned_tiers
-            settings = load()
     keys = open_keys(settings)
+    # A port that is taken is told before anything is downloaded.
+    listen(settings).close()
+    _add_settings(tiers, _settled_tiers(settings, started_at))
+    settings = load()
+    if on == "here":
+        _add_settings(tiers, _tiers_for_gpus(settings))
+        settings = load()
     listening_socket = listen(settings)
     deployment = _lay_out(settings, on_ray=on == "ray")
     _check_engine_args(settings, deployment)
+    _say_schemes(settings)
     if not deployment.missing and deployment.ray is None:
         _show_memory_plan(deployment.model, deployment.plan, deployment.specs)
     _run(
@@ -137,6 +194,23 @@ def up(
         logging=logging,
         loader=SettingsLoader(settings, load),
     )
+
+
+def _settled_tiers(settings: Settings, started_at: float) -> Mapping[str, Any]:
+    """Return the tiers' settings that follow from published checkpoints, which are there afterwards."""
+    steps = Steps(lambda line: err.print(f"{clock(started_at)} {plain(line)}"))
+    settled = settle_tiers(settings, steps)
+    for note in settled.notes:
+        err.print(plain(note))
+    return settled.overrides
+
+
+def _add_settings(
+    tiers: dict[str, dict[str, Any]], more: Mapping[str, dict[str, Any]]
+) -> None:
+    """Add settings of tiers to those of the command line, which every reload of the settings keeps."""
+    for name, values in more.items():
+        tiers.setdefault(name, {}).update(values)
 
 
 def _lay_out(settings: Settings, *, on_ray: bool) -> Deployment:
@@ -153,6 +227,13 @@ def _lay_out(settings: Settings, *, on_ray: bool) -> Deployment:
     if on_ray:
         return make_ray_deployment(settings, checkpoints)
     return make_deployment(settings, checkpoints)
+
+
+def _say_schemes(settings: Settings) -> None:
+    """Say in one line what stands behind the tiers here, and why."""
+    choices = scheme_choices(settings).values()
+    if choices:
+        err.print(plain("; ".join(map(str, choices))))
 
 
 def _check_engine_args(settings: Settings, deployment: Deployment) -> None:
@@ -305,7 +386,9 @@ def _show_memory_plan(model: str, plan: MemoryPlan, specs: Sequence[TierSpec]) -
 def _share_line(share: EngineShare, spec: TierSpec, name_width: int) -> str:
     """Return for people what memory one engine has."""
     is_made = spec.checkpoint is not None
-    precision = spec.precision if is_made else PRECISIONS[spec.name]
+    precision = spec.precision
+    if not is_made:
+        precision = spec.expected_precision or PRECISIONS[spec.name]
     estimate_mark = " " if is_made else "~"
     weights = f"{estimate_mark}{share.weights / GIB:4.2f} GiB"
     if share.weights != share.on_disk:

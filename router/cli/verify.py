@@ -100,7 +100,7 @@ MinutesOption = Annotated[
     typer.Option(
         min=0.1,
         metavar="N",
-        help="Compare answers for so long at most; by default until there is a verdict.",
+        help="Compare answers for so long at most, short ones first; by default until there is a verdict.",
     ),
 ]
 ParallelOption = Annotated[
@@ -129,6 +129,13 @@ ThinkTokensOption = Annotated[
 ]
 SpeedOption = Annotated[
     bool, typer.Option("--speed", help="Measure the speed of both at three loads, too.")
+]
+QuickOption = Annotated[
+    bool,
+    typer.Option(
+        "--quick",
+        help="Compare likelihood by a few short texts, as before traffic; what goes wrong late in an answer is not found.",
+    ),
 ]
 AllOption = Annotated[
     bool,
@@ -178,6 +185,7 @@ def verify(
     thinking: ThinkingOption = ThinkingMode.DEFAULT,
     think_tokens: ThinkTokensOption = None,
     speed: SpeedOption = False,
+    quick: QuickOption = False,
     run_all: AllOption = False,
     as_json: JsonOption = False,
     report: ReportOption = None,
@@ -211,6 +219,7 @@ def verify(
         thinking=ThinkingWish(thinking, think_tokens),
         goes_on_after_fault=run_all,
         measures_speed=speed,
+        is_quick=quick,
         is_json=as_json,
         report_path=report,
         save_path=save,

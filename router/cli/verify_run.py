@@ -44,6 +44,7 @@ from router.verification.saved import (
     read_reference,
     write_reference,
 )
+from router.verification.task_order import order_by_digest
 from router.verification.verification import VerificationPlan, Verifier
 from router.verification.wording import Stage, StageFinding, count_words
 
@@ -80,6 +81,7 @@ class VerifyRequest:
         thinking: Whether and how long models are asked to think.
         goes_on_after_fault: Run all stages.
         measures_speed: Compare speeds, too.
+        is_quick: Compare likelihood by few texts.
         is_json: Print findings as JSON on standard output.
         report_path: Where the page is written; None: nowhere.
         save_path: Where the reference is saved; None: nowhere.
@@ -100,6 +102,7 @@ class VerifyRequest:
     thinking: ThinkingWish
     goes_on_after_fault: bool
     measures_speed: bool
+    is_quick: bool
     is_json: bool
     report_path: Path | None
     save_path: Path | None
@@ -130,7 +133,7 @@ async def run_verification(request: VerifyRequest) -> Verification | None:
         console.print(engine_line("reference", reference.identity))
         verification = None
         if candidate_target is not None:
-            candidate = await _find_engine(candidate_target, request.router, cleanup)
+            candidate = await _find_engine(candidate_target, request, cleanup)
             console.print(engine_line("candidate", candidate.identity))
             console.print()
             tasks += _long_tasks(request, reference, candidate)
@@ -211,16 +214,17 @@ async def _find_reference(
     target: Target, request: VerifyRequest, cleanup: AsyncExitStack
 ) -> Reference:
     if target.kind is TargetKind.FILE:
-        return read_reference(Path(target.text))
-    return await _find_engine(target, request.router, cleanup)
+        saved = read_reference(Path(target.text))
+        return saved.in_form(is_quick=request.is_quick)
+    return await _find_engine(target, request, cleanup)
 
 
 async def _find_engine(
-    target: Target, router: RouterAddress, cleanup: AsyncExitStack
+    target: Target, request: VerifyRequest, cleanup: AsyncExitStack
 ) -> LiveEngine:
     """Connect to an engine, or to a tier through the running router."""
-    client = await cleanup.enter_async_context(client_for(target, router))
-    return LiveEngine(await connect(target, client))
+    client = await cleanup.enter_async_context(client_for(target, request.router))
+    return LiveEngine(await connect(target, client), is_quick=request.is_quick)
 
 
 def _plan(
@@ -235,6 +239,7 @@ def _plan(
         thinking=request.thinking,
         goes_on_after_fault=request.goes_on_after_fault,
         measures_speed=request.measures_speed,
+        is_quick=request.is_quick,
     )
 
 
@@ -262,8 +267,14 @@ class _Narrator:
     def begin(self, stage: Stage) -> None:
         self._progress.begin(stage, STAGE_WORK[stage])
 
-    def advance(self, done: int, total: int | None, detail: str) -> None:
-        self._progress.advance(done, total, detail)
+    def advance(
+        self,
+        done: int,
+        total: int | None,
+        detail: str,
+        remaining_s: float | None = None,
+    ) -> None:
+        self._progress.advance(done, total, detail, remaining_s)
 
     def finish(self, stage: Stage, finding: StageFinding | None) -> None:
         self._progress.end()
@@ -293,11 +304,11 @@ async def _save(
 ) -> None:
     """Record what the verification has not asked the reference, and write all of it."""
     assert request.save_path is not None
-    # in the order in which verifications ask
-    in_order = sorted(tasks, key=lambda task: task.digest)
+    # those that verifications ask
+    chosen = order_by_digest(tasks)[: request.max_tasks]
     await record(
         reference,
-        in_order[: request.max_tasks],
+        chosen,
         request.thinking,
         listener,
         parallel=request.parallel,

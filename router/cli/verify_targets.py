@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import re
 import ssl
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from router.cli.client import find_router, trusted
+from router.cli.client import authorization, find_router, trusted
 from router.settings import load_settings
 from tiers.errors import ProbeError
-from tiers.spec import TierName
+from tiers.spec import EngineBuild, ReplicaStatus, TierName
 from tiers.verification.engine import ComparedEngine
 
 TIER_KEY = "QARR_KEY"
@@ -167,7 +169,7 @@ async def connect(target: Target, client: httpx.AsyncClient) -> ComparedEngine:
     is_tier = target.kind is TargetKind.TIER
     key = os.environ.get(target.key_variable, "")
     try:
-        return await ComparedEngine.connect(
+        engine = await ComparedEngine.connect(
             client,
             str(client.base_url),
             key,
@@ -176,6 +178,67 @@ async def connect(target: Target, client: httpx.AsyncClient) -> ComparedEngine:
         )
     except ProbeError as error:
         raise ProbeError(f"{target.option}: {error}{_remedy(target, error)}") from error
+    if not is_tier:
+        return engine
+    build = await _build_of_tier(client, key, target.text)
+    told = {"version": build.version, "kv_cache_dtype": build.kv_cache_dtype}
+    return replace(engine, identity=engine.identity.model_copy(update=told))
+
+
+class _Told(BaseModel):
+    """What is read of the router's ``GET /tiers``; the rest is ignored."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class _ToldBuild(_Told):
+    version: str | None = None
+    kv_cache_dtype: str | None = None
+
+
+class _ToldReplica(_Told):
+    state: str
+    engine: _ToldBuild | None = None  # None: it has not told anything yet
+
+    @property
+    def build(self) -> _ToldBuild | None:
+        """Return what its engine says of itself; None: it serves nothing now."""
+        if self.state != ReplicaStatus.READY.value:
+            return None
+        return self.engine
+
+
+class _ToldTier(_Told):
+    tier: str
+    replicas: tuple[_ToldReplica, ...] = ()
+
+
+class _ToldTiers(_Told):
+    tiers: tuple[_ToldTier, ...]
+
+
+async def _build_of_tier(client: httpx.AsyncClient, key: str, tier: str) -> EngineBuild:
+    """Return what the ready engines of a tier say of themselves, as the router has read it; None: it does not tell."""
+    try:
+        response = await client.get("/tiers", headers=authorization(key))
+        told = _ToldTiers.model_validate_json(response.content)
+    except (httpx.HTTPError, ValidationError):
+        return EngineBuild(version=None, kv_cache_dtype=None)
+    builds = [
+        replica.build
+        for told_tier in told.tiers
+        if told_tier.tier == tier
+        for replica in told_tier.replicas
+    ]
+    return EngineBuild(
+        version=_all_of(build.version for build in builds if build),
+        kv_cache_dtype=_all_of(build.kv_cache_dtype for build in builds if build),
+    )
+
+
+def _all_of(values: Iterable[str | None]) -> str | None:
+    """Return a value, or several in words where replicas differ; None: none of them tells it."""
+    return " and ".join(sorted({value for value in values if value})) or None
 
 
 def _remedy(target: Target, error: ProbeError) -> str:

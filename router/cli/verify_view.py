@@ -64,8 +64,17 @@ class ProgressView(Protocol):
     def begin(self, stage: Stage, detail: str) -> None:
         """Show that a stage begins."""
 
-    def advance(self, done: int, total: int | None, detail: str) -> None:
-        """Show how far it is; ``total`` None: nobody knows."""
+    def advance(
+        self, done: int, total: int | None, detail: str, remaining_s: float | None
+    ) -> None:
+        """Show how far it is.
+
+        Args:
+            done: Steps that are done.
+            total: All steps; None: nobody knows how many there are.
+            detail: What is done.
+            remaining_s: About how long the rest takes, in seconds; None: as long for each step as the steps so far.
+        """
 
     def end(self) -> None:
         """Take the stage's progress away."""
@@ -94,7 +103,13 @@ class BarProgress:
         )
         self._progress.start()
 
-    def advance(self, done: int, total: int | None, detail: str) -> None:
+    def advance(
+        self,
+        done: int,
+        total: int | None,
+        detail: str,
+        remaining_s: float | None = None,
+    ) -> None:
         assert self._task is not None
         spent_s = time.monotonic() - self._began_at
         self._progress.update(
@@ -102,7 +117,7 @@ class BarProgress:
             completed=done,
             total=total,
             detail=detail,
-            time=remaining_words(spent_s, done, total),
+            time=remaining_words(spent_s, done, total, remaining_s),
         )
 
     def end(self) -> None:
@@ -129,7 +144,13 @@ class LineProgress:
         self._next_line_at = self._began_at + self._every_s
         self._print(f"{stage.value}: {detail}")
 
-    def advance(self, done: int, total: int | None, detail: str) -> None:
+    def advance(
+        self,
+        done: int,
+        total: int | None,
+        detail: str,
+        remaining_s: float | None = None,
+    ) -> None:
         now = time.monotonic()
         if now < self._next_line_at:
             return
@@ -138,7 +159,7 @@ class LineProgress:
         facts = [
             detail,
             duration_words(spent_s),
-            remaining_words(spent_s, done, total),
+            remaining_words(spent_s, done, total, remaining_s),
         ]
         self._print(f"{self._stage.value}: {', '.join(filter(None, facts))}")
 
@@ -149,11 +170,14 @@ class LineProgress:
         self._console.print(line, markup=False)
 
 
-def remaining_words(spent_s: float, done: int, total: int | None) -> str:
-    """Return about how long a stage still takes at its pace so far; empty: nobody knows yet."""
-    if not total or not done:
-        return ""
-    remaining_s = max(spent_s * (total - done) / done, 0.0)
+def remaining_words(
+    spent_s: float, done: int, total: int | None, remaining_s: float | None = None
+) -> str:
+    """Return about how long a stage still takes, as it was estimated or at its pace so far; empty: nobody knows yet."""
+    if remaining_s is None:
+        if not total or not done:
+            return ""
+        remaining_s = max(spent_s * (total - done) / done, 0.0)
     return f"about {duration_words(remaining_s)} more"
 
 

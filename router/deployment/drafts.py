@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from router.settings import Settings
 from tiers.checkpoints.checkpoint import Checkpoint, identity
+from tiers.checkpoints.hub import checkpoint_folder
 from tiers.errors import CheckpointError, PlanError, TokenizerMismatchError
 from tiers.plan import model_config
 from tiers.spec import Draft, TierName, TierSpec
@@ -61,7 +62,9 @@ def _with_folder(
         )
     draft_spec = specs[rising_tiers.index(draft_tier)]
     draft_settings = settings.tiers.of(draft_tier)
-    folder = draft_spec.checkpoint or draft_settings.checkpoint
+    folder = draft_spec.checkpoint
+    if folder is None and draft_settings.checkpoint is not None:
+        folder = checkpoint_folder(draft_settings.checkpoint, settings.model.store)
     if folder is None and draft_tier in checkpoints_by_tier:
         folder = checkpoints_by_tier[draft_tier].path
     if folder is None and not draft_settings.replicas_here:

@@ -17,6 +17,7 @@ from router.deployment.layout import (
     HOST,
     Deployment,
     LateCounter,
+    check_tiers_alike,
     checkpoint_folders,
     engine_args,
     make_counter,
@@ -24,9 +25,10 @@ from router.deployment.layout import (
     plan_of,
     prepare_options,
     with_checkpoint,
+    with_prompt_identities,
     without,
 )
-from tiers.checkpoints.checkpoint import Checkpoint, check_alike
+from tiers.checkpoints.checkpoint import Checkpoint
 from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
 from tiers.errors import CheckpointError, TierError
 from tiers.lifecycle.process import check_port_free
@@ -161,14 +163,19 @@ class FirstStart:
             if not self._missing:
                 raise _AllMade
 
-        await asyncio.to_thread(prepare, self._options, on_progress, on_made)
+        await asyncio.to_thread(
+            prepare, self._options, on_progress, on_made, wanted=set(self._missing)
+        )
 
     # In the thread.
 
     def _find_startable(self, made: Checkpoint) -> _Startable:
         """Return what can start now that a checkpoint is made."""
         self._take_checkpoint(made)
-        check_alike(checkpoint_folders(tuple(self._specs.values())))
+        settings = self._deployment.settings
+        specs = tuple(self._specs.values())
+        check_tiers_alike(settings, checkpoint_folders(specs))
+        self._replace_specs(with_prompt_identities(specs, settings))
         for spec in self._specs.values():
             check_draft(spec)
         if self._plan is not None:

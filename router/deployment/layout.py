@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +25,40 @@ from router.deployment.lora import (
 from router.deployment.settings import TierSettings
 from router.settings import Settings
 from router.telemetry.otel_environment import engine_target
-from tiers.checkpoints.checkpoint import Checkpoint, check_alike
+from tiers.checkpoints.checkpoint import Checkpoint
+from tiers.checkpoints.compare import check_alike, prompt_identity, read_files
+from tiers.checkpoints.hub import checkpoint_folder
 from tiers.checkpoints.parsers import parser_args
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
-from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
+from tiers.checkpoints.prepare import (
+    DEFAULT_MODEL,
+    PrepareOptions,
+    check_model,
+    slug,
+    usual_calibration,
+)
+from tiers.checkpoints.schemes import (
+    AUTO,
+    CHOSEN_TIERS,
+    Scheme,
+    SchemeChoice,
+    choose_schemes,
+    scheme_named,
+)
 from tiers.cluster.runner import RayOptions
 from tiers.errors import EngineError, PlanError
 from tiers.plan import Machine, MemoryPlan, machine_name, make_plan, read_machine
 from tiers.ranking import rising
-from tiers.spec import UNKNOWN, Draft, EngineLaunch, EnginePlacement, TierName, TierSpec
+from tiers.spec import (
+    UNKNOWN,
+    Draft,
+    EngineLaunch,
+    EnginePlacement,
+    Precision,
+    TierName,
+    TierSpec,
+)
+from tiers.this_hardware import read_hardware
 
 HOST = "127.0.0.1"
 NO_PLAN = MemoryPlan(device="", shares=())
@@ -97,6 +123,9 @@ def make_deployment(
     )
     specs = with_drafts(specs, settings, checkpoints_by_tier)
     specs = with_adapters(specs, settings.lora)
+    if any(spec.replicas and spec.checkpoint is None for spec in specs):
+        specs = with_expected_precisions(specs, scheme_choices(settings))
+    specs = with_prompt_identities(specs, settings)
     local_specs = tuple(spec for spec in specs if spec.replicas)
     missing_tiers = tuple(spec.name for spec in local_specs if spec.checkpoint is None)
     _check_means(settings, local_specs)
@@ -150,6 +179,7 @@ def _configured_specs(
             name,
             settings.tiers.of(name),
             checkpoints_by_tier,
+            store=settings.model.store,
             args=engine_args(settings, name),
             named_by=named_by(settings, name),
         )
@@ -164,6 +194,21 @@ def _configured_specs(
             "discovery.file are given"
         )
     return specs
+
+
+def with_expected_precisions(
+    specs: Sequence[TierSpec], choices: Mapping[TierName, SchemeChoice]
+) -> tuple[TierSpec, ...]:
+    """Return the tiers, those whose checkpoint is still to be made with the format that it will have."""
+    with_formats = []
+    for spec in specs:
+        choice = choices.get(spec.name)
+        if choice is None or not spec.replicas or spec.checkpoint is not None:
+            with_formats.append(spec)
+            continue
+        number_format = choice.scheme.number_format
+        with_formats.append(replace(spec, expected_precision=number_format))
+    return tuple(with_formats)
 
 
 def _without_engines_here(spec: TierSpec) -> TierSpec:
@@ -187,10 +232,35 @@ def _check_fit(
     specs: Sequence[TierSpec], local_specs: Sequence[TierSpec], settings: Settings
 ) -> None:
     """Check that checkpoints, drafts and adapters fit together."""
-    check_alike(checkpoint_folders(specs))
+    check_tiers_alike(settings, checkpoint_folders(specs))
     for spec in local_specs:
         check_draft(spec)
     check_adapters(local_specs, settings.lora)
+
+
+def check_tiers_alike(settings: Settings, folders: Mapping[TierName, Path]) -> None:
+    """Check that the tiers' checkpoints are one model, unless the settings say that they need not be.
+
+    Raises:
+        ModelMismatchError: They are not.
+        CheckpointError: A folder is no model's.
+    """
+    if not settings.model.allow_different:
+        check_alike(folders)
+
+
+def with_prompt_identities(
+    specs: tuple[TierSpec, ...], settings: Settings
+) -> tuple[TierSpec, ...]:
+    """Return the tiers with what tells whether they make the same tokens of a request, if they need not be one model."""
+    if not settings.model.allow_different:
+        return specs
+    return tuple(
+        spec
+        if spec.checkpoint is None
+        else replace(spec, prompt_identity=prompt_identity(read_files(spec.checkpoint)))
+        for spec in specs
+    )
 
 
 def checkpoint_folders(specs: Sequence[TierSpec]) -> dict[TierName, Path]:
@@ -201,10 +271,15 @@ def checkpoint_folders(specs: Sequence[TierSpec]) -> dict[TierName, Path]:
 def model_name(
     settings: Settings, checkpoints_by_tier: Mapping[TierName, Checkpoint]
 ) -> str:
-    """Return the model's name, as the BF16 checkpoint has it, else as in the settings."""
-    if TierName.PRECISE not in checkpoints_by_tier:
-        return settings.model.name
-    return checkpoints_by_tier[TierName.PRECISE].manifest.model
+    """Return the model's name, as the checkpoint of the highest precision has it, else as in the settings."""
+    name = settings.model.name
+    published = settings.tiers.precise.checkpoint
+    if published is None and TierName.PRECISE in checkpoints_by_tier:
+        return checkpoints_by_tier[TierName.PRECISE].manifest.model
+    is_named = name not in {DEFAULT_MODEL, published}
+    if published is None or is_named:
+        return name
+    return slug(published)
 
 
 # How tiers and their engines are described.
@@ -214,10 +289,21 @@ def tier_spec(
     name: TierName,
     tier: TierSettings,
     checkpoints_by_tier: Mapping[TierName, Checkpoint],
+    *,
+    store: Path,
     args: Sequence[str] = (),
     named_by: tuple[str, ...] = (),
 ) -> TierSpec:
-    """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one."""
+    """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one.
+
+    Args:
+        name: Of the tier.
+        tier: Its settings.
+        checkpoints_by_tier: The prepared ones.
+        store: Folder of all checkpoints, which has those of the hub.
+        args: The engines' arguments that a person gave: they can change the precision.
+        named_by: What names further engines that run elsewhere.
+    """
     stated_precision = tier.precision if tier.urls or named_by else None
     spec = TierSpec(
         name=name,
@@ -236,10 +322,9 @@ def tier_spec(
     if not spec.replicas:
         return replace(spec, precision=told_precision(UNKNOWN, spec.stated_precision))
     if tier.checkpoint is not None:
+        folder = checkpoint_folder(tier.checkpoint, store)
         return replace(
-            spec,
-            checkpoint=tier.checkpoint,
-            precision=checkpoint_precision(tier.checkpoint, args),
+            spec, checkpoint=folder, precision=checkpoint_precision(folder, args)
         )
     if name not in checkpoints_by_tier:
         return spec
@@ -256,12 +341,26 @@ def with_checkpoint(
         checkpoint: The checkpoint.
         args: The engines' arguments that a person gave: they can change the precision.
     """
+    precision = checkpoint_precision(checkpoint.path, args)
     return replace(
         spec,
         checkpoint=checkpoint.path,
-        digest=checkpoint.manifest.weights_digest,
-        precision=checkpoint_precision(checkpoint.path, args),
+        digest=_weights_served(spec.name, checkpoint, precision),
+        precision=precision,
     )
+
+
+def _weights_served(tier: TierName, checkpoint: Checkpoint, precision: str) -> str:
+    """Return the digest of the weights that a tier serves.
+
+    Weights that vLLM quantizes while it loads them are others than the checkpoint's, so that what was measured of one does
+    not count for the other.
+    """
+    digest = checkpoint.manifest.weights_digest
+    is_base = checkpoint.manifest.precision == Precision.BF16
+    if tier is TierName.PRECISE or not is_base:
+        return digest
+    return hashlib.sha256(f"{digest} {precision}".encode()).hexdigest()
 
 
 def named_by(settings: Settings, tier: TierName) -> tuple[str, ...]:
@@ -325,8 +424,35 @@ def _launch(
 
 
 def engine_args(settings: Settings, tier: TierName) -> tuple[str, ...]:
-    """Return the arguments of a tier's engines that a person gave, in their order: the last one counts."""
-    return (*settings.engine.extra_args, *settings.tiers.of(tier).engine_args)
+    """Return the arguments of a tier's engines that the settings give, in their order: the last one counts."""
+    tier_settings = settings.tiers.of(tier)
+    scheme = _named_scheme(settings, tier)
+    return (
+        *(scheme.engine_args if scheme is not None else ()),
+        *settings.engine.extra_args,
+        *tier_settings.engine_args,
+    )
+
+
+def _named_scheme(settings: Settings, tier: TierName) -> Scheme | None:
+    """Return the scheme that the settings name for a tier; None: the table chooses, which never quantizes while loading."""
+    name = settings.tiers.of(tier).scheme
+    return None if name == AUTO else scheme_named(name, tier)
+
+
+def scheme_choices(settings: Settings) -> dict[TierName, SchemeChoice]:
+    """Return what stands behind ``fast`` and ``balanced`` here, where their engines start from made checkpoints."""
+    made_tiers = [
+        tier
+        for tier in CHOSEN_TIERS
+        if settings.tiers.of(tier).replicas_here
+        and settings.tiers.of(tier).checkpoint is None
+    ]
+    if not made_tiers:
+        return {}
+    named = {tier: settings.tiers.of(tier).scheme for tier in CHOSEN_TIERS}
+    choices = choose_schemes(read_hardware(), named)
+    return {tier: choices[tier] for tier in made_tiers}
 
 
 def all_engine_args(settings: Settings, spec: TierSpec) -> tuple[str, ...]:
@@ -339,12 +465,26 @@ def all_engine_args(settings: Settings, spec: TierSpec) -> tuple[str, ...]:
 
 def prepare_options(settings: Settings) -> PrepareOptions:
     """Return how checkpoints are made."""
+    model = settings.model
+    calibration, samples, tokens = usual_calibration(
+        model.name, has_gpu=bool(read_machine().gpus)
+    )
+    if model.calibration is not None:
+        calibration = model.calibration
+    if model.calibration_samples is not None:
+        samples = model.calibration_samples
     return PrepareOptions(
-        model=settings.model.name,
-        store=settings.model.store,
+        model=model.name,
+        store=model.store,
         quantizer_python=settings.quantizer.python,
-        calibration=settings.model.calibration,
-        calibration_samples=settings.model.calibration_samples,
+        calibration=calibration,
+        calibration_samples=samples,
+        calibration_tokens=tokens,
+        schemes={
+            tier: choice.scheme.name
+            for tier, choice in scheme_choices(settings).items()
+            if not choice.is_usual
+        },
     )
 
 

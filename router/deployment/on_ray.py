@@ -13,6 +13,7 @@ from router.deployment.drafts import check_draft, with_drafts
 from router.deployment.layout import (
     Deployment,
     all_engine_args,
+    check_tiers_alike,
     checkpoint_folders,
     engine_args,
     make_deployment,
@@ -23,7 +24,7 @@ from router.deployment.lora import adapters_of, check_adapters, with_adapters
 from router.deployment.settings import DiscoverySettings, TierSettings
 from router.settings import Settings
 from router.telemetry.otel_environment import engine_target
-from tiers.checkpoints.checkpoint import Checkpoint, check_alike
+from tiers.checkpoints.checkpoint import Checkpoint
 from tiers.cluster.job import PlacementJob, WantedReplica
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError, PlanError
@@ -80,6 +81,7 @@ def _placed_specs(
             name,
             settings.tiers.of(name),
             checkpoints_by_tier,
+            store=settings.model.store,
             args=engine_args(settings, name),
         )
         for name in settings.tiers.names
@@ -99,7 +101,7 @@ def _placed_specs(
                 f"the same path"
             )
         check_draft(spec)
-    check_alike(checkpoint_folders(placed))
+    check_tiers_alike(settings, checkpoint_folders(placed))
     check_adapters(placed, settings.lora)
     return placed
 

@@ -31,11 +31,9 @@ from router.section import (
     once,
 )
 from tiers.address import normalised, wrong_with
-from tiers.checkpoints.prepare import (
-    CALIBRATION_SAMPLES,
-    DEFAULT_CALIBRATION,
-    DEFAULT_MODEL,
-)
+from tiers.checkpoints.prepare import DEFAULT_MODEL
+from tiers.checkpoints.schemes import AUTO, CHOSEN_TIERS, scheme_named
+from tiers.errors import SchemeError
 from tiers.lifecycle.engine_args import check_own
 from tiers.spec import TierName
 
@@ -60,6 +58,12 @@ def _dns_address(url: str) -> str:
 def _not_ours(args: tuple[str, ...]) -> tuple[str, ...]:
     check_own(args)
     return args
+
+
+def _checkpoint_name(name: str | None) -> str | None:
+    if name is not None and not name.strip():
+        raise ValueError("a model folder or a Hugging Face id (owner/name) is allowed")
+    return name
 
 
 def _engine_variables(variables: dict[str, str]) -> dict[str, str]:
@@ -134,8 +138,16 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
         {},
         description="What a replica of this tier takes, over `ray.resources`; 0 removes a resource.",
     )
-    checkpoint: Path | None = Field(
-        None, description="Model folder for this tier instead of the prepared one."
+    checkpoint: Annotated[str | None, AfterValidator(_checkpoint_name)] = Field(
+        None,
+        description="Published checkpoint for this tier instead of one that is made of `model.name`: a model folder, or a "
+        "Hugging Face id, which is fetched. It is served as it is.",
+    )
+    scheme: str = Field(
+        AUTO,
+        description="Only `fast` and `balanced`: what stands behind the tier's engines started here. `auto`: what suits "
+        "this machine, as `tiers/checkpoints/schemes.toml` has it; or the name of a scheme there, such as `int8-w8a8`. "
+        "`online-fp8` and its kin make no checkpoint: vLLM quantizes the 16-bit folder while it loads.",
     )
     engine_args: EngineArgs = Field(
         (),
@@ -218,9 +230,13 @@ class TiersSettings(Section):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, TierSettings] = Field(init=False)
 
-    fast: TierSettings = Field(description="AWQ int4.")
-    balanced: TierSettings = Field(description="FP8.")
-    precise: TierSettings = Field(description="BF16.")
+    fast: TierSettings = Field(
+        description="The lowest precision: AWQ int4 where it is made here."
+    )
+    balanced: TierSettings = Field(description="Between: FP8 where it is made here.")
+    precise: TierSettings = Field(
+        description="The highest precision, which loss is measured against: BF16, or a quantized model as published."
+    )
 
     @cached_property
     def names(self) -> tuple[TierName, ...]:
@@ -246,6 +262,27 @@ class TiersSettings(Section):
                     f"tiers.{name}: no checkpoint is made for a tier of this name, so it needs urls, dns or checkpoint "
                     "(fast, balanced and precise need neither)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _schemes(self) -> TiersSettings:
+        for name in self.names:
+            tier = self.of(name)
+            if tier.scheme == AUTO:
+                continue
+            if name not in CHOSEN_TIERS:
+                raise ValueError(
+                    f"tiers.{name}.scheme: only fast and balanced have a scheme; name a folder for this tier "
+                    f"(tiers.{name}.checkpoint), or leave it out"
+                )
+            if tier.checkpoint is not None:
+                raise ValueError(
+                    f"tiers.{name}.scheme and tiers.{name}.checkpoint both say what stands behind the tier: name one of them"
+                )
+            try:
+                scheme_named(tier.scheme, name)
+            except SchemeError as error:
+                raise ValueError(str(error)) from error
         return self
 
     @model_validator(mode="after")
@@ -286,19 +323,27 @@ class ModelSettings(Section):
 
     name: str = Field(
         DEFAULT_MODEL,
-        description="The default model, a model folder, or a Hugging Face id.",
+        description="The default model, a model folder, or a Hugging Face id. One that is quantized already is the highest "
+        "precision as it is published, and nothing is made of it.",
+    )
+    allow_different: bool = Field(
+        False,
+        description="Serve tiers together whose checkpoints differ in architecture, vocabulary, tokenizer or chat template. "
+        "Tiers that read prompts differently do not continue each other's answers.",
     )
     store: Path = Field(
         default_factory=lambda: cache_dir() / "models",
         description="Where checkpoints are kept.",
     )
-    calibration: Path = Field(
-        DEFAULT_CALIBRATION,
-        description='Prompts for AWQ: JSON lines with a "text" field.',
+    calibration: Path | None = Field(
+        None,
+        description='Your own prompts for schemes that are calibrated (AWQ, GPTQ, NVFP4, INT8): JSON lines with a "text" '
+        "field. Unset: prompts that come with this project.",
     )
-    calibration_samples: NonNegativeInt = Field(
-        CALIBRATION_SAMPLES,
-        description="How many of these prompts are used, evenly spaced; 0: all.",
+    calibration_samples: NonNegativeInt | None = Field(
+        None,
+        description="How many of these prompts are used, evenly spaced; 0: all. Unset: 16 of up to 256 tokens on a CPU and "
+        "for the default model; 512 of up to 2,048 on a GPU.",
     )
 
 

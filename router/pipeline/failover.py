@@ -1,6 +1,7 @@
 """Failover: if an engine fails within an answer, another replica or tier continues it from the last token sent.
 
-The tiers share one tokenizer, so the ids of the prompt and of what was sent are a prompt for any of them. What the first
+The tiers share one tokenizer, so the ids of the prompt and of what was sent are a prompt for any of them; where they need
+not (``model.allow_different``), only tiers that read prompts as the first one does are asked. What the first
 engine had computed but not sent (half of a character, or the start of a possible stop string) is computed again, or sent
 first. Tool calls, structured output and the like are not continued: half of one cannot be continued safely.
 """
@@ -248,7 +249,7 @@ class Continuation:
             failed_replica_ids.add(failing.replica_id)
             joiner = None
             if number <= self.failover.attempts:
-                joiner = await self._joiner(sent_characters, failing.replica_id)
+                joiner = await self._joiner(sent_characters, failing)
             if joiner is None:
                 raise broken
             exclusions = self._exclusions(
@@ -285,10 +286,10 @@ class Continuation:
                 return
 
     async def _joiner(
-        self, sent_characters: int, failed_replica_id: str
+        self, sent_characters: int, failing: EngineStream
     ) -> StopStringJoiner | None:
         """Go to where the next part begins, and return what joins it to the answer; None if that is not safe."""
-        if not await self._go_to_known_text(sent_characters, failed_replica_id):
+        if not await self._go_to_known_text(sent_characters, failing):
             return None
         text = self.progress.text
         terms = self.terms
@@ -343,6 +344,8 @@ class Continuation:
         tiers = (first_tier, *self.failover.policy.successors(first_tier, query))
         cause: UpstreamError | None = None
         for excluded_ids, tier in product(exclusions, tiers):
+            if not self._reads_alike(first_tier, tier):
+                continue
             if not self._fits(remainder, tier, is_first=tier is first_tier):
                 continue
             try:
@@ -364,6 +367,13 @@ class Continuation:
             output_tokens=output_tokens,
             tokens_left=tokens_left,
             number=number,
+        )
+
+    def _reads_alike(self, first_tier: TierName, tier: TierName) -> bool:
+        """Tell whether the tokens of a tier's prompts and answers mean the same to another tier."""
+        fleet = self.failover.fleet
+        return (
+            fleet.spec(first_tier).prompt_identity == fleet.spec(tier).prompt_identity
         )
 
     def _fits(self, remainder: _Remainder, tier: TierName, *, is_first: bool) -> bool:
@@ -408,7 +418,7 @@ class Continuation:
         return part
 
     async def _go_to_known_text(
-        self, sent_characters: int, failed_replica_id: str
+        self, sent_characters: int, failing: EngineStream
     ) -> bool:
         """Go to a point of the answer, not before what was sent, where its text is known; False: there is none.
 
@@ -420,7 +430,7 @@ class Continuation:
             return False
         is_text_known = progress.settled
         if not is_text_known or progress.point != progress.begun:
-            for replica in self._replicas_to_ask(failed_replica_id):
+            for replica in self._replicas_to_ask(failing):
                 known = await self._ask_for_text(replica, is_text_known=is_text_known)
                 if known is not None and len(known.text) >= sent_characters:
                     progress.rest_at(known.tokens, known.text)
@@ -438,12 +448,14 @@ class Continuation:
         # Below min_tokens, nobody knows which of the next engine's tokens is the first that may complete a stop string.
         return not terms.stops or terms.min_tokens <= len(progress.output_ids)
 
-    def _replicas_to_ask(self, failed_replica_id: str) -> list[Replica]:
+    def _replicas_to_ask(self, failing: EngineStream) -> list[Replica]:
         """Return the ready replicas, and last the one that has failed: only its connection may have failed."""
         ready = []
         failed = []
         for replica in self.failover.fleet.replicas:
-            if replica.id == failed_replica_id:
+            if not self._reads_alike(failing.tier, replica.spec.name):
+                continue
+            if replica.id == failing.replica_id:
                 failed.append(replica)
             elif replica.state.status is ReplicaStatus.READY:
                 ready.append(replica)

@@ -8,11 +8,12 @@ comparing matched proportions"), are
     d = (w - b) / (n + 2)        v = (w + b + 1 - (w - b)^2 / (n + 2)) / (n + 2)^2
 
 A lower precision does not answer better but by chance, so the true loss is at least 0. Before any answer it is
-exponentially distributed, with the published loss m as its mean. Then, by Bayes' rule, it is normally distributed with
-mean d - v / m and variance v, cut off below 0. The expected loss is the mean of that distribution. Where m lies
-``CONTRADICTED`` standard deviations from d, the model is unlike those published, and ``UNLIKE`` takes the place of m. A
-kind is a class and a complexity. The published loss of a kind is scaled by what all answers of its class say, so that
-kinds with few answers follow it (empirical Bayes).
+exponentially distributed, with the published loss m as its mean: nine in ten results of studies that the fit of m has not
+seen lie in the 90 % interval of that distribution (``benchmarks/results/loss_prior.txt``). Then, by Bayes' rule, it is
+normally distributed with mean d - v / m and variance v, cut off below 0. The expected loss is the mean of that distribution.
+Where m lies ``CONTRADICTED`` standard deviations from d, the model is unlike those published, and ``UNLIKE`` takes the place
+of m. A kind is a class and a complexity. The published loss of a kind is scaled by what all answers of its class say, so
+that kinds with few answers follow it (empirical Bayes).
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from classifier import PromptClass
 from classifier.kinds import JUDGED, Complexity
 from router.policy.profiles import Flips
-from router.policy.published import CLASSES, is_published, published_loss
+from router.policy.published import (
+    CLASSES,
+    TAIL_PROBABILITY,
+    published_estimate,
+    published_loss,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +47,6 @@ CONTRADICTED = 3.0
 # this mean takes the place of a published loss that the answers contradict
 UNLIKE = 0.3
 MIN_ANSWERS = 10  # fewer answers of a kind hardly count beside what is published
-TAIL_PROBABILITY = 0.05  # probability beyond each end of the 90 % interval
 Z90 = NormalDist().inv_cdf(1 - TAIL_PROBABILITY)
 # So many standard deviations out, the tail of a normal distribution is taken from its asymptotic series.
 FAR_CUT = 6.0
@@ -55,7 +60,7 @@ DOUBTFUL = tuple(kind for kind in JUDGED if kind is not PromptClass.UNKNOWN)
 class LossSource(StrEnum):
     """What an expected loss rests on."""
 
-    PUBLISHED = "published"  # losses of models of this size
+    PUBLISHED = "published"  # results of this format and class, of models of this size
     ESTIMATED = "estimated"  # losses of larger models, or of models of other sizes
     # this model's own answers, which say the same without anything published
     MEASURED = "measured"
@@ -70,7 +75,8 @@ class ExpectedLoss:
         low: Lower end of the interval.
         high: Upper end of the interval.
         answers: Measured answers that moved it.
-        published_for_size: Whether losses of models of this size are published.
+        published_for_size: Whether results of this format, of models of this size, are published.
+        said: What is published, in words; empty: of several kinds, or nothing.
         measured_high: Upper end of the interval by the measured answers alone; None: there are none.
     """
 
@@ -80,6 +86,7 @@ class ExpectedLoss:
     answers: int = 0
     published_for_size: bool = True
     measured_high: float | None = None
+    said: str = ""
 
     @property
     def source(self) -> LossSource:
@@ -103,7 +110,7 @@ class ExpectedLoss:
         """Return in words what it rests on."""
         if self.source is LossSource.MEASURED:
             return f"measured on {self.answers} answers"
-        origin = "published for models of this size"
+        origin = self.said or "published for models of this size"
         if self.source is LossSource.ESTIMATED:
             origin = "estimated from what is published for other models"
         if self.answers:
@@ -140,23 +147,25 @@ def losses(
 
 
 def updated(
-    prior: float, flips: Flips, *, published_for_size: bool = True
+    prior: float, flips: Flips, *, published_for_size: bool = True, said: str = ""
 ) -> ExpectedLoss:
     """Return what measured answers make of a published loss.
 
     Args:
         prior: The published loss: share of answers, 0..1.
         flips: The measured answers; there may be none.
-        published_for_size: Whether losses of models of this size are published.
+        published_for_size: Whether results of models of this size are published.
+        said: What is published, in words.
     """
     if prior == 0:
-        return replace(NO_LOSS, published_for_size=published_for_size)
+        return replace(NO_LOSS, published_for_size=published_for_size, said=said)
     if flips.answers == 0:
         return ExpectedLoss(
             mean=prior,
             low=-prior * math.log(1 - TAIL_PROBABILITY),
             high=min(-prior * math.log(TAIL_PROBABILITY), 1.0),
             published_for_size=published_for_size,
+            said=said,
         )
     measured, variance = measured_loss(flips)
     if abs(measured - prior) > CONTRADICTED * math.sqrt(variance + prior**2):
@@ -169,6 +178,7 @@ def updated(
         high=min(loss.quantile(1 - TAIL_PROBABILITY), 1.0),
         answers=flips.answers,
         published_for_size=published_for_size,
+        said=said,
         measured_high=min(answers_alone.quantile(1 - TAIL_PROBABILITY), 1.0),
     )
 
@@ -243,6 +253,7 @@ def mixed(first: ExpectedLoss, second: ExpectedLoss, share: float) -> ExpectedLo
         high=share * first.high + second_share * second.high,
         answers=first.answers,
         published_for_size=first.published_for_size,
+        said=first.said,
         measured_high=measured_high,
     )
 
@@ -276,9 +287,13 @@ def _losses_of_class(
     easier_loss = NO_LOSS
     for complexity in Complexity:
         kind = (prompt_class, complexity)
-        prior = min(published_loss(precision, kind, parameters) * scale, 1.0)
-        flips = flips_by_kind.get(kind, Flips(0, 0, 0))
-        own_loss = updated(prior, flips, published_for_size=is_published(parameters))
+        published = published_estimate(precision, kind, parameters)
+        own_loss = updated(
+            min(published.mean * scale, 1.0),
+            flips_by_kind.get(kind, Flips(0, 0, 0)),
+            published_for_size=published.results > 0,
+            said=published.said,
+        )
         loss = _at_least(own_loss, easier_loss)
         losses_by_complexity[complexity] = loss
         easier_loss = loss

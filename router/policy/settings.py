@@ -72,8 +72,8 @@ class PolicySettings(Section, reloads=AllBut({"profiles", "second_look"})):
     )
     model_parameters: PositiveFloat | None = Field(
         None,
-        description="Number of the model's parameters, such as `8e9`: smaller models lose more than those whose losses are "
-        "published. Unset: from the checkpoint, else from the model's name.",
+        description="Number of the model's parameters, such as `8e9`: smaller models lose more. Unset: from the checkpoint, "
+        "else from the model's name.",
     )
     profiles: Path = Field(
         default_factory=lambda: cache_dir() / "profiles",

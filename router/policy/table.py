@@ -60,6 +60,8 @@ WHERE_IT_PAYS = (
     "usually faster. The router works all the same and knows which tier is faster."
 )
 
+MEASURE_QUALITY = "'qarr profile quality' measures it, if this router does not."
+
 
 @dataclass(slots=True)
 class LossTally:
@@ -306,15 +308,8 @@ class PolicyStore:
 
         Nothing can be measured without the reference, so none is held for the lack of it.
         """
-        has_reference = any(
-            spec.name is REFERENCE and not spec.absent for spec in self._fleet.specs
-        )
-        if self._gate is not GateMode.HOLD or not has_reference:
-            return frozenset()
         return frozenset(
-            tier
-            for tier, verdict in self.verdicts.items()
-            if verdict.verdict in {None, Verdict.WORSE}
+            tier for tier, verdict in self.verdicts.items() if verdict.is_held
         )
 
     @property
@@ -325,12 +320,18 @@ class PolicyStore:
         )
 
     def _judge(self) -> None:
-        """Judge the tiers' losses, log which are too large, and hold tiers if so configured."""
-        verdicts = judge_tiers(self.table, self.measured)
+        """Judge the tiers' losses, log which are too large or not known yet, and hold tiers if so configured."""
+        present = {spec.name for spec in self._fleet.specs if not spec.absent}
+        holds = self._gate is GateMode.HOLD and REFERENCE in present
+        verdicts = judge_tiers(self.table, self.measured, holds=holds)
         for tier, verdict in verdicts.items():
             is_news = verdict != self.verdicts.get(tier)
-            if is_news and verdict.verdict is Verdict.WORSE:
+            if not is_news or tier not in present:
+                continue
+            if verdict.verdict is Verdict.WORSE:
                 log.warning("%s", verdict.sentence)
+            elif verdict.is_held:
+                log.warning("%s %s", verdict.sentence, MEASURE_QUALITY)
         self.verdicts = verdicts
         self._fleet.hold_tiers(self.held)
 
@@ -471,7 +472,7 @@ def _losses(
 
 def _precision(spec: TierSpec) -> str:
     if weights_of(spec.precision) == UNKNOWN:
-        return PRECISIONS.get(spec.name, UNKNOWN)
+        return spec.expected_precision or PRECISIONS.get(spec.name, UNKNOWN)
     return spec.precision
 
 

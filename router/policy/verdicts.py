@@ -19,33 +19,56 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 
+HOLD = "quality.gate = hold"
+# What follows from a loss that is too large, unless the tier is held.
+OTHERS_SERVE = "other tiers get such prompts as long as they can serve them."
+
+
 @dataclass(frozen=True, slots=True)
 class TierVerdict:
     """What is known of a tier's answers beside the highest precision's.
 
     Attributes:
         verdict: Same: it loses no more than the loss budget allows; worse: it does. None: it is not measured yet.
-        sentence: The verdict for people.
+        sentence: The verdict for people, and what follows from it.
+        is_held: Whether it gets only requests that require it by name.
     """
 
     verdict: Verdict | None
     sentence: str
+    is_held: bool = False
 
 
 def judge_tiers(
-    table: PolicyParameters, measured: Collection[TierName]
+    table: PolicyParameters, measured: Collection[TierName], *, holds: bool = False
 ) -> dict[TierName, TierVerdict]:
     """Return the verdict on each tier but the reference.
 
     Args:
         table: The expected losses, and the loss budget.
         measured: The tiers whose measurement has ended.
+        holds: Whether tiers are held that lose too much, or are not measured yet (``quality.gate = hold``).
     """
-    return {
+    verdicts = {
         tier: _judge(tier, table, is_measured=tier in measured)
         for tier in table.losses
         if tier is not REFERENCE
     }
+    if not holds:
+        return verdicts
+    return {tier: _held(tier, verdict) for tier, verdict in verdicts.items()}
+
+
+def _held(tier: TierName, verdict: TierVerdict) -> TierVerdict:
+    """Return a verdict with what follows from it where tiers are held that are not known to lose little enough."""
+    follows = f"it gets only requests that require it by name ({HOLD})"
+    if verdict.verdict is None:
+        sentence = f"{tier} is not measured yet: until then {follows}."
+        return TierVerdict(None, sentence, is_held=True)
+    if verdict.verdict is Verdict.WORSE:
+        reason = verdict.sentence.removesuffix(OTHERS_SERVE)
+        return TierVerdict(Verdict.WORSE, f"{reason}{follows}.", is_held=True)
+    return verdict
 
 
 def _judge(
@@ -102,5 +125,5 @@ def _worse_sentence(
     ]
     return (
         f"{tier} loses more answers than the loss budget allows ({', '.join(losses)}; {of_100(budget)} are allowed), so "
-        "other tiers get such prompts as long as they can serve them."
+        f"{OTHERS_SERVE}"
     )

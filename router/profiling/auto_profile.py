@@ -138,7 +138,11 @@ class AutoProfile:
             "pointless": self._policy.pointless,
             "not_measured": render_unmeasured(self._policy.not_measured),
             "verdicts": {
-                tier: {"verdict": verdict.verdict, "sentence": verdict.sentence}
+                tier: {
+                    "verdict": verdict.verdict,
+                    "sentence": verdict.sentence,
+                    "held": verdict.is_held,
+                }
                 for tier, verdict in self._policy.verdicts.items()
             },
         }

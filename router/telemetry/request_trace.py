@@ -15,6 +15,7 @@ from router.policy.decide import fallbacks
 from router.policy.decision import Decision, TierEstimate
 from router.policy.explain import verdict
 from router.telemetry.record import Hop, Journey, KeptFor, Outcome, RequestRecord
+from tiers.formats import shown_quantization
 
 KEY_ID = "qarr.key.id"  # A key's id is no secret.
 # The GenAI conventions mean the one whose API is spoken.
@@ -52,6 +53,7 @@ def decision_attributes(decision: Decision) -> dict[str, Any]:
     if decision.tier is not None and decision.precision is not None:
         attributes["qarr.tier"] = decision.tier
         attributes["qarr.precision"] = decision.precision
+        attributes["qarr.quantization"] = shown_quantization(decision.precision)
     attributes |= {
         "qarr.refusal": decision.refusal_code,
         "qarr.hint": query.hint,
@@ -102,6 +104,7 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
             "qarr.served.replica": served.replica,
             "qarr.attempts.failed": attempts_failed,
             "qarr.served.precision": served.precision,
+            "qarr.served.quantization": _quantization(served.precision),
             "qarr.served.checkpoint": served.checkpoint,
             "qarr.overflow": served.overflow,
             "qarr.overflow.failure": served.overflow_failure,
@@ -112,6 +115,10 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
             "qarr.output_tokens": tokens.output,
         }
     )
+
+
+def _quantization(precision: str | None) -> str | None:
+    return None if precision is None else shown_quantization(precision)
 
 
 def hop_attributes(hop: Hop) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Compares the answers of two engines to tasks that can be checked, until the loss is known.
 
 Several tasks are under way at a time, and they count in the order in which they are asked, whatever order they end in: else
-a run that stops early would have the quick answers alone. The order is that of the tasks' digests, so it is the same in each
-run, mixes all classes, and has nothing to do with what a task is about.
+a run that stops early would have the quick answers alone. The order is fixed before the first answer (``task_order``), so it
+is the same in each run.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from router.verification.replies import (
     unmeasured_sentences,
 )
 from router.verification.sequential import PairCounts, PairOutcome, SequentialTest
+from router.verification.task_order import Workload, order_by_cost, order_by_digest
 from router.verification.task_texts import answer_text, prompt_text, wanted_text
 from router.verification.wording import count_words
 from tiers.errors import ProbeError, RefusedError
@@ -61,8 +62,8 @@ class AnswersOptions:
         confidence: Of verdicts and intervals, above 0 and below 1.
         parallel: Tasks at a time, 1 or more.
         max_tasks: Largest number of tasks; None: all of them.
-        time_limit_s: Longest time, in seconds; None: there is no limit.
-        think_tokens: Tokens for thoughts that the answers are asked with, for the report.
+        time_limit_s: Longest time, in seconds; None: there is no limit. With one, cheap tasks of each class come first.
+        think_tokens: Tokens for thoughts that the answers are asked with, for the report and the remaining time.
         run_code: Runs the code of an answer with a test; None: tasks that need it are left out.
         stops_early: Whether to stop as soon as the verdict over all classes is known, rather than after all tasks.
     """
@@ -94,7 +95,7 @@ class AnswersProgress:
         tasks_total: Tasks that are asked at most.
         test: Counts, verdict and interval so far, over all classes.
         tasks_expected: About how many more tasks will be asked.
-        remaining_s: About how many seconds that takes; None: nothing is known yet.
+        remaining_s: About how many seconds that takes, at most those until the limit of time; None: nothing is known yet.
     """
 
     tasks_done: int
@@ -150,6 +151,7 @@ class _Comparison:
         self._report_progress = report_progress
         self._needs_run = 0
         self._tasks = self._tasks_in_order(tasks)
+        self._workload = Workload(self._tasks, options.think_tokens)
         self._classes = {task.prompt_class for task in self._tasks}
         self._test = SequentialTest(options.tolerated, options.confidence)
         self._class_counts: defaultdict[PromptClass, PairCounts] = defaultdict(
@@ -166,14 +168,20 @@ class _Comparison:
         self._began = time.monotonic()
 
     def _tasks_in_order(self, tasks: Sequence[Task]) -> list[Task]:
-        """Return the tasks that can be asked, by digest, and count those that need their answer to be run."""
-        ordered: list[Task] = []
-        for task in sorted(tasks, key=lambda task: task.digest):
+        """Return the tasks to be asked, in their order, and count those that need their answer to be run.
+
+        Which ones are asked at most does not depend on the limit of time: a saved reference has answers to the same ones.
+        """
+        possible: list[Task] = []
+        for task in order_by_digest(tasks):
             if isinstance(task.check, RunsCheck) and self._options.run_code is None:
                 self._needs_run += 1
             else:
-                ordered.append(task)
-        return ordered[: self._options.max_tasks]
+                possible.append(task)
+        chosen = possible[: self._options.max_tasks]
+        if self._options.time_limit_s is None:
+            return chosen
+        return order_by_cost(chosen)
 
     async def run(self) -> AnswersFinding:
         """Ask until it is known, and return what was found."""
@@ -300,9 +308,15 @@ class _Comparison:
                 tasks_total=len(self._tasks),
                 test=self._test,
                 tasks_expected=expected,
-                remaining_s=self._took_s() / done * expected if done else None,
+                remaining_s=self._remaining_s(done, expected),
             )
         )
+
+    def _remaining_s(self, done: int, expected: int) -> float | None:
+        """Return about how long the next tasks take, at most until the limit of time; None: nothing is known yet."""
+        remaining_s = self._workload.remaining_s(self._took_s(), done, expected)
+        limits = (remaining_s, self._time_left_s())
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _check_that_something_was_compared(self) -> None:
         """Raise ``ProbeError`` if an engine failed before any task could be compared."""
@@ -368,12 +382,29 @@ class _Comparison:
             sentences.append(
                 f"The time was used up after {reached}. Raise --minutes to know more."
             )
+        unreached_lengths = self._unreached_lengths()
+        if unreached_lengths is not None:
+            sentences.append(unreached_lengths)
         if self._needs_run:
             sentences.append(
                 f"Left out: {count_words(self._needs_run, 'task')} with a program as the answer. --run-code runs it in a "
                 "sandbox."
             )
         return sentences
+
+    def _unreached_lengths(self) -> str | None:
+        """Say that nothing is known of long answers, where a limit of time put them last; None: they were reached."""
+        if self._options.time_limit_s is None or not self._counted:
+            return None
+        longest = max(replies.task.max_tokens for replies in self._counted)
+        unreached = self._tasks[len(self._counted) :]
+        longer = sum(task.max_tokens > longest for task in unreached)
+        if not longer:
+            return None
+        return (
+            "With a limit of time, the shortest tasks of each class come first: the verdict is about answers of up to "
+            f"{longest:,} tokens, and {count_words(longer, 'task')} with longer ones were not reached."
+        )
 
 
 def _comparison_of(

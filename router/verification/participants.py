@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from router.aio import run_both
 from router.profiling.answering import (
     PLAIN_ANSWER,
     AnswerLimits,
@@ -23,6 +22,7 @@ from router.profiling.model_answer import ModelAnswer
 from router.verification.saved import FORM, SavedReference, prompts_digest
 from tiers.errors import BusyError, ProbeError, RefusedError
 from tiers.probe import CHAT
+from tiers.together import run_both
 from tiers.verification.likelihood import (
     LikelihoodRecord,
     TextScores,
@@ -105,12 +105,14 @@ class LiveEngine:
 
     Attributes:
         engine: The engine.
+        is_quick: Whether it writes only the few texts that a start can wait for.
         thinking: How the model thinks, once ``find_limits`` has found that out.
         settled_limits: How tasks are asked, once ``settle_limits`` or ``record`` has found that out.
     """
 
-    def __init__(self, engine: ComparedEngine) -> None:
+    def __init__(self, engine: ComparedEngine, *, is_quick: bool = False) -> None:
         self.engine = engine
+        self.is_quick = is_quick
         self.settled_limits: AnswerLimits | None = None
         self.thinking = NO_THINKING
         self._facts: ModelFacts | None = None
@@ -158,7 +160,10 @@ class LiveEngine:
         """Have the engine write its texts and score them itself; ``report`` is called after each of both."""
         if self._record is None:
             texts = await write_texts(
-                self.engine, context=context, report=_without_numbers(report)
+                self.engine,
+                context=context,
+                quick=self.is_quick,
+                report=_without_numbers(report),
             )
             own_scores = await self.score(texts, report)
             self._record = LikelihoodRecord(texts=texts, own_scores=own_scores)
@@ -231,6 +236,7 @@ class LiveEngine:
             identity=self.identity,
             facts=self._facts,
             prompts=prompts_digest(),
+            is_quick=self.is_quick,
             likelihood=self._record,
             tasks=tasks,
             limits=self.limits,

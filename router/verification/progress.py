@@ -13,8 +13,21 @@ class ProgressListener(Protocol):
     def begin(self, stage: Stage) -> None:
         """Take note that a stage begins."""
 
-    def advance(self, done: int, total: int | None, detail: str) -> None:
-        """Take note of how much of the stage is done; ``total`` None: nobody knows how much there is."""
+    def advance(
+        self,
+        done: int,
+        total: int | None,
+        detail: str,
+        remaining_s: float | None = None,
+    ) -> None:
+        """Take note of how much of the stage is done.
+
+        Args:
+            done: Steps that are done.
+            total: All steps; None: nobody knows how many there are.
+            detail: What is done, for people.
+            remaining_s: About how long the rest takes, in seconds; None: as long for each step as the steps so far.
+        """
 
     def finish(self, stage: Stage, finding: StageFinding | None) -> None:
         """Take note that a stage is over, and of what it has found; None: nothing is found by this stage."""

@@ -6,10 +6,10 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from router.aio import first_error
 from router.verification.progress import ProgressListener, StepCounter
 from router.verification.wording import Stage
 from tiers.errors import NoScoresError, RefusedError
+from tiers.together import first_error
 from tiers.verification.likelihood import prompts
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ async def record(
     """
     listener.begin(Stage.RECORDING)
     # each text is written and scored
-    texts = 2 * len(prompts())
+    texts = 2 * len(prompts(quick=reference.is_quick))
     progress = StepCounter(listener, texts + len(tasks), "texts and answers recorded")
     await reference.tell_facts()
     # answers can be compared without probabilities as well

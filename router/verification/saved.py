@@ -24,6 +24,7 @@ from tiers.verification.likelihood import (
     PROMPTS_FILE,
     LikelihoodRecord,
     WrittenText,
+    prompts,
 )
 from tiers.verification.model_facts import ModelFacts
 
@@ -48,6 +49,7 @@ class SavedReference(FrozenFinding):
         identity: The engine.
         facts: What it told of its model.
         prompts: Digest of the prompts whose answers ``likelihood`` holds.
+        is_quick: Whether it holds only those of the quick form.
         likelihood: What it wrote, and how likely it found that; None: it tells no probabilities.
         tasks: What the tasks were, for people.
         limits: How the tasks were asked.
@@ -59,6 +61,7 @@ class SavedReference(FrozenFinding):
     identity: EngineIdentity
     facts: ModelFacts
     prompts: str
+    is_quick: bool = False
     likelihood: LikelihoodRecord | None
     tasks: str
     limits: AnswerLimits
@@ -103,6 +106,27 @@ class SavedReference(FrozenFinding):
         if answer is None and task.digest in self.answers:
             raise RefusedError("the reference refused this task when it was saved")
         return answer
+
+    def in_form(self, *, is_quick: bool) -> SavedReference:
+        """Return the reference for a verification of one form: the quick one needs a few of its texts.
+
+        Raises:
+            SavedReferenceError: It has only the texts of the quick form, and all are needed.
+        """
+        if is_quick == self.is_quick or self.likelihood is None:
+            return self
+        if self.is_quick:
+            raise SavedReferenceError(
+                f"the reference was saved with --quick: give --quick, or {SAVE_AGAIN}"
+            )
+        names = {prompt.name for prompt in prompts(quick=True)}
+        record = LikelihoodRecord(
+            texts=tuple(text for text in self.likelihood.texts if text.name in names),
+            own_scores=tuple(
+                scores for scores in self.likelihood.own_scores if scores.name in names
+            ),
+        )
+        return self.model_copy(update={"likelihood": record, "is_quick": True})
 
     def check_thinking(self, mode: ThinkingMode, think_tokens: int | None) -> None:
         """Check that the candidate is not asked otherwise than the reference was.

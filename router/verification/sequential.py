@@ -2,7 +2,8 @@
 
 Two engines answer the same tasks. A task that both get wrong tells nothing. Each other task has an outcome x: +1, the
 candidate is worse; 0, both are right; -1, the candidate is better. The loss is the mean of x, -1..1, over all tasks like
-these: the tasks that were asked count as a sample of them, in random order.
+these: the tasks that were asked count as a sample of them, in random order. In another fixed order, it is the mean over the
+tasks asked so far (``task_order`` has the proof).
 
 Against the claim "the loss is at most m" a player who owns 1 bets on worse answers. With the bet f, 0 < f < 1, each task
 multiplies the capital by

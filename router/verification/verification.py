@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from router.aio import run_both
 from router.profiling.answering import ThinkingMode
 from router.verification.answers import AnswersProgress, compare_answers
 from router.verification.findings import AnswersFinding, SpeedFinding, Verification
@@ -22,6 +21,7 @@ from router.verification.progress import ProgressListener, StepCounter
 from router.verification.speed import SpeedProgress, compare_speed
 from router.verification.wording import Stage, count_words
 from tiers.errors import NoScoresError, ProbeError
+from tiers.together import run_both
 from tiers.verification.findings import (
     EngineIdentity,
     LikelihoodFinding,
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from router.profiling.tasks import Task
 from router.verification.answers import AnswersOptions
 
+QUICK_NOTE = "Likelihood: --quick compares a few short answers, so nothing is known of what goes wrong late in long ones."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationPlan:
@@ -47,6 +49,7 @@ class VerificationPlan:
         thinking: Whether and how long models are asked to think.
         goes_on_after_fault: Run all stages, even after one that makes the later ones pointless.
         measures_speed: Compare speeds as well.
+        is_quick: Both compare likelihood by few texts.
     """
 
     tasks: tuple[Task, ...]
@@ -54,6 +57,7 @@ class VerificationPlan:
     thinking: ThinkingWish
     goes_on_after_fault: bool = False
     measures_speed: bool = False
+    is_quick: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,9 @@ class Verifier:
                 not_measured=(f"Likelihood: {error}.",),
                 took_s=time.monotonic() - started_at,
             )
+        if self.plan.is_quick:
+            notes = (*finding.not_measured, QUICK_NOTE)
+            finding = finding.model_copy(update={"not_measured": notes})
         self.listener.finish(Stage.LIKELIHOOD, finding)
         return finding
 
@@ -151,7 +158,9 @@ class Verifier:
         """Have both engines write texts, and each score its own and the other's."""
         # each engine writes each text, scores it, and scores the other's
         progress = StepCounter(
-            self.listener, 6 * len(prompts()), "texts written or scored"
+            self.listener,
+            6 * len(prompts(quick=self.plan.is_quick)),
+            "texts written or scored",
         )
         context = self._context
         written_by_reference, written_by_candidate = await run_both(
@@ -204,7 +213,7 @@ class Verifier:
             f"{progress.tasks_done} tasks: {counts.worse} worse, {counts.better} better"
         )
         total = progress.tasks_done + progress.tasks_expected
-        self.listener.advance(progress.tasks_done, total, detail)
+        self.listener.advance(progress.tasks_done, total, detail, progress.remaining_s)
 
     async def _compare_speed(self) -> SpeedFinding | None:
         """Compare speeds; None: the plan does not want that, or the reference does not run."""
@@ -235,7 +244,7 @@ class Verifier:
 
 
 def _untold(identity: EngineIdentity) -> Iterator[str]:
-    """Yield what an engine does not say of itself; a router passes neither on."""
+    """Yield what an engine does not say of itself: other servers than vLLM and this router do not pass it on."""
     missing = []
     if identity.version is None:
         missing.append("its release of vLLM")

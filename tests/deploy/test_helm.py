@@ -62,6 +62,7 @@ EVERYTHING = {
         "priorityClassName": "high",
         "runtimeClassName": "nvidia",
     },
+    "tiers": {"fast": {"checkpoint": "owner/Model-NVFP4", "precision": "nvfp4"}},
     "networkPolicy": {"clients": [{"podSelector": {}}]},
     "monitoring": {"rules": {"runbooks": "https://git.example/qarr/docs/runbooks.md"}},
 }
@@ -159,11 +160,31 @@ def test_manifests_are_valid(releases: dict[str, Release]) -> None:
             },
             "tiers.fast.path: 'qarr model prepare' makes /models/fast",
         ),
+        (
+            {"tiers": {"fast": {"checkpoint": "owner/Model-NVFP4"}}},
+            "tiers.fast.checkpoint: only checkpoints.prepare fetches it",
+        ),
+        ({"tiers": {"fast": {"checkpoint": "no id"}}}, "'/tiers/fast/checkpoint'"),
     ],
 )
 def test_wrong_values_are_told(over: dict[str, Any], text: str) -> None:
     """The error names the value, what is wrong, and what is allowed."""
     assert text in rendered("cluster", over)["error"]
+
+
+def test_a_published_checkpoint_reaches_what_fetches_it(
+    releases: dict[str, Release],
+) -> None:
+    """In every engine's init container: whichever is first makes and fetches all of them. Other tiers are made."""
+    pods = releases["everything"].of_kind("StatefulSet")
+    for name in ("qarr-fast", "qarr-precise"):
+        (prepare,) = pods[name]["spec"]["template"]["spec"]["initContainers"]
+        variables = {
+            variable["name"]: variable.get("value")
+            for variable in prepare["env"]
+            if variable["name"].startswith("QARR_TIERS__")
+        }
+        assert variables == {"QARR_TIERS__FAST__CHECKPOINT": "owner/Model-NVFP4"}
 
 
 def test_pods_are_hardened(releases: dict[str, Release]) -> None:

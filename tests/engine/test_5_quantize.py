@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from router.settings import load_settings
+from tiers.checkpoints.precision import checkpoint_precision
 from tiers.checkpoints.prepare import PrepareOptions, prepare
+from tiers.errors import CheckpointError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -81,8 +84,12 @@ def test_interrupted_calibration_goes_on_and_ends_the_same(
     assert layers >= {str(layer) for layer in range(LAYERS - 1)}
     (kept / names[0]).write_bytes(b"cut off")
 
-    fast = prepare(options, lambda *event: seen.append(event))[0]
+    checkpoints = prepare(options, lambda *event: seen.append(event))
+    assert all(checkpoint.manifest.reference for checkpoint in checkpoints)
+    fast = checkpoints[0]
     assert fast.tier is TierName.FAST
+    assert fast.manifest.scheme == "awq-int4"
+    assert fast.manifest.formats == ("pack-quantized",)
     assert any(message.startswith("going over") for message, _, _ in seen)
     last_event = ("quantizing to AWQ int4, groups of 64", LAYERS, LAYERS + 1)
     assert last_event in seen
@@ -95,3 +102,36 @@ def test_interrupted_calibration_goes_on_and_ends_the_same(
     again = prepare(options, lambda *event: seen.append(event))[0]
     assert again.manifest.weights_digest == fast.manifest.weights_digest
     assert not any(message.startswith("going over") for message, _, _ in seen)
+
+
+def test_other_schemes_are_made_and_scored(options: PrepareOptions) -> None:
+    """Each is what its manifest says, in a folder of its own, and says nearly what its base says."""
+    for fast_scheme, balanced_scheme in (
+        ("nvfp4", "int8-w8a8"),
+        ("mxfp4", "gptq-int4"),
+    ):
+        schemes = {TierName.FAST: fast_scheme, TierName.BALANCED: balanced_scheme}
+        fast, balanced, precise = prepare(
+            replace(options, schemes=schemes), lambda *_: None
+        )
+        assert fast.path.name.startswith(f"{fast_scheme}-")
+        for checkpoint, scheme in ((fast, fast_scheme), (balanced, balanced_scheme)):
+            assert checkpoint.manifest.scheme == scheme
+            assert checkpoint.manifest.precision == scheme
+            assert checkpoint_precision(checkpoint.path, ()) == scheme
+            assert checkpoint.manifest.kept_in_16_bits == ("lm_head",)
+            assert checkpoint.manifest.weights_digest != precise.manifest.weights_digest
+            # None where transformers cannot run it
+            assert checkpoint.manifest.reference is not None
+        is_calibrated = fast_scheme == "nvfp4"
+        assert (fast.manifest.calibration_samples == 7) is is_calibrated
+
+
+def test_widths_that_blocks_do_not_fit_are_refused(options: PrepareOptions) -> None:
+    """By name, with what to take instead."""
+    blocks = replace(options, schemes={TierName.BALANCED: "fp8-block"})
+    with pytest.raises(
+        CheckpointError,
+        match=r"fp8-block needs input widths that are multiples of 128, and model\.layers\.0\.\S+ has 64: take another scheme",
+    ):
+        prepare(blocks, lambda *_: None)

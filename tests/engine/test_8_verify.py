@@ -16,6 +16,7 @@ import pytest
 
 from router.deployment.layout import prepare_options
 from router.settings import load_settings
+from router.verification.verification import QUICK_NOTE
 from tests.engine.conftest import QARR
 from tests.engine.faults.checkpoints import (
     changed_checkpoint,
@@ -74,7 +75,10 @@ def run_verify(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def verified(up: Up, tmp_path_factory: pytest.TempPathFactory) -> Verified:
-    """Verify ``fast`` with ``precise`` as its reference, once for all tests here."""
+    """Verify ``fast`` with ``precise`` as its reference, once for all tests here, in the quick form.
+
+    The long texts of the usual form take minutes on two cores; ``benchmarks/verify_faults.py`` scores them.
+    """
     folder = tmp_path_factory.mktemp("verify")
     tasks = folder / "tasks.jsonl"
     rows = [task_row(prompt, pattern) for prompt, pattern in QUESTIONS.items()]
@@ -82,7 +86,7 @@ def verified(up: Up, tmp_path_factory: pytest.TempPathFactory) -> Verified:
     report = folder / "report.html"
     saved = folder / "precise.json"
     options = ["--reference", "precise", "--candidate", "fast", "--url", up.url]
-    options += ["--tasks", str(tasks), "--json"]
+    options += ["--tasks", str(tasks), "--json", "--quick"]
     options += ["--report", str(report), "--save", str(saved)]
     return Verified(run_verify(*options), report, saved)
 
@@ -110,9 +114,14 @@ def test_sound_tiers_raise_no_alarm(verified: Verified) -> None:
         if difference["is_fault"]
     ] == []
     assert findings["likelihood"]["faults"] == []
-    assert findings["likelihood"]["not_measured"] == []
+    assert findings["likelihood"]["not_measured"] == [QUICK_NOTE]
+    writers = {gap["writer"] for gap in findings["likelihood"]["by_kind"]}
+    assert writers == {"reference", "candidate"}
     kinds = {gap["part"] for gap in findings["likelihood"]["by_kind"]}
-    assert {"prose", "code", "long output", "long context"} <= kinds
+    assert {"prose", "code", "long context"} <= kinds
+    # the router has read it from the engines
+    assert findings["reference"]["version"]
+    assert findings["reference"]["kv_cache_dtype"]
     overall = findings["answers"]["overall"]
     counts = ("both_right", "worse", "better", "both_wrong", "not_measured")
     assert sum(overall[count] for count in counts) == len(QUESTIONS)
@@ -143,7 +152,7 @@ def test_faults_are_found_without_the_reference(
     )
     python = load_settings(None, {}).engine.python
     with serving(recipe, python, tmp_path / "engine.log") as url:
-        options = ["--reference", str(verified.saved), "--max-tasks", "0"]
+        options = ["--reference", str(verified.saved), "--max-tasks", "0", "--quick"]
         process = run_verify(*options, "--candidate", url)
     assert process.returncode == 1, process.stderr
     for subject in ("chat template", "sampling defaults", "tool calls"):

@@ -1,6 +1,6 @@
 """A stand-in for ``tiers/checkpoints/quantize.py`` in its environment, which makes small checkpoints at a test's orders.
 
-``FAKE_QUANTIZER`` names a folder. For each command it waits for a file of that name there, and obeys it:
+``FAKE_QUANTIZER`` names a folder. For each command, and each scheme, it waits for a file of that name there, and obeys it:
 
 - a number: it reports so many layers as done, and waits for the file to change;
 - ``done``: it finishes;
@@ -34,6 +34,12 @@ def order_in(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
+def scheme_in(argv: list[str]) -> str:
+    """Return the scheme of a recipe, AWQ int4's by its short name."""
+    recipe = json.loads(argv[argv.index("--recipe") + 1])
+    return {"awq-int4": "awq"}.get(recipe["scheme"], recipe["scheme"])
+
+
 def reference(orders: Path, command: str) -> dict[str, object] | None:
     """Return scores with the log-probability in ``COMMAND.logprob`` for each token, or None without that file."""
     logprob = order_in(orders / f"{command}.logprob")
@@ -49,6 +55,8 @@ def reference(orders: Path, command: str) -> dict[str, object] | None:
 def main() -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # as quantize.py does
     command = sys.argv[2]
+    if command == "quantize":
+        command = scheme_in(sys.argv)
     source = Path(sys.argv[3])
     target = Path(sys.argv[4])
     orders = Path(os.environ["FAKE_QUANTIZER"])
@@ -80,7 +88,12 @@ def main() -> int:
     (target / "model.safetensors").write_bytes(
         len(header).to_bytes(8, "little") + header
     )
-    made = {"group_size": 64, "calibration_samples": 32, "calibration_tokens": 4096}
+    made = {
+        "group_size": 64,
+        "calibration_samples": 32,
+        "calibration_tokens": 4096,
+        "formats": ["pack-quantized"],
+    }
     event("done", versions={"fake": "1"}, **made, reference=reference(orders, command))
     return 0
 

@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,8 +119,15 @@ def _interpreter(path: Path, script: str) -> str:
 
 
 @asynccontextmanager
-async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
-    """Run ``qarr up`` with an empty store and a model in the folder ``model``; ``settings`` are further variables."""
+async def first_up(
+    tmp_path: Path,
+    made: Callable[[Path], None] = lambda _model: None,
+    **settings: str,
+) -> AsyncIterator[FirstUp]:
+    """Run ``qarr up`` with an empty store and a model in the folder ``model``; ``settings`` are further variables.
+
+    ``made`` is called with the model's folder before anything starts.
+    """
     model = tmp_path / "model"
     orders = tmp_path / "orders"
     model.mkdir()
@@ -129,6 +136,7 @@ async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
     tokenizer = Tokenizer(WordLevel({"hi": 0, "there": 1, "?": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     (model / "tokenizer.json").write_text(tokenizer.to_str())
+    made(model)
     # Which engines fit must not depend on what else runs on the machine.
     patched_memory = f"import psutil\nmemory = psutil.virtual_memory()._replace(available={MEMORY_BYTES})\n"
     (tmp_path / "sitecustomize.py").write_text(

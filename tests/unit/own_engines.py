@@ -70,6 +70,7 @@ async def own_engines(
     ready: bool = True,
     behaviour: Any = None,
     gib: float = 1,
+    precision: str = "unknown",
     **options: Any,
 ) -> AsyncIterator[Own]:
     """Start one engine a tier, each with ``gib`` of KV cache, and wait until all are ready, or all have failed."""
@@ -95,6 +96,7 @@ async def own_engines(
             max_in_flight=32,
             checkpoint=tmp_path / name,
             digest=f"digest of {name}",
+            precision=precision,
         )
         for name in names
     )

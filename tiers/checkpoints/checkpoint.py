@@ -14,13 +14,14 @@ import os
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from tiers.checkpoints.reference import ReferenceScores  # noqa: TC001  pydantic reads it
-from tiers.errors import CheckpointError, TokenizerMismatchError
-from tiers.spec import PRECISIONS, Precision, TierName
+from tiers.errors import CheckpointError
+from tiers.formats import FORMATS
+from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -37,7 +38,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
+    # of models that read images
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 MAX_HEADER = 100_000_000  # bytes, the format's own bound
 FP8_DTYPES = {"F8_E4M3", "F8_E5M2"}  # as safetensors names them
@@ -50,19 +56,29 @@ FINGERPRINTED = {".safetensors", ".json", ".jinja", ".model", ".gguf"}
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
+def _number_format(name: str) -> str:
+    if name not in FORMATS:
+        raise ValueError(f"no number format is named {name!r}")
+    return name
+
+
 class Manifest(BaseModel):
     """What a checkpoint is, and what it was made from. Digests are SHA-256 in hexadecimal.
 
     Attributes:
+        precision: Its number format.
+        scheme: What it was made by; None in older manifests, and of a base.
+        formats: How compressed-tensors names the formats of its weights.
+        kept_in_16_bits: Patterns of the modules that were not quantized.
         base_digest: Of the base model's files.
         weights_digest: Of this checkpoint's weight files.
         tokenizer_digest: Of its tokenizer definition.
         chat_template_digest: Of its chat template.
-        group_size: Weights per scale (AWQ).
-        calibration_digest: Of the calibration prompts (AWQ).
-        calibration_samples: Number of calibration prompts (AWQ).
-        calibration_max_tokens: Most tokens used of each prompt (AWQ).
-        calibration_tokens: Of all calibration prompts together (AWQ); None in older manifests.
+        group_size: Weights per scale, where it was chosen by the model's widths.
+        calibration_digest: Of the calibration prompts.
+        calibration_samples: Number of calibration prompts.
+        calibration_max_tokens: Most tokens used of each prompt.
+        calibration_tokens: Of all calibration prompts together; None in older manifests.
         versions: Of the libraries that made it.
         reference: Log-probabilities that its engines are compared with; None: they could not be computed.
     """
@@ -71,8 +87,11 @@ class Manifest(BaseModel):
 
     recipe_version: int
     model: str
-    precision: Precision
+    precision: Annotated[str, AfterValidator(_number_format)]
     method: str
+    scheme: str | None = None
+    formats: tuple[str, ...] = ()
+    kept_in_16_bits: tuple[str, ...] = ()
     base_digest: str
     weights_digest: str
     tokenizer_digest: str
@@ -167,29 +186,6 @@ def _unreadable_tokenizer(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"the tokenizer in {path} cannot be read ({error}): not a model folder"
     )
-
-
-def check_alike(folders: Mapping[TierName, Path]) -> None:
-    """Check that all tiers read a prompt as the same tokens.
-
-    Raises:
-        TokenizerMismatchError: Two tiers differ in tokenizer or chat template; both digests are named.
-    """
-    if not folders:
-        return
-    identities = {tier: identity(path) for tier, path in folders.items()}
-    first_tier = next(iter(folders))
-    for tier, own_identity in identities.items():
-        for part in ("tokenizer_digest", "chat_template_digest"):
-            first_digest = getattr(identities[first_tier], part)
-            digest = getattr(own_identity, part)
-            if digest != first_digest:
-                name = part.removesuffix("_digest").replace("_", " ")
-                raise TokenizerMismatchError(
-                    f"{name}s differ: {first_tier} ({folders[first_tier]}) has {first_digest}, {tier} ({folders[tier]}) "
-                    f"has {digest}. The tiers must be made from one base model: run 'qarr model prepare', or correct "
-                    f"tiers.{tier}.checkpoint"
-                )
 
 
 def weights_digest(folder: Path) -> str:
@@ -333,6 +329,7 @@ def seal(
     model: str,
     base_digest: str,
     made: Mapping[str, Any],
+    precision: str | None = None,
 ) -> None:
     """Write the manifest of a checkpoint whose files are complete.
 
@@ -342,6 +339,7 @@ def seal(
         model: Name of the base model.
         base_digest: Digest of the base model.
         made: Method, options and library versions.
+        precision: Its number format; None: the usual one of its tier.
 
     Raises:
         CheckpointError: The folder lacks weights or tokenizer.
@@ -352,7 +350,7 @@ def seal(
     manifest = Manifest(
         recipe_version=RECIPE_VERSION,
         model=model,
-        precision=PRECISIONS[tier],
+        precision=precision or PRECISIONS[tier],
         base_digest=base_digest,
         weights_digest=weights_digest(folder),
         tokenizer_digest=own_identity.tokenizer_digest,

@@ -119,12 +119,16 @@ def read_contents(folder: Path) -> CheckpointContents:
     quantization = _quantization(config, hf_quant)
     rules = rules_of(quantization, config, recipe)
     tensors = stored_tensors(folder)
-    if tensors is None:
+    if not tensors:
         return contents_of(config, hf_quant, recipe)
     count = _Count()
     for tensor in tensors:
-        stored, parameters = _format_of_tensor(tensor, rules)
-        count.add(stored, parameters)
+        if quantization:
+            stored, parameters = _format_of_tensor(tensor, rules)
+            count.add(stored, parameters)
+        else:
+            # An engine casts whatever the files hold.
+            count.add(rules.unquantized, tensor.values)
     return _contents(count, rules, quantization, recipe, is_exact=True)
 
 

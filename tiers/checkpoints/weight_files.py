@@ -139,15 +139,15 @@ def _tensors(entries: Mapping[str, Any]) -> Iterator[StoredTensor]:
             yield StoredTensor(module, storage, values)
 
 
-def _storage_of_bytes(name: str, entries: Mapping[str, Any]) -> Storage:
-    """Return how a tensor holds two parameters a byte, as its scales tell."""
+def _storage_of_bytes(name: str, entries: Mapping[str, Any]) -> Storage | None:
+    """Return how a tensor holds two parameters a byte, as its scales tell; None: it has no scales, so no parameters."""
     if f"{name}.absmax" in entries:
         return Storage.BITSANDBYTES
     stem = name.removesuffix("_blocks").removesuffix("_packed")
-    for scale in (f"{stem}_scale", f"{stem}_scales"):
-        if as_mapping(entries.get(scale)).get("dtype") == "F8_E4M3":
-            return Storage.NVFP4
-    return Storage.MXFP4
+    scales = as_mapping(entries.get(f"{stem}_scale") or entries.get(f"{stem}_scales"))
+    if not scales:
+        return None
+    return Storage.NVFP4 if scales.get("dtype") == "F8_E4M3" else Storage.MXFP4
 
 
 def _is_scale(name: str) -> bool:

@@ -30,6 +30,7 @@ from tiers.checkpoints.reference import (
     texts_digest,
 )
 from tiers.errors import CanaryRefusedError, CheckpointError
+from tiers.formats import lowest_format
 from tiers.shared_file import make_folder, real_path, replace_content
 from tiers.spec import TierName  # noqa: TC001  pydantic reads it
 
@@ -230,7 +231,7 @@ class Canary:
         reference = made.manifest.reference
         assert reference is not None
         _check_tokens(scores, reference, spec)
-        allowed = allowed_gap(spec.precision) * self.tolerance
+        allowed = _allowed_gap_from_made(spec, made) * self.tolerance
         difference = gap(reference.texts, scores.texts)
         if difference <= allowed:
             return
@@ -355,6 +356,25 @@ def made_checkpoint(spec: TierSpec) -> Checkpoint | None:
     ):
         return None
     return checkpoint
+
+
+def _allowed_gap_from_made(spec: TierSpec, made: Checkpoint) -> float:
+    """Return how far an engine's log-probabilities may be from those of its checkpoint, in nats."""
+    if _is_quantized_while_loading(spec, made):
+        # What the quantization changes counts as well.
+        return allowed_loss_gap(spec.precision)
+    return allowed_gap(spec.precision)
+
+
+def _is_quantized_while_loading(spec: TierSpec, checkpoint: Checkpoint) -> bool:
+    """Tell whether a tier serves a format of fewer bits than its checkpoint has."""
+    served = lowest_format(spec.precision)
+    made = lowest_format(checkpoint.manifest.precision)
+    return (
+        served is not None
+        and made is not None
+        and served.weight_bits < made.weight_bits
+    )
 
 
 def _check_tokens(

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from tiers.lifecycle.watchdog import Restarts, Wear
+from tiers.verification.model_facts import Extent
 
 if TYPE_CHECKING:
     from tiers.lifecycle.canary import EngineKey
@@ -38,13 +39,15 @@ class Observation:
 
     Attributes:
         facts: What it tells of its model.
-        has_written: Whether the facts hold what the model had to write for.
+        extent: How much the model has written for the facts.
         record: What it wrote, and how likely it finds that.
+        asking: Held while the engine is asked: several comparisons with it wait for the same answers.
     """
 
     facts: ModelFacts | None = None
-    has_written: bool = False
+    extent: Extent = Extent.NOTHING
     record: LikelihoodRecord | None = None
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +62,7 @@ class Engine:
         note: Why it is being restarted, for people.
         symptom: What its replica's detail is about; None: something that does not go by itself, or there is none.
         held: Why it gets no new requests although it could; None: it gets them.
+        gate_hold: Why the gate keeps requests from it; None: it does not, or an operator has resumed it.
         less: What it has less of than configured, and why; None: nothing.
         lessened: Times that it was started with less.
         throttled: What slows its processors down, or did within ``THROTTLED_S``; None: nothing that is known.
@@ -89,6 +93,7 @@ class Engine:
     note: str | None = None
     symptom: Symptom | None = None
     held: str | None = None
+    gate_hold: str | None = None
     less: str | None = None
     lessened: int = 0
     throttled: str | None = None

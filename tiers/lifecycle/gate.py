@@ -15,14 +15,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiers.errors import CanaryRefusedError, ProbeError
 from tiers.lifecycle.canary import EngineKey, made_checkpoint
 from tiers.lifecycle.engine import Observation
 from tiers.lifecycle.process import selected_kernels
 from tiers.spec import ReplicaStatus, VerificationState
+from tiers.together import run_both
 from tiers.verification.engine import ComparedEngine
 from tiers.verification.findings import EngineIdentity
 from tiers.verification.likelihood import (
@@ -31,7 +33,7 @@ from tiers.verification.likelihood import (
     score_texts,
     write_texts,
 )
-from tiers.verification.model_facts import observe_facts
+from tiers.verification.model_facts import Extent, observe_facts
 from tiers.verification.same_model import compare_facts
 
 if TYPE_CHECKING:
@@ -43,16 +45,15 @@ if TYPE_CHECKING:
     from tiers.lifecycle.engine import Engine
     from tiers.probe import EngineProbe
     from tiers.replica import Replica
-    from tiers.verification.findings import Difference
+    from tiers.verification.findings import Difference, SameModelFinding
     from tiers.verification.likelihood import TextScores, WrittenText
     from tiers.verification.model_facts import ModelFacts
 
 log = logging.getLogger(f"qarr.{__name__}")
-HELD_UNVERIFIED = "gets no requests before it is verified (quality.gate = hold)"
 # The differences that a fleet allows for: each tier promises a context of its own.
 ALLOWED_DIFFERENCES = frozenset({"context"})
-
-
+# A reference serves while it is asked: requests of callers, whose numbers are lower, go first.
+PRIORITY = 10
 VOUCHED_FOR = {VerificationState.VERIFIED, VerificationState.ACCEPTED}
 
 
@@ -98,8 +99,8 @@ class Gate:
         self._engines = engines
         self._probe_of = probe_of
         self._log_path = log_path
-        # One comparison at a time: they would slow each other, and share observations.
-        self._comparing = asyncio.Lock()
+        # One at a time: a reference serves meanwhile, and many engines may start together.
+        self._scoring = asyncio.Lock()
 
     async def check_start(self, engine: Engine) -> None:
         """Compare an engine that has started, and has scored the fixed texts, with its reference.
@@ -110,6 +111,8 @@ class Gate:
         """
         engine.observation = Observation()
         engine.difference = None
+        # that an operator resumed it was about what served before
+        self._hold(engine, None)
         engine.replica.update(verification=None, verification_detail="")
         scores = engine.scores
         if scores is None:
@@ -240,20 +243,14 @@ class Gate:
         judge = reference.replica
         began_at = time.monotonic()
         self._check_loss(engine, reference)
-        difference: Difference | None = None
         faults: tuple[str, ...] = ()
-        failure: str | None = None
         try:
-            async with self._comparing:
-                difference = await self._find_difference(
-                    engine, reference, lets_them_write=not is_made
-                )
-                if not is_made:
-                    faults = await self._find_faults(engine, reference)
-        except* ProbeError as errors:
-            failure = _first(errors)
-        if failure is not None:
-            text = f"it could not be compared with {judge.id}: {failure}"
+            if is_made:
+                difference = await self._find_difference(engine, reference)
+            else:
+                difference, faults = await self._find_faults(engine, reference)
+        except ProbeError as error:
+            text = f"it could not be compared with {judge.id}: {error}"
             self._note(engine, VerificationState.CANNOT_TELL, text)
             log.warning("%s is not verified: %s", engine.replica.id, text)
             return
@@ -272,71 +269,84 @@ class Gate:
             self._note_verified(reference, f"{engine.replica.id} agrees with it")
 
     async def _find_difference(
-        self, engine: Engine, reference: Engine, *, lets_them_write: bool
+        self, engine: Engine, reference: Engine
     ) -> Difference | None:
-        """Return the first thing in which two engines treat requests differently; None: they treat them alike.
+        """Return the first thing in which two engines treat requests differently, without letting them write.
 
-        Engines of checkpoints that were made here need not write for it: their sampling defaults and tool parsers come from
-        the checkpoints and the settings of this router.
+        Of a checkpoint made here, sampling defaults and tool parser come from the checkpoint and this router's settings.
         """
-        async with asyncio.TaskGroup() as group:
-            theirs = group.create_task(
-                self._facts_of(reference, has_written=lets_them_write)
-            )
-            ours = group.create_task(
-                self._facts_of(engine, has_written=lets_them_write)
-            )
-        finding = compare_facts(theirs.result(), ours.result(), took_s=0.0)
-        for difference in finding.differences:
-            if difference.is_fault and difference.subject not in ALLOWED_DIFFERENCES:
-                return difference
-        return None
+        ours, theirs = await run_both(
+            self._facts_of(engine, Extent.NOTHING),
+            self._facts_of(reference, Extent.NOTHING),
+        )
+        return _first_fault(compare_facts(theirs, ours, took_s=0.0))
 
-    async def _find_faults(self, engine: Engine, reference: Engine) -> tuple[str, ...]:
-        """Return what is wrong with what an engine finds likely, and with what it writes, in the eyes of the reference."""
+    async def _find_faults(
+        self, engine: Engine, reference: Engine
+    ) -> tuple[Difference | None, tuple[str, ...]]:
+        """Return the first thing in which two engines treat requests differently, and what is wrong with their texts."""
         context = min(
             engine.replica.spec.max_model_len, reference.replica.spec.max_model_len
         )
-        async with asyncio.TaskGroup() as group:
-            writing_theirs = group.create_task(self._record_of(reference, context))
-            writing_ours = group.create_task(self._record_of(engine, context))
-        theirs = writing_theirs.result()
-        ours = writing_ours.result()
-        async with asyncio.TaskGroup() as group:
-            by_engine = group.create_task(self._score(engine, theirs.texts))
-            by_reference = group.create_task(self._score(reference, ours.texts))
+        ours, theirs = await run_both(
+            self._observe(engine, context), self._observe(reference, context)
+        )
+        difference = _first_fault(compare_facts(theirs.facts, ours.facts, took_s=0.0))
+        async with self._scoring:
+            by_engine, by_reference = await run_both(
+                self._score(engine, theirs.record.texts),
+                self._score(reference, ours.record.texts),
+            )
         finding = compare_likelihood(
-            theirs,
-            ours,
-            scores_by_candidate=by_engine.result(),
-            scores_by_reference=by_reference.result(),
+            theirs.record,
+            ours.record,
+            scores_by_candidate=by_engine,
+            scores_by_reference=by_reference,
             took_s=0.0,
         )
-        return finding.faults
+        return difference, finding.faults
 
     async def _score(
         self, engine: Engine, texts: Sequence[WrittenText]
     ) -> tuple[TextScores, ...]:
         return await score_texts(self._verified_engine(engine), texts, _report_nothing)
 
-    async def _facts_of(self, engine: Engine, *, has_written: bool) -> ModelFacts:
-        """Return what an engine tells of its model; ``has_written``: also what the model has to write for."""
+    async def _observe(self, engine: Engine, context: int) -> _ObservedEngine:
+        """Return what an engine tells of its model, and what it writes: both at once, in one batch of the engine."""
         observation = engine.observation
-        facts = observation.facts
-        if facts is None or (has_written and not observation.has_written):
-            facts = await observe_facts(
-                self._verified_engine(engine), lets_it_write=has_written
+        async with observation.asking:
+            facts, record = await run_both(
+                self._tell_facts(engine, observation, Extent.LITTLE),
+                self._write(engine, observation, context),
             )
+        return _ObservedEngine(facts, record)
+
+    async def _facts_of(self, engine: Engine, extent: Extent) -> ModelFacts:
+        observation = engine.observation
+        async with observation.asking:
+            return await self._tell_facts(engine, observation, extent)
+
+    async def _tell_facts(
+        self, engine: Engine, observation: Observation, extent: Extent
+    ) -> ModelFacts:
+        """Return what an engine tells of its model, with as much writing as ``extent`` or more."""
+        facts = observation.facts
+        if facts is None or not observation.extent.includes(extent):
+            facts = await observe_facts(self._verified_engine(engine), extent)
             observation.facts = facts
-            observation.has_written = has_written
+            observation.extent = extent
         return facts
 
-    async def _record_of(self, engine: Engine, context: int) -> LikelihoodRecord:
-        observation = engine.observation
+    async def _write(
+        self, engine: Engine, observation: Observation, context: int
+    ) -> LikelihoodRecord:
+        """Return an engine's few texts, with its own scores of them."""
         if observation.record is None:
-            asked = self._verified_engine(engine)
             texts = await write_texts(
-                asked, context=context, quick=True, report=_report_nothing
+                self._verified_engine(engine),
+                context=context,
+                quick=True,
+                report=_report_nothing,
             )
             own_scores = await self._score(engine, texts)
             observation.record = LikelihoodRecord(texts=texts, own_scores=own_scores)
@@ -352,7 +362,10 @@ class Gate:
             version=None if build is None else build.version,
             kv_cache_dtype=None if build is None else build.kv_cache_dtype,
         )
-        return ComparedEngine(self._probe_of(replica), identity)
+        probe = self._probe_of(replica)
+        if replica.takes_priority:
+            probe = replace(probe, priority=PRIORITY)
+        return ComparedEngine(probe, identity)
 
     def _note_verified(self, engine: Engine, text: str) -> None:
         assert engine.scores is not None
@@ -378,21 +391,52 @@ class Gate:
 
     def _note(self, engine: Engine, verification: VerificationState, text: str) -> None:
         engine.replica.update(verification=verification, verification_detail=text)
-        is_kept_out = self._mode is GateMode.HOLD and verification in {
-            VerificationState.PENDING,
-            VerificationState.DIFFERS,
-        }
-        if is_kept_out and engine.held is None:
-            engine.held = HELD_UNVERIFIED
-        elif not is_kept_out and engine.held == HELD_UNVERIFIED:
-            engine.held = None
+        hold = None
+        if self._mode is GateMode.HOLD:
+            hold = _why_held(engine.replica, verification, text)
+        # an operator may have resumed it since it was held
+        if hold is None or engine.held == engine.gate_hold:
+            self._hold(engine, hold)
+
+    def _hold(self, engine: Engine, why: str | None) -> None:
+        """Keep requests from an engine, or no longer; what an operator holds stays held."""
+        if engine.held == engine.gate_hold:
+            engine.held = why
+        engine.gate_hold = why
 
 
-def _first(error: Exception) -> str:
-    """Return the text of an error, or of the first of a group."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return str(error)
+def _why_held(
+    replica: Replica, verification: VerificationState, text: str
+) -> str | None:
+    """Return why a gate that holds keeps requests from an engine, and what to do; None: it does not."""
+    if verification is VerificationState.PENDING:
+        remedy = (
+            "It is compared as soon as an engine of the highest precision, or one that was verified, is ready. 'qarr tiers "
+            f"resume {replica.id}' sends it requests all the same"
+        )
+    elif verification is VerificationState.DIFFERS:
+        remedy = (
+            "Start it as its reference is started. If it is meant to be so: qarr tiers record "
+            f"{replica.spec.name}, then start it again; 'qarr tiers resume {replica.id}' sends it requests until then"
+        )
+    else:
+        return None
+    return f"gets no requests (quality.gate = hold): {text}. {remedy}"
+
+
+class _ObservedEngine(NamedTuple):
+    """What an engine told and wrote."""
+
+    facts: ModelFacts
+    record: LikelihoodRecord
+
+
+def _first_fault(finding: SameModelFinding) -> Difference | None:
+    """Return the first difference that a fleet does not allow for; None: there is none."""
+    for difference in finding.differences:
+        if difference.is_fault and difference.subject not in ALLOWED_DIFFERENCES:
+            return difference
+    return None
 
 
 def _report_nothing(_finished: int, _total: int) -> None:

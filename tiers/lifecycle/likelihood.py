@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiers.checkpoints.reference import FixedText, ScoredText, fixed_texts, gap
+from tiers.together import run_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,10 @@ class EngineScores:
 async def score_engine(
     probe: EngineProbe, model: str, timeout_s: float
 ) -> EngineScores:
-    """Score the fixed texts and greedy continuations, one at a time: other requests in a batch change the rounding.
+    """Score the fixed texts, one at a time, and greedy continuations: the first alone, the others in one batch.
+
+    Other requests in a batch change the rounding, and a batch may have kernels of its own: both are computed. The time of a
+    token is that of the first continuation.
 
     Args:
         probe: The engine.
@@ -47,23 +51,20 @@ async def score_engine(
         ProbeError: The engine did not answer.
     """
     scored_texts = await _score_texts(probe, model, timeout_s)
-    continuations = []
-    for fixed_text, text in zip(fixed_texts(), scored_texts, strict=True):
-        prompt = text.token_ids
-        # A chat is answered; a plain text is continued from its middle.
-        if not fixed_text.messages:
-            prompt = prompt[: len(prompt) // 2]
-        continuations.append(
-            await _continue(probe, model, prompt, name=text.name, timeout_s=timeout_s)
-        )
+    prompts = [
+        _prompt_of(fixed_text, text)
+        for fixed_text, text in zip(fixed_texts(), scored_texts, strict=True)
+    ]
+    first, *others = prompts
+    alone = await _continue(probe, model, first, timeout_s)
+    in_batch = [_continue(probe, model, prompt, timeout_s) for prompt in others]
+    continuations = (alone, *await run_all(in_batch))
     decoded = [continuation.decoded for continuation in continuations]
     prefilled = [continuation.prefilled for continuation in continuations]
-    decode_s = sum(continuation.decode_s for continuation in continuations)
-    tokens = sum(len(text.logprobs) for text in decoded)
     return EngineScores(
         texts=tuple(scored_texts),
         decode_gap=gap(prefilled, decoded),
-        token_ms=decode_s * 1000 / max(tokens, 1),
+        token_ms=alone.decode_s * 1000 / max(len(alone.decoded.logprobs), 1),
     )
 
 
@@ -98,32 +99,34 @@ class _ScoredContinuation:
     decode_s: float
 
 
-async def _continue(
-    probe: EngineProbe,
-    model: str,
-    prompt: tuple[int, ...],
-    *,
-    name: str,
-    timeout_s: float,
-) -> _ScoredContinuation:
-    """Have an engine continue a prompt, and score what it generates a second time.
+def _prompt_of(fixed_text: FixedText, text: ScoredText) -> ScoredText:
+    """Return what is continued: a chat is answered, and a plain text goes on from its middle."""
+    if fixed_text.messages:
+        return text
+    middle = len(text.token_ids) // 2
+    beginning = {
+        "token_ids": text.token_ids[:middle],
+        "logprobs": text.logprobs[: middle - 1],
+    }
+    return text.model_copy(update=beginning)
 
-    Args:
-        probe: The engine.
-        model: Its name for requests.
-        prompt: The prompt's tokens.
-        name: Of the fixed text.
-        timeout_s: Limit of each request, in seconds.
-    """
+
+async def _continue(
+    probe: EngineProbe, model: str, prompt: ScoredText, timeout_s: float
+) -> _ScoredContinuation:
+    """Have an engine continue a prompt, and score what it generates a second time."""
     began_at = time.monotonic()
     token_ids, logprobs = await probe.continuation(
-        model, prompt, GENERATED_TOKENS, timeout_s=timeout_s
+        model, prompt.token_ids, GENERATED_TOKENS, timeout_s=timeout_s
     )
     decode_s = time.monotonic() - began_at
     decoded = ScoredText(
-        name=name, token_ids=(prompt[-1], *token_ids), logprobs=logprobs
+        name=prompt.name,
+        token_ids=(prompt.token_ids[-1], *token_ids),
+        logprobs=logprobs,
     )
-    all_logprobs = await probe.prompt_logprobs(model, (*prompt, *token_ids), timeout_s)
+    all_ids = (*prompt.token_ids, *token_ids)
+    all_logprobs = await probe.prompt_logprobs(model, all_ids, timeout_s)
     prefilled = decoded.model_copy(update={"logprobs": all_logprobs[-len(token_ids) :]})
     return _ScoredContinuation(decoded, prefilled, decode_s=decode_s)
 

@@ -21,8 +21,10 @@ from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.lifecycle.engine import brief
 from tiers.lifecycle.less_memory import ATTEMPTS, with_less
 from tiers.lifecycle.process import LOG_LINES, EngineProcess, check_port_free
+from tiers.lifecycle.unserved_format import why_not_served
 from tiers.plan import kv_per_token
 from tiers.spec import ReplicaStatus
+from tiers.this_hardware import read_hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -221,6 +223,8 @@ class OwnEngine:
             detail = self._too_many_restarts(error)
         elif engine.less is not None and not engine.was_ready:
             detail = self._does_not_fit(error)
+        elif not engine.was_ready and isinstance(error, EngineDiedError):
+            detail = await self._never_started(error)
         else:
             detail = str(error)
         if delay_s is None:
@@ -234,6 +238,15 @@ class OwnEngine:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(engine.again.wait(), delay_s)
         return note
+
+    async def _never_started(self, error: EngineDiedError) -> str:
+        """Return why an engine ended before it was ever ready: first of all if this hardware lacks its number format."""
+        tier = self._launch.tier
+        hardware = await asyncio.to_thread(read_hardware)
+        obstacle = why_not_served(tier.name, tier.precision, hardware)
+        if obstacle is None:
+            return str(error)
+        return f"{obstacle}. It {error}"
 
     def _does_not_fit(self, error: TierError) -> str:
         return (

@@ -62,7 +62,8 @@ class Readiness:
         self._idle_speed = idle_speed
         self._adapters = adapters
         self._gate = gate
-        self._tokens_digests: dict[str, str] = {}
+        # With the digest what tells which tiers are meant to read prompts alike.
+        self._tokens_digests: dict[str, tuple[str, str | None]] = {}
         # the engine of tier precise that was ready last
         self._precise: Engine | None = None
 
@@ -89,7 +90,6 @@ class Readiness:
         check_answer(report.answer, self._options.warmup.question)
         if replica.spec.name == TierName.PRECISE and engine.scores is not None:
             self._precise = engine
-        replica.takes_priority = report.takes_priority
         replica.takes_thinking = report.takes_thinking
         replica.fingerprint = report.fingerprint
         self._fleet.note_template(report.template)
@@ -138,6 +138,7 @@ class Readiness:
         slow_warm_up = asyncio.create_task(self._announce_slow_warm_up(engine))
         try:
             report = await warm_up(probe, engine.replica.model, self._options.warmup)
+            engine.replica.takes_priority = report.takes_priority
             self._check_tokens(engine.replica, report.tokens_digest)
             if self._options.canary is not None:
                 await self._compare(engine, probe, self._options.canary)
@@ -284,13 +285,16 @@ class Readiness:
             )
 
     def _check_tokens(self, replica: Replica, digest: str) -> None:
-        for replica_id, known_digest in self._tokens_digests.items():
-            if replica_id != replica.id and known_digest != digest:
+        prompt_identity = self._fleet.spec(replica.spec.name).prompt_identity
+        for replica_id, (known_digest, known_identity) in self._tokens_digests.items():
+            if replica_id == replica.id or known_identity != prompt_identity:
+                continue
+            if known_digest != digest:
                 raise TokenizerMismatchError(
                     f"{replica.id} reads prompts as other tokens than {replica_id} (token digests {digest[:16]} and "
                     f"{known_digest[:16]}): every tier must serve the same model with the same tokenizer and chat template"
                 )
-        self._tokens_digests[replica.id] = digest
+        self._tokens_digests[replica.id] = (digest, prompt_identity)
 
 
 def served_of(model: ServedModel) -> tuple[str, int, str | None]:

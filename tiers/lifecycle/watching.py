@@ -58,6 +58,15 @@ class Watcher:
             EngineHungError: It hangs.
             EngineSlowError: It is too slow, runs elsewhere, and another replica of its tier is ready.
         """
+        comparison = _ComparisonBeside(engine, self._readiness)
+        try:
+            await self._watch(engine, probe, comparison)
+        finally:
+            await comparison.stop()
+
+    async def _watch(
+        self, engine: Engine, probe: EngineProbe, comparison: _ComparisonBeside
+    ) -> None:
         missed = 0
         why_missed = ""
         counters_before: Counters | None = None
@@ -81,6 +90,7 @@ class Watcher:
             if missed:
                 self._note_answers_again(engine)
             missed = 0
+            comparison.go_on()
             await self._examine(engine, probe, gauges, counters, counters_before)
             counters_before = counters
         self._changes.mark(engine, ReplicaStatus.UNREACHABLE, why_missed)
@@ -121,7 +131,6 @@ class Watcher:
         """Draw conclusions from an engine's readings and those before; raise as ``watch`` does."""
         replica = engine.replica
         replica.note_gauges(gauges)
-        await self._readiness.compare_with_others(engine)
         tokens_before = (
             0.0 if counters_before is None else counters_before.output_tokens
         )
@@ -212,6 +221,41 @@ class Watcher:
                 replica.id,
                 wear,
             )
+
+
+class _ComparisonBeside:
+    """Compares an engine with others while it is watched: a comparison takes many seconds, and the engine may hang in it.
+
+    Args:
+        engine: The engine that is watched.
+        readiness: Compares it.
+    """
+
+    def __init__(self, engine: Engine, readiness: Readiness) -> None:
+        self._engine = engine
+        self._readiness = readiness
+        self._task: asyncio.Task[None] | None = None
+
+    def go_on(self) -> None:
+        """Begin the next comparison once the last one has ended.
+
+        Raises:
+            CanaryRefusedError: The last one has found that the engine serves another model, or computes wrongly.
+        """
+        if self._task is not None:
+            if not self._task.done():
+                return
+            self._task.result()
+        self._task = asyncio.create_task(
+            self._readiness.compare_with_others(self._engine),
+            name=f"comparing {self._engine.replica.id}",
+        )
+
+    async def stop(self) -> None:
+        """Break the comparison off, if one is under way."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
 
 
 def _sequences_of(engine: Engine) -> int:

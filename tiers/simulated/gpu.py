@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING
 from tiers.plan import GIB, GPU_OVERHEAD_GIB, GPU_RESERVE
 from tiers.sizing.architecture import Architecture, architecture
 from tiers.sizing.named_gpus import parse_gpus
-from tiers.sizing.roofline import BYTES_PER_WEIGHT, PREFILL_CHUNK_TOKENS, Roofline
-from tiers.spec import PRECISIONS, TierName
+from tiers.sizing.roofline import PREFILL_CHUNK_TOKENS, Roofline
+from tiers.sizing.tier_format import STANDARD_FORMATS, TierFormat
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tiers.sizing.hardware import GpuKind
+    from tiers.spec import TierName
 
 BLOCK = 16  # tokens
 LLAMA_8B = {
@@ -45,21 +48,34 @@ class Hardware:
 
 
 def hardware(
-    tier: TierName, model: Architecture, gpu: GpuKind, gpus: int = 1
+    tier: TierName,
+    model: Architecture,
+    gpu: GpuKind,
+    gpus: int = 1,
+    formats: Mapping[TierName, TierFormat] = STANDARD_FORMATS,
 ) -> Hardware:
     """Return what an engine of a tier runs on."""
-    precision = PRECISIONS[tier]
-    weight_bytes = model.weight_bytes(BYTES_PER_WEIGHT[precision])
+    tier_format = formats[tier]
+    weight_bytes = tier_format.weight_bytes(model)
     usable_bytes = gpu.memory_bytes * (1 - GPU_RESERVE) - GPU_OVERHEAD_GIB * GIB
     kv_cache_bytes = gpus * usable_bytes - weight_bytes
-    block_bytes = model.kv_bytes_per_token() * BLOCK
+    kv_bytes_per_value = tier_format.kv_bytes_per_value
+    block_bytes = model.kv_bytes_per_token(kv_bytes_per_value) * BLOCK
     kv_tokens = int(kv_cache_bytes // block_bytes) * BLOCK
-    return Hardware(Roofline(model, gpu, precision, gpus=gpus), kv_tokens)
+    speed = Roofline(
+        model=model,
+        gpu=gpu,
+        number_format=tier_format.number_format,
+        gpus=gpus,
+        kv_bytes_per_value=kv_bytes_per_value,
+        dense_format=tier_format.dense_format,
+    )
+    return Hardware(speed, kv_tokens)
 
 
 HARDWARE = {
     tier: hardware(tier, architecture(LLAMA_8B), parse_gpus("H100")[0])
-    for tier in PRECISIONS
+    for tier in STANDARD_FORMATS
 }
 
 

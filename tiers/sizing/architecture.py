@@ -81,6 +81,16 @@ class Architecture:
             for layer in self.layers
         )
 
+    @property
+    def dense_parameters(self) -> int:
+        """Return the parameters of linear layers that are not experts, without the output layer: each token passes them."""
+        return sum(layer.linear_parameters for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Tell whether any layer has routed experts."""
+        return any(layer.experts for layer in self.layers)
+
     def parameters_read(self, tokens: float) -> float:
         """Return the parameters of linear layers that a step reads, without the output layer.
 
@@ -102,13 +112,23 @@ class Architecture:
             )
         return parameters
 
-    def weight_bytes(self, bytes_per_weight: float) -> int:
+    def weight_bytes(
+        self, bytes_per_weight: float, bytes_per_expert_weight: float | None = None
+    ) -> int:
         """Return the size of the weights.
 
         Args:
             bytes_per_weight: Of the linear layers; the other weights stay in BF16.
+            bytes_per_expert_weight: Of the experts; None: as of the other linear layers.
         """
-        quantized_bytes = round(self.quantizable_parameters * bytes_per_weight)
+        if bytes_per_expert_weight is None:
+            bytes_per_expert_weight = bytes_per_weight
+        dense_parameters = self.dense_parameters
+        expert_parameters = self.quantizable_parameters - dense_parameters
+        quantized_bytes = round(
+            dense_parameters * bytes_per_weight
+            + expert_parameters * bytes_per_expert_weight
+        )
         return quantized_bytes + BF16_BYTES * self.bf16_parameters
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2, gpus: int = 1) -> int:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from tiers.plan import GIB, GPU_OVERHEAD_GIB, GPU_RESERVE
-from tiers.sizing.roofline import BYTES_PER_WEIGHT, Roofline
-from tiers.spec import PRECISIONS, TierName
+from tiers.sizing.kernels import obstacle_to
+from tiers.sizing.roofline import Roofline
+from tiers.sizing.tier_format import STANDARD_FORMATS, TierFormat, format_words
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     from tiers.sizing.architecture import Architecture
     from tiers.sizing.hardware import GpuKind
@@ -99,23 +101,26 @@ class _EngineSetup:
         weights_bytes: On all GPUs together.
         gpus: The GPUs of tensor parallelism; 0: the engine runs on the processor.
         kv_cache_bytes: On one GPU.
-        kv_bytes_per_value: 2 in BF16, 1 in FP8.
         pace: None: the speed is not known.
     """
 
     tier: TierName
-    precision: str
+    tier_format: TierFormat
     weights_bytes: int
     gpus: int
     kv_cache_bytes: int
-    kv_bytes_per_value: int
     pace: Pace | None
 
     def sequence_bytes(self, model: Architecture, tokens: int) -> int:
         """Return what each GPU, or the processor, keeps of one sequence of so many tokens."""
         return model.sequence_bytes(
-            tokens, self.kv_bytes_per_value, gpus=max(self.gpus, 1)
+            tokens, self.tier_format.kv_bytes_per_value, gpus=max(self.gpus, 1)
         )
+
+
+def tiers_in_order(tiers: Container[TierName]) -> list[TierName]:
+    """Return the standard tiers that are among some tiers, from the lowest precision."""
+    return [tier for tier in STANDARD_TIERS if tier in tiers]
 
 
 def engines_on_gpus(
@@ -124,17 +129,17 @@ def engines_on_gpus(
     available: int | None,
     demand: ServingDemand,
     *,
-    kv_bytes_per_value: int = 2,
+    formats: Mapping[TierName, TierFormat] = STANDARD_FORMATS,
     paces: Mapping[TierName, Pace] | None = None,
 ) -> tuple[list[EnginePlan], dict[TierName, str]]:
-    """Return the engines that GPUs of a kind hold, and with the arithmetic why there is none of a precision.
+    """Return the engines that GPUs of a kind hold, and with the arithmetic why there is none of a tier.
 
     Args:
         model: The model that is served.
         gpu: The kind.
         available: How many there are; None: as many as are needed.
         demand: What requests are like.
-        kv_bytes_per_value: 2 for a KV cache in BF16, 1 in FP8.
+        formats: Of the tiers that are planned.
         paces: Measured speeds on this kind of GPU; the speed of other tiers is computed by the roofline.
     """
     site = _GpuSite(
@@ -142,12 +147,17 @@ def engines_on_gpus(
         gpu=gpu,
         available=available,
         demand=demand,
-        kv_bytes_per_value=kv_bytes_per_value,
+        formats=formats,
         paces=paces or {},
     )
     engines: list[EnginePlan] = []
     obstacles: dict[TierName, str] = {}
-    for tier in PRECISIONS:
+    for tier in tiers_in_order(formats):
+        words = f"{tier} ({format_words(formats[tier].precision)})"
+        not_computed = site.lack_of_kernel(tier)
+        if not_computed is not None:
+            obstacles[tier] = f"{words} is not planned on {gpu.name}: {not_computed}"
+            continue
         setups = site.engine_setups(tier)
         plans = [_plan_engine(setup, model, demand) for setup in setups]
         serving = [plan for plan in plans if plan.batch]
@@ -156,7 +166,7 @@ def engines_on_gpus(
             obstacles[tier] = site.lack_of_memory(tier)
         elif not serving:
             obstacles[tier] = (
-                f"{tier} on {gpu.name} cannot keep the bounds on TTFT and time between tokens for one sequence"
+                f"{words} on {gpu.name} cannot keep the bounds on TTFT and time between tokens for one sequence"
             )
     return engines, obstacles
 
@@ -168,6 +178,7 @@ def engines_on_cpu(
     kv_cache_bytes: Mapping[TierName, int],
     weights_bytes: Mapping[TierName, int],
     paces: Mapping[TierName, Pace],
+    formats: Mapping[TierName, TierFormat] = STANDARD_FORMATS,
 ) -> list[EnginePlan]:
     """Return the engine of each tier on this processor, which all of them share.
 
@@ -177,17 +188,18 @@ def engines_on_cpu(
         kv_cache_bytes: The KV cache of each tier.
         weights_bytes: The weights of tiers whose checkpoint is there; those of other tiers are estimated.
         paces: Measured speeds.
+        formats: Of the tiers that are planned.
     """
     engines = []
-    for tier, precision in PRECISIONS.items():
-        estimated_bytes = model.weight_bytes(BYTES_PER_WEIGHT[precision])
+    for tier in tiers_in_order(formats):
+        tier_format = formats[tier]
+        estimated_bytes = tier_format.weight_bytes(model)
         setup = _EngineSetup(
             tier=tier,
-            precision=precision,
+            tier_format=tier_format,
             weights_bytes=weights_bytes.get(tier, estimated_bytes),
             gpus=0,
             kv_cache_bytes=kv_cache_bytes[tier],
-            kv_bytes_per_value=2,
             pace=paces.get(tier),
         )
         engines.append(_plan_engine(setup, model, demand))
@@ -202,8 +214,18 @@ class _GpuSite:
     gpu: GpuKind
     available: int | None
     demand: ServingDemand
-    kv_bytes_per_value: int
+    formats: Mapping[TierName, TierFormat]
     paces: Mapping[TierName, Pace]
+
+    def lack_of_kernel(self, tier: TierName) -> str | None:
+        """Return why GPUs of this kind do not compute a tier's formats; None: they do."""
+        tier_format = self.formats[tier]
+        for number_format in (tier_format.number_format, tier_format.dense_format):
+            if number_format is not None:
+                obstacle = obstacle_to(number_format, self.gpu)
+                if obstacle is not None:
+                    return obstacle
+        return None
 
     def engine_setups(self, tier: TierName) -> list[_EngineSetup]:
         """Return a tier's engine on each number of GPUs that holds it, from the fewest."""
@@ -212,14 +234,13 @@ class _GpuSite:
         setups = []
         for gpus in self._engine_sizes:
             kv_cache_bytes = self._usable_bytes - overhead_bytes - weights_bytes // gpus
-            if kv_cache_bytes >= self._sequence_bytes(gpus):
+            if kv_cache_bytes >= self._sequence_bytes(tier, gpus):
                 setup = _EngineSetup(
                     tier=tier,
-                    precision=PRECISIONS[tier],
+                    tier_format=self.formats[tier],
                     weights_bytes=weights_bytes,
                     gpus=gpus,
                     kv_cache_bytes=kv_cache_bytes,
-                    kv_bytes_per_value=self.kv_bytes_per_value,
                     pace=self._pace(tier, gpus),
                 )
                 setups.append(setup)
@@ -230,9 +251,10 @@ class _GpuSite:
         gpus = self._engine_sizes[-1]
         weights_gib = self._weights_bytes(tier) / GIB
         free_gib = self._usable_bytes / GIB - GPU_OVERHEAD_GIB
-        sequence_gib = self._sequence_bytes(gpus) / GIB
+        sequence_gib = self._sequence_bytes(tier, gpus) / GIB
+        words = format_words(self.formats[tier].precision)
         return (
-            f"{tier} does not fit on {gpus} x {self.gpu.name}: its weights take {weights_gib:.1f} GiB, "
+            f"{tier} ({words}) does not fit on {gpus} x {self.gpu.name}: its weights take {weights_gib:.1f} GiB, "
             f"{weights_gib / gpus:.1f} a GPU, which has {free_gib:.1f} for them and the KV cache, of which one sequence of "
             f"{self.demand.context} tokens takes {sequence_gib:.2f}. Take larger GPUs, or more"
         )
@@ -244,22 +266,24 @@ class _GpuSite:
             return measured
         # While a sequence is decoded, half of its answer is there in the mean.
         context_tokens = self.demand.prompt_tokens + self.demand.output_tokens // 2
+        tier_format = self.formats[tier]
         return Roofline(
             model=self.model,
             gpu=self.gpu,
-            precision=PRECISIONS[tier],
+            number_format=tier_format.number_format,
             gpus=gpus,
             context_tokens=context_tokens,
-            kv_bytes_per_value=self.kv_bytes_per_value,
+            kv_bytes_per_value=tier_format.kv_bytes_per_value,
+            dense_format=tier_format.dense_format,
         )
 
     def _weights_bytes(self, tier: TierName) -> int:
-        return self.model.weight_bytes(BYTES_PER_WEIGHT[PRECISIONS[tier]])
+        return self.formats[tier].weight_bytes(self.model)
 
-    def _sequence_bytes(self, gpus: int) -> int:
-        """Return the KV cache, on each GPU, of one sequence as long as the context."""
+    def _sequence_bytes(self, tier: TierName, gpus: int) -> int:
+        """Return the KV cache, on each GPU, of one sequence of a tier, as long as the context."""
         return self.model.sequence_bytes(
-            self.demand.context, self.kv_bytes_per_value, gpus
+            self.demand.context, self.formats[tier].kv_bytes_per_value, gpus
         )
 
     @property
@@ -323,10 +347,10 @@ def _plan_engine(
     """Find an engine's batch, and how fast it serves with it."""
     longest_bytes = setup.sequence_bytes(model, demand.context)
     max_sequences = setup.kv_cache_bytes // longest_bytes
-    kv_bytes_per_value = setup.kv_bytes_per_value
+    kv_bytes_per_value = setup.tier_format.kv_bytes_per_value
     plan = EnginePlan(
         tier=setup.tier,
-        precision=str(setup.precision),
+        precision=setup.tier_format.precision,
         weights_bytes=setup.weights_bytes,
         kv_bytes_per_token=model.kv_bytes_per_token(kv_bytes_per_value),
         kv_bytes_per_sequence=model.sequence_bytes(demand.context, kv_bytes_per_value),

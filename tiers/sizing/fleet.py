@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from tiers.errors import PlanError
 from tiers.sizing.capacity import MAX_BUSY_SHARE, EnginePlan
-from tiers.spec import PRECISIONS, TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 # An engine that shares a machine and gets a smaller share of the requests is not needed.
 MIN_SHARE = 1e-6
@@ -181,7 +181,7 @@ class _FleetProgram:
         self.shares_machines = not engines[0].gpu
         self.sum_of_flows_per_s = load.mean_per_s * len(load.course)
         tiers = {engine.tier for engine in engines}
-        self.tiers = [tier for tier in PRECISIONS if tier in tiers]
+        self.tiers = [tier for tier in STANDARD_TIERS if tier in tiers]
         self.columns_of_tier = {tier: self._columns_of(tier) for tier in self.tiers}
         self.size_columns: dict[tuple[TierName, int], int] = {}
         self.flow_columns: dict[tuple[Hashable, TierName, int], int] = {}
@@ -430,7 +430,7 @@ def alone(
     """Return the cheapest fleet of each precision alone, whatever it loses; None: there are too few GPUs for it."""
     unbounded_load = replace(load, budget=1.0)
     fleets: dict[TierName, PlannedFleet | None] = {}
-    for tier in PRECISIONS:
+    for tier in STANDARD_TIERS:
         engines_of_tier = [engine for engine in engines if engine.tier is tier]
         if engines_of_tier:
             fleets[tier] = cheapest(engines_of_tier, unbounded_load, available)
@@ -488,7 +488,7 @@ def fullest(
 
 def _as_owned(engine: EngineType) -> EngineType:
     """Return an engine with a price below 0: its GPUs are paid for anyway, and more so are used by higher precisions."""
-    rank = tuple(PRECISIONS).index(engine.tier)
+    rank = STANDARD_TIERS.index(engine.tier)
     worth_of_gpu = SPARE_GPU_WORTH * (1 + rank)
     return replace(engine, price=engine.plan.gpus_per_replica * -worth_of_gpu)
 

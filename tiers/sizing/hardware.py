@@ -25,8 +25,10 @@ class GpuKind(BaseModel):
         bandwidth_gb_s: Memory bandwidth, in 1e9 bytes a second.
         bf16_tflops: Dense throughput in BF16, in 1e12 operations a second.
         fp8_tflops: Dense throughput in FP8; None: there are no units for FP8.
-        int8_tops: Dense, in 1e12 operations a second; None: not known. No planned tier computes in INT8.
+        fp4_tflops: Dense throughput in FP4 by blocks that share a scale; None: there are no units for FP4.
+        int8_tops: Dense, in 1e12 operations a second; None: not known.
         int4_tops: Dense, in 1e12 operations a second; None: not known. No planned tier computes in INT4.
+        compute_capability: NVIDIA's, such as (9, 0); None: not known, or another maker's GPU.
         machete: Whether vLLM computes 4-bit weights with Machete there; it takes Marlin elsewhere.
         price_per_hour: The price of one GPU, given together with its figures; None: the file of prices has it.
     """
@@ -39,8 +41,10 @@ class GpuKind(BaseModel):
     bandwidth_gb_s: float = Field(gt=0)
     bf16_tflops: float = Field(gt=0)
     fp8_tflops: float | None = Field(None, gt=0)
+    fp4_tflops: float | None = Field(None, gt=0)
     int8_tops: float | None = Field(None, gt=0)
     int4_tops: float | None = Field(None, gt=0)
+    compute_capability: tuple[int, int] | None = None
     machete: bool = False
     price_per_hour: float | None = Field(None, ge=0)
 
@@ -49,6 +53,11 @@ class GpuKind(BaseModel):
         """Return the size of its memory."""
         return self.memory_gb * 1e9
 
+    @property
+    def is_amd(self) -> bool:
+        """Tell whether it is one of AMD's, as its driver's name for it says."""
+        return any(name.startswith("AMD ") for name in (self.name, *self.also))
+
     def is_called(self, name: str) -> bool:
         """Tell whether this is one of its names; case, spaces and hyphens do not count."""
         own_names = map(plain_name, (self.name, *self.also))
@@ -56,9 +65,13 @@ class GpuKind(BaseModel):
 
 
 class _GpuFile(BaseModel):
-    """The content of ``gpus.json``."""
+    """The content of ``gpus.json``.
 
-    sources: str
+    Attributes:
+        sources: For people: where the figures of each family of GPUs are from.
+    """
+
+    sources: dict[str, str]
     gpus: tuple[GpuKind, ...]
 
 

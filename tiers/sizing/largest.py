@@ -19,7 +19,7 @@ from tiers.sizing.fleet import (
     cheapest,
 )
 from tiers.sizing.operation import ROUNDING, Policy, cheapest_in_operation
-from tiers.spec import PRECISIONS, TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,7 +56,7 @@ def largest_alone(
         available: GPUs of each kind; none for a processor, of which there is one.
     """
     largest: dict[TierName, LargestLoad | None] = {}
-    for tier in PRECISIONS:
+    for tier in STANDARD_TIERS:
         tier_engines = [engine for engine in engines if engine.tier is tier]
         largest[tier] = _largest_of_tier(tier, tier_engines, load, available=available)
     return largest

@@ -1,7 +1,8 @@
 """Read the GPUs that a person names: ``2xH100``, one that is not known with the figures of its data sheet, or a file.
 
-``2xNAME:96GB,1792GB/s,500TF`` gives memory, memory bandwidth and dense BF16 throughput. A TOML file has the same fields, in
-a table for each kind of GPU. If the kind is known, the fields that are given replace the known ones.
+``2xNAME:96GB,1792GB/s,500TF`` gives memory, memory bandwidth and dense BF16 throughput; ``fp8=1000TF,fp4=2000TF`` that of
+lower formats, ``capability=12.0`` the GPU's compute capability. A TOML file has the same fields, in a table for each kind of
+GPU. If the kind is known, the fields that are given replace the known ones.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _WHERE_TO_LOOK = (
     '  1792GB/s  "Memory bandwidth"\n'
     '  500TF     "BF16 Tensor Core" or "Peak bfloat16", with FP32 accumulate; half of a figure "with sparsity"\n'
     '  fp8=...   "FP8 Tensor Core", likewise, where there is such a line; left out: FP8 is computed in BF16\n'
+    '  fp4=...   "FP4 Tensor Core", likewise; left out: FP4 is computed in BF16\n'
+    '  int8=...  "INT8 Tensor Core", likewise, in TOPS; left out: INT8 is computed in BF16\n'
     "  price=... what one costs an hour, if you know"
 )
 
@@ -71,6 +74,7 @@ _FLOPS = {
 }
 _TOPS = {"tops": 1.0, "top/s": 1.0, "t": 1.0, "tf": 1.0, "pops": 1000.0}
 _HOUR = {"/h": 1.0, "/hour": 1.0}
+_NO_UNIT = {"": 1.0}
 FIELDS: dict[str, _Figure] = {
     "memory": _Figure("memory_gb", _MEMORY, least=1, most=10_000, example="96GB"),
     "bandwidth": _Figure(
@@ -78,12 +82,19 @@ FIELDS: dict[str, _Figure] = {
     ),
     "bf16": _Figure("bf16_tflops", _FLOPS, least=1, most=100_000, example="500TF"),
     "fp8": _Figure("fp8_tflops", _FLOPS, least=1, most=100_000, example="1000TF"),
+    "fp4": _Figure("fp4_tflops", _FLOPS, least=1, most=200_000, example="2000TF"),
     "int8": _Figure("int8_tops", _TOPS, least=1, most=100_000, example="1000TOPS"),
     "int4": _Figure("int4_tops", _TOPS, least=1, most=200_000, example="2000TOPS"),
+    "capability": _Figure(
+        "compute_capability", _NO_UNIT, least=3, most=30, example="12.0"
+    ),
     "price": _Figure("price_per_hour", _HOUR, least=0, most=10_000, example="1.9"),
 }
 REQUIRED = ("memory", "bandwidth", "bf16")
-_FIELDS_ALLOWED = "allowed are 96GB, 1792GB/s, 500TF, fp8=1000TF, int8=1000TOPS, int4=2000TOPS and price=1.9"
+_FIELDS_ALLOWED = (
+    "allowed are 96GB, 1792GB/s, 500TF, fp8=1000TF, fp4=2000TF, int8=1000TOPS, int4=2000TOPS, capability=12.0 and "
+    "price=1.9"
+)
 
 
 def parse_gpus(text: str) -> tuple[GpuKind, int | None]:
@@ -129,16 +140,25 @@ def given_figures(kind: GpuKind) -> str:
         f"{kind.name} {_origin_words(kind)}: {kind.memory_gb:,g} GB, {kind.bandwidth_gb_s:,g} GB/s, "
         f"{kind.bf16_tflops:,g} TFLOP/s in BF16"
     )
+    if kind.fp8_tflops is not None:
+        text += f", {kind.fp8_tflops:,g} in FP8"
+    if kind.fp4_tflops is not None:
+        text += f", {kind.fp4_tflops:,g} in FP4"
+    if kind.int8_tops is not None:
+        text += f", {kind.int8_tops:,g} TOP/s in INT8"
     if kind.fp8_tflops is None:
         text += (
             "; no throughput in FP8, so FP8 weights are computed in BF16, as on GPUs without FP8 units: if its data sheet "
             "has a line for FP8, add fp8=..."
         )
-    else:
-        text += f", {kind.fp8_tflops:,g} in FP8"
-    text += "; 4-bit weights are computed in BF16 by every planned engine"
-    if kind.int8_tops is not None or kind.int4_tops is not None:
-        text += ", so int8 and int4 are not in the plan"
+    if kind.fp4_tflops is None:
+        text += (
+            "; no throughput in FP4, so weights in FP4 are computed in BF16: if its data sheet has a line for FP4, add "
+            "fp4=..."
+        )
+    text += "; integer 4-bit weights are computed in BF16 by every planned engine"
+    if kind.int4_tops is not None:
+        text += ", so int4 is not in the plan"
     return text
 
 
@@ -252,9 +272,10 @@ def _value(field: str, written: str, where: str) -> float:
     value = float(match[1]) * factor
     if not figure.least <= value <= figure.most:
         unit = next(iter(figure.units)).upper()
+        allowed = f"{figure.least:,g} to {figure.most:,g} {unit}".rstrip()
+        hint = ": is the unit right?" if unit else ""
         raise PlanError(
-            f"{where}: {field} is {number_and_unit}; {figure.least:,g} to {figure.most:,g} {unit} is allowed: is the unit "
-            "right?"
+            f"{where}: {field} is {number_and_unit}; {allowed} is allowed{hint}"
         )
     return value
 
@@ -264,18 +285,28 @@ def _make_kind(name: str, values: Mapping[str, float], where: str) -> GpuKind:
     figures: dict[str, Any] = {
         FIELDS[field].attribute: value for field, value in values.items()
     }
+    if "capability" in values:
+        figures["compute_capability"] = _capability(values["capability"])
     known = next((gpu for gpu in known_gpus() if gpu.is_called(name)), None)
     if known is not None:
         kind = known.model_copy(update=figures)
     else:
         _check_unknown_kind(name, values, where)
         kind = GpuKind(name=name, **figures)
-    if kind.fp8_tflops is not None and kind.fp8_tflops < kind.bf16_tflops:
-        raise PlanError(
-            f"{where}: fp8 is {kind.fp8_tflops:g}TF, less than bf16's {kind.bf16_tflops:g}TF; as much or more is allowed. "
-            "Leave it out for a GPU without FP8 units"
-        )
+    lower_formats = {"fp8": kind.fp8_tflops, "fp4": kind.fp4_tflops}
+    for field, tflops in lower_formats.items():
+        if tflops is not None and tflops < kind.bf16_tflops:
+            raise PlanError(
+                f"{where}: {field} is {tflops:g}TF, less than bf16's {kind.bf16_tflops:g}TF; as much or more is allowed. "
+                f"Leave it out for a GPU without {field.upper()} units"
+            )
     return kind
+
+
+def _capability(number: float) -> tuple[int, int]:
+    """Return a compute capability as its makers count it: 12.1 is 12 and 1."""
+    major = int(number)
+    return major, round(10 * (number - major))
 
 
 def _check_unknown_kind(name: str, values: Mapping[str, float], where: str) -> None:

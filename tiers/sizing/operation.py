@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tiers.sizing.capacity import ServingDemand, mean_tpot_ms
 from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet, cheapest
-from tiers.spec import PRECISIONS, TierName
+from tiers.spec import STANDARD_TIERS, TierName
 from tiers.speed import ReplicaLoad, SpeedModel
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _cheapest_single(
 ) -> PlannedFleet | None:
     """Return the cheapest fleet of one precision that keeps the budget; None: there is none."""
     fleets = []
-    for tier in PRECISIONS:
+    for tier in STANDARD_TIERS:
         engines_of_tier = [engine for engine in engines if engine.tier is tier]
         fleet = cheapest(engines_of_tier, load, available)
         if fleet is not None:
@@ -296,7 +296,7 @@ class _Chain:
         self._latest_unnoticed_ms = policy.latest_unnoticed_ms
         self._shares_machines = not stations[0].engine.gpu
         tiers = {station.engine.tier for station in stations}
-        self._tiers = [tier for tier in PRECISIONS if tier in tiers]
+        self._tiers = [tier for tier in STANDARD_TIERS if tier in tiers]
         self._highest_stations = [
             station for station in stations if station.engine.tier is self._tiers[-1]
         ]

@@ -4,11 +4,10 @@ In a decode step the linear layers read the weights once and compute two operati
 them, reads the KV cache of every sequence. A prompt is computed in chunks, so near the processor's rate. Attention's own
 operations are left out: of an 8B model, 3 % at 1,000 tokens.
 
-Assumptions: 80 % of the memory's bandwidth is reached, and of the dense peak 60 % in BF16 and 40 % in FP8. Kernels unpack
-4-bit weights to BF16: Marlin 0.6 to 0.7 times as fast as BF16's from 512 tokens a step on (vllm-project/vllm, pull request
-2497), Machete at BF16's rate, but with 50 µs more a layer. 1 ms a step goes to scheduling, sampling and gaps between
-kernels. With tensor parallelism every layer adds two all-reduces of 15 µs. The figures are round ones near those that fit
-``benchmarks/roofline.py`` best, which has speeds measured on an H200, and published ones.
+Assumptions: 80 % of the memory's bandwidth is reached. What of the peak is reached depends on the number format and on the
+GPU (``tiers.sizing.kernels``). 1 ms a step goes to scheduling, sampling and gaps between kernels. With tensor parallelism
+every layer adds two all-reduces of 15 µs. The figures are round ones near those that fit ``benchmarks/roofline.py`` best,
+which has speeds measured on an H200, and published ones.
 """
 
 from __future__ import annotations
@@ -16,28 +15,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tiers.formats import FORMATS
 from tiers.sizing.architecture import BF16_BYTES
-from tiers.spec import Precision
+from tiers.sizing.kernels import EXPERTS_REACHED, Kernel, kernel_for
 
 if TYPE_CHECKING:
+    from tiers.formats import NumberFormat
     from tiers.sizing.architecture import Architecture
     from tiers.sizing.hardware import GpuKind
 
 BANDWIDTH_REACHED = 0.8
-PEAK_REACHED = {Precision.BF16: 0.6, Precision.FP8: 0.4, Precision.AWQ_INT4: 0.4}
 STEP_OVERHEAD_MS = 1.0
-MACHETE_LAYER_MS = 0.05
 ALL_REDUCE_MS = 0.015
 ALL_REDUCES_PER_LAYER = 2  # after attention, and after the feed-forward part
 PREFILL_CHUNK_TOKENS = 8192  # vLLM's default on a GPU
 FLOP_PER_PARAMETER = 2  # a multiplication and an addition, for each token
-# The size of a weight in a linear layer. Published AWQ checkpoints have groups of 128 weights, each group with a scale of
-# 16 bits and a zero point of 4 bits.
-BYTES_PER_WEIGHT = {
-    Precision.BF16: 2.0,
-    Precision.FP8: 1.0,
-    Precision.AWQ_INT4: (4 + (16 + 4) / 128) / 8,
-}
+BF16 = FORMATS["bf16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +38,25 @@ class Roofline:
     """The speed of one engine.
 
     Attributes:
+        number_format: Of the linear layers' weights.
         gpus: Those of tensor parallelism.
         context_tokens: Mean length of a sequence while it is decoded.
         kv_bytes_per_value: 2 in BF16, 1 in FP8.
+        dense_format: Of the linear layers that are not experts; None: they have the experts' format.
     """
 
     model: Architecture
     gpu: GpuKind
-    precision: Precision
+    number_format: NumberFormat
     gpus: int = 1
     context_tokens: int = 1000
     kv_bytes_per_value: int = 2
+    dense_format: NumberFormat | None = None
 
     @property
     def prefill_ms_per_token(self) -> float:
         """Return the time of each prompt token, in milliseconds."""
-        flop = FLOP_PER_PARAMETER * self.model.active_parameters
-        compute_s = flop / (self._flop_per_s * self.gpus)
+        compute_s = self._layers_compute_s(tokens=1)
         chunk_read_s = (
             self._weight_bytes_read(PREFILL_CHUNK_TOKENS) / self._read_bytes_per_s
         )
@@ -105,9 +100,8 @@ class Roofline:
         """
         model = self.model
         output_flop = FLOP_PER_PARAMETER * model.output_parameters * sampled
-        output_s = output_flop / (self._bf16_flop_per_s * self.gpus)
-        layers_flop = FLOP_PER_PARAMETER * model.active_parameters * tokens
-        compute_s = layers_flop / (self._flop_per_s * self.gpus) + output_s
+        output_s = output_flop / (self._kernel(BF16).flop_per_s * self.gpus)
+        compute_s = self._layers_compute_s(tokens) + output_s
         weights_s = self._weight_bytes_read(tokens) / self._read_bytes_per_s
         attention_s = kv_bytes_per_gpu / (self._read_bytes_per_s / self.gpus)
         return 1000 * (max(weights_s, compute_s) + attention_s) + self._step_overhead_ms
@@ -124,40 +118,37 @@ class Roofline:
         """Return how fast all GPUs together read their memory."""
         return self.gpu.bandwidth_gb_s * 1e9 * BANDWIDTH_REACHED * self.gpus
 
-    @property
-    def _bf16_flop_per_s(self) -> float:
-        """Return how fast one GPU computes in BF16."""
-        return self.gpu.bf16_tflops * 1e12 * PEAK_REACHED[Precision.BF16]
+    def _layers_compute_s(self, tokens: int) -> float:
+        """Return the time in which the linear layers, without the output layer, compute so many tokens."""
+        dense_parameters = self.model.dense_parameters
+        expert_parameters = self.model.active_parameters - dense_parameters
+        dense_flop_per_s = self._kernel(self._dense_format).flop_per_s * self.gpus
+        flop_per_s = self._kernel(self.number_format).flop_per_s * self.gpus
+        experts_flop_per_s = flop_per_s * EXPERTS_REACHED
+        dense_s = FLOP_PER_PARAMETER * dense_parameters * tokens / dense_flop_per_s
+        experts_s = FLOP_PER_PARAMETER * expert_parameters * tokens / experts_flop_per_s
+        return dense_s + experts_s
+
+    def _kernel(self, number_format: NumberFormat) -> Kernel:
+        return kernel_for(number_format, self.gpu, has_experts=self.model.has_experts)
 
     @property
-    def _flop_per_s(self) -> float:
-        """Return how fast one GPU computes linear layers."""
-        if self.precision is Precision.FP8 and self.gpu.fp8_tflops is not None:
-            return self.gpu.fp8_tflops * 1e12 * PEAK_REACHED[Precision.FP8]
-        if self.precision is Precision.BF16 or self._uses_machete:
-            return self._bf16_flop_per_s
-        return self.gpu.bf16_tflops * 1e12 * PEAK_REACHED[Precision.AWQ_INT4]
+    def _dense_format(self) -> NumberFormat:
+        return self.dense_format or self.number_format
 
     @property
     def _step_overhead_ms(self) -> float:
         """Return the time that a step takes besides, however many tokens it computes."""
-        layer_ms = 0.0
+        layer_ms = self._kernel(self.number_format).layer_ms
         if self.gpus > 1:
-            layer_ms = ALL_REDUCE_MS * ALL_REDUCES_PER_LAYER
-        if self._uses_machete:
-            layer_ms += MACHETE_LAYER_MS
+            layer_ms += ALL_REDUCE_MS * ALL_REDUCES_PER_LAYER
         return STEP_OVERHEAD_MS + layer_ms * len(self.model.layers)
-
-    @property
-    def _uses_machete(self) -> bool:
-        if not self.gpu.machete or self.precision is not Precision.AWQ_INT4:
-            return False
-        # vLLM computes 4-bit experts with Marlin.
-        return not any(layer.experts for layer in self.model.layers)
 
     def _weight_bytes_read(self, tokens: int) -> float:
         """Return the size of the weights that a step reads."""
-        layers_bytes = (
-            self.model.parameters_read(tokens) * BYTES_PER_WEIGHT[self.precision]
-        )
-        return layers_bytes + BF16_BYTES * self.model.output_parameters
+        dense_parameters = self.model.dense_parameters
+        expert_parameters = self.model.parameters_read(tokens) - dense_parameters
+        dense_bytes = dense_parameters * self._dense_format.bytes_per_weight
+        expert_bytes = expert_parameters * self.number_format.bytes_per_weight
+        output_bytes = BF16_BYTES * self.model.output_parameters
+        return dense_bytes + expert_bytes + output_bytes

@@ -5,30 +5,32 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
 
 from classifier import Complexity
+from tiers.checkpoints.schemes import scheme_names
 from tiers.sizing.fleet import DailyLoad, EngineType, PlannedFleet
 from tiers.sizing.operation import ROUNDING
-from tiers.spec import PRECISIONS, TierName
+from tiers.sizing.tier_format import STANDARD_FORMATS, TierFormat, format_words
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from classifier import PromptClass
 
 MIN_SHOWN_SHARE = 0.005  # share of a kind's requests
 MIN_SHOWN_LOSS = 5e-5  # share of all answers
+_FP8_KV = '["--kv-cache-dtype", "fp8"]'
 SAME_PRICE = 0.005  # half a cent: the smallest difference that is shown
-NAMES = {"awq-int4": "4 bits", "fp8": "FP8", "bf16": "BF16"}
 
 
 def counted(fleet: PlannedFleet) -> str:
     """Return what a fleet consists of: ``2 x FP8 and 1 x BF16``."""
     counts: Counter[str] = Counter()
     for engine, count in fleet.counts:
-        counts[NAMES[engine.plan.precision]] += count
+        counts[format_words(engine.plan.precision)] += count
     return " and ".join(f"{count} x {name}" for name, count in counts.items())
 
 
@@ -52,6 +54,7 @@ def verdict_on(
     singles: Mapping[TierName, PlannedFleet | None],
     load: DailyLoad,
     currency: str | None,
+    formats: Mapping[TierName, TierFormat] = STANDARD_FORMATS,
 ) -> str:
     """Return the plan in a sentence, beside each precision alone.
 
@@ -60,19 +63,20 @@ def verdict_on(
         singles: The cheapest fleet of each precision alone; None: it does not carry the load.
         load: What they are planned for.
         currency: That of prices; None: no price is known, so GPUs or machines are counted.
+        formats: Of the tiers.
     """
     cost = _cost_words(best, currency)
     loss = _loss_words(best.lost_share)
     tiers = {engine.tier for engine, _ in best.counts}
     if len(tiers) == 1:
-        name = NAMES[best.counts[0][0].plan.precision]
+        name = format_words(best.counts[0][0].plan.precision)
         return (
             f"{name} alone is best here: it costs {cost} and loses {loss}, within the {_loss_words(load.budget)} allowed; "
             "further precisions would not pay."
         )
     clauses = [f"{counted(best)} cost {cost} and lose {loss}"]
     for tier, fleet in singles.items():
-        name = NAMES[str(PRECISIONS[tier])]
+        name = format_words(formats[tier].precision)
         if fleet is None:
             clauses.append(f"{name} alone does not carry it on these GPUs")
         else:
@@ -126,7 +130,7 @@ def _gpu_words(counts: Mapping[str, int]) -> str:
 def tiers_of(fleet: PlannedFleet) -> dict[str, dict[str, int]]:
     """Return the settings of each tier."""
     settings: dict[str, dict[str, int]] = {}
-    for tier in PRECISIONS:
+    for tier in STANDARD_TIERS:
         settings[tier] = {"replicas": fleet.replicas(tier)}
         plans = [engine.plan for engine, _ in fleet.counts if engine.tier is tier]
         if plans:
@@ -144,12 +148,14 @@ class WrittenSettings:
     Attributes:
         model: A folder or an id; None: the default model, or not known.
         context: Tokens of the longest request, as asked for; None: the tiers keep theirs.
-        kv_cache_dtype: The format of the KV cache; None: the engines' own.
+        formats: Of the tiers.
     """
 
     model: str | None = None
     context: int | None = None
-    kv_cache_dtype: str | None = None
+    formats: Mapping[TierName, TierFormat] = field(
+        default_factory=lambda: STANDARD_FORMATS
+    )
 
 
 def settings_for(fleet: PlannedFleet, verdict: str, written: WrittenSettings) -> str:
@@ -158,15 +164,36 @@ def settings_for(fleet: PlannedFleet, verdict: str, written: WrittenSettings) ->
     if written.model is not None:
         name = json.dumps(written.model, ensure_ascii=False)
         lines += ["[model]", f"name = {name}"]
-    if written.kv_cache_dtype is not None:
-        extra_args = f'["--kv-cache-dtype", "{written.kv_cache_dtype}"]'
-        lines += ["[engine]", f"extra_args = {extra_args}"]
-    for tier, settings in tiers_of(fleet).items():
+    have_all_fp8_kv = all(
+        tier_format.is_kv_fp8 for tier_format in written.formats.values()
+    )
+    if have_all_fp8_kv:
+        lines += ["[engine]", f"extra_args = {_FP8_KV}"]
+    for name, settings in tiers_of(fleet).items():
+        tier = TierName(name)
+        tier_format = written.formats.get(tier)
         lines.append(f"[tiers.{tier}]{_gpu_comment(fleet, tier)}")
-        lines += [f"{name} = {value}" for name, value in settings.items()]
-        if written.context is not None and settings["replicas"]:
+        lines += [f"{field} = {value}" for field, value in settings.items()]
+        if tier_format is None or not settings["replicas"]:
+            continue
+        lines += _checkpoint_lines(tier, tier_format)
+        if tier_format.is_kv_fp8 and not have_all_fp8_kv:
+            lines.append(f"engine_args = {_FP8_KV}")
+        if written.context is not None:
             lines.append(f"max_model_len = {written.context}")
     return "\n".join(lines) + "\n"
+
+
+def _checkpoint_lines(tier: TierName, tier_format: TierFormat) -> list[str]:
+    """Return which checkpoint a tier needs; empty: the model's own."""
+    if tier is TierName.PRECISE:
+        return []
+    weights = "+".join(tier_format.names)
+    if weights in scheme_names():
+        return [f'scheme = "{weights}"']
+    return [
+        f"# planned in {weights}, which is not made here: name such a folder as tiers.{tier}.checkpoint"
+    ]
 
 
 def _gpu_comment(fleet: PlannedFleet, tier: str) -> str:

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from pydantic_core import from_json
 
 from tiers.errors import RefusedError
+from tiers.together import run_all
 from tiers.verification.findings import FrozenFinding, Gap, LikelihoodFinding, Role
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ LATE_NATS = 0.3
 # Absolute difference between decode and prefill of one sound engine: up to .03 for a range of positions. A KV cache of 3
 # bits has .5. With signs a broken decode may have none: it chooses words that it finds as likely as prefill finds others.
 DECODE_NATS = 0.15
-QUICK_CONTEXT = 1024  # of the quick form's long prompt, so that a fault beyond the first hundreds of tokens shows
+QUICK_CONTEXT = 768  # of the quick form's long prompt, so that a fault beyond the first hundreds of tokens shows
 SAVED_REFERENCE = (
     "The reference is saved and cannot score the candidate's texts: faults that only decoding has are found by the "
     "candidate's own scores alone."
@@ -460,13 +461,7 @@ async def _in_batches(
         report(finished, len(items))
         return result
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work_in_turn(item)) for item in items]
-    except ExceptionGroup as failures:
-        # Callers handle the error of an engine, not a group of them.
-        raise failures.exceptions[0] from None
-    return tuple(task.result() for task in tasks)
+    return await run_all(work_in_turn(item) for item in items)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
+from enum import StrEnum
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,24 +55,43 @@ WEATHER_TOOL: Mapping[str, Any] = {
         },
     },
 }
+# For checks that a start waits for: each token of a call that an engine is made to write takes a step.
+SHORT_ARGUMENTS: Mapping[str, Any] = {"a": 'ö "{1}', "b": 3}
+SHORT_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "description": "Find a thing.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "string", "enum": [SHORT_ARGUMENTS["a"]]},
+                "b": {"type": "integer", "enum": [SHORT_ARGUMENTS["b"]]},
+            },
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
 _USER = {"role": "user", "content": "Will it rain in Köln tomorrow?"}
 _SYSTEM = {"role": "system", "content": "You answer in one sentence."}
 _ASSISTANT = {"role": "assistant", "content": "I cannot see the weather."}
 _THANKS = {"role": "user", "content": "Thank you."}
-_CALL_MESSAGE: Mapping[str, Any] = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": "call00001",
-            "type": "function",
-            "function": {
-                "name": "get_forecast",
-                "arguments": json.dumps(CALL_ARGUMENTS, ensure_ascii=False),
-            },
-        }
-    ],
-}
+
+
+def _call_message(
+    tool: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return an assistant's message that calls a tool."""
+    function = {
+        "name": tool["function"]["name"],
+        "arguments": json.dumps(arguments, ensure_ascii=False),
+    }
+    call = {"id": "call00001", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+_CALL_MESSAGE = _call_message(WEATHER_TOOL, CALL_ARGUMENTS)
 _RESULT = {"role": "tool", "tool_call_id": "call00001", "content": '{"rain_mm": 4}'}
 CHATS: Mapping[str, Mapping[str, Any]] = {
     "a question": {"messages": [_USER]},
@@ -90,11 +111,6 @@ _FINISHED_ANSWER = {
     "messages": [_USER, _ASSISTANT],
     "add_generation_prompt": False,
 }
-_FINISHED_CALL = {
-    "messages": [_USER, _CALL_MESSAGE],
-    "tools": [WEATHER_TOOL],
-    "add_generation_prompt": False,
-}
 # Beginnings that many words can follow, so that sampling defaults show in what is drawn.
 OPENINGS = (
     "Once upon a time, in a small village by the sea, there lived",
@@ -104,7 +120,6 @@ OPENINGS = (
 )
 # So many continuations of an opening come from each request: a router wants a free place for each of them at once.
 DRAWS = 8
-REQUESTS = 2  # for each opening
 DRAWN_TOKENS = 4
 # An engine without sampling defaults of its own draws with these.
 NEUTRAL: Mapping[str, Any] = {
@@ -113,6 +128,50 @@ NEUTRAL: Mapping[str, Any] = {
     "top_k": 0,
     "min_p": 0,
     "repetition_penalty": 1,
+}
+
+
+class Extent(StrEnum):
+    """How much an engine writes for its facts, which takes most of their time.
+
+    Attributes:
+        NOTHING: Sampling defaults and tool parser count as not told.
+        LITTLE: As much as a start can wait for. Sampling defaults have to differ more before that is certain.
+        ALL: What ``qarr verify`` compares.
+    """
+
+    NOTHING = "nothing"
+    LITTLE = "little"
+    ALL = "all"
+
+    def includes(self, other: Extent) -> bool:
+        """Tell whether as much as another extent is written, or more."""
+        extents = list(Extent)
+        return extents.index(self) >= extents.index(other)
+
+
+@dataclass(frozen=True, slots=True)
+class _WritingPlan:
+    """What an engine writes for its facts.
+
+    Attributes:
+        requests: For random continuations of each opening.
+        tool: The function that it is made to call.
+        arguments: What it is made to call it with.
+    """
+
+    requests: int
+    tool: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+
+    @property
+    def tool_name(self) -> str:
+        return str(self.tool["function"]["name"])
+
+
+WRITING_PLANS: Mapping[Extent, _WritingPlan] = {
+    Extent.LITTLE: _WritingPlan(requests=1, tool=SHORT_TOOL, arguments=SHORT_ARGUMENTS),
+    Extent.ALL: _WritingPlan(requests=2, tool=WEATHER_TOOL, arguments=CALL_ARGUMENTS),
 }
 
 
@@ -194,14 +253,13 @@ class ModelFacts(FrozenFinding):
 
 
 async def observe_facts(
-    engine: ComparedEngine, *, lets_it_write: bool = True
+    engine: ComparedEngine, extent: Extent = Extent.ALL
 ) -> ModelFacts:
     """Ask an engine for what ``compare_facts`` compares.
 
     Args:
         engine: The engine.
-        lets_it_write: Whether the model writes what shows its sampling defaults and its tool parser, which takes most of
-            the time. Without it, these two count as not told.
+        extent: How much the model writes to show its sampling defaults and its tool parser.
 
     Raises:
         ProbeError: The engine stops answering, or is no vLLM.
@@ -209,7 +267,7 @@ async def observe_facts(
     observer = _Observer(engine)
     texts = [await observer.tokenize(name) for name in TEXTS]
     chats = await observer.render_chats()
-    if not lets_it_write:
+    if extent is Extent.NOTHING:
         return ModelFacts(
             identity=engine.identity,
             texts=tuple(texts),
@@ -221,11 +279,12 @@ async def observe_facts(
             thinks=await observer.thinks(),
             not_told=tuple(observer.not_told),
         )
+    plan = WRITING_PLANS[extent]
     # The engine computes them in one batch.
     ends, drawn, call, thinks = await asyncio.gather(
         observer.find_ends(),
-        observer.draw(),
-        observer.parse_call(),
+        observer.draw(plan.requests),
+        observer.parse_call(plan),
         observer.thinks(),
     )
     return ModelFacts(
@@ -308,16 +367,16 @@ class _Observer:
         samples = await self.probe.sample(body, REQUEST_S)
         return samples[0].finish_reason == "stop"
 
-    async def draw(self) -> tuple[DrawnTexts, ...]:
-        """Draw continuations of all openings."""
-        drawn = [self._draw_after(opening) for opening in OPENINGS]
+    async def draw(self, requests: int) -> tuple[DrawnTexts, ...]:
+        """Draw continuations of all openings, with so many requests for each."""
+        drawn = [self._draw_after(opening, requests) for opening in OPENINGS]
         return tuple(await asyncio.gather(*drawn))
 
-    async def _draw_after(self, opening: str) -> DrawnTexts:
+    async def _draw_after(self, opening: str, requests: int) -> DrawnTexts:
         """Draw continuations without naming any sampling parameter, then neutral ones."""
         logprobs: list[float] = []
         neutral_logprobs: list[float] = []
-        for number in range(REQUESTS):
+        for number in range(requests):
             body = {
                 "model": self.model,
                 "prompt": opening,
@@ -335,15 +394,15 @@ class _Observer:
             neutral_logprobs=tuple(neutral_logprobs),
         )
 
-    async def parse_call(self) -> ParsedCall | None:
+    async def parse_call(self, plan: _WritingPlan) -> ParsedCall | None:
         """Make the model write a call in its own form, and return what the engine's tool parser makes of it."""
         if not self.has_template:
             return None
-        written_call = await self._written_call()
+        written_call = await self._written_call(plan)
         body = {
             "model": self.model,
             "messages": [_USER],
-            "tools": [WEATHER_TOOL],
+            "tools": [plan.tool],
             "tool_choice": "auto",
             "temperature": 0,
             # a broken model may write each byte as a token of its own
@@ -375,17 +434,24 @@ class _Observer:
             return False
         return await self.probe.takes_thinking(self.model, REQUEST_S)
 
-    async def _written_call(self) -> str:
+    async def _written_call(self, plan: _WritingPlan) -> str:
         """Return how the model writes a call, as its template shows; the most common form where it shows none."""
-        opened = (await self._render("", CHATS["a tool"])).text
-        finished = (await self._render("", _FINISHED_CALL)).text
+        chat = {"messages": [_USER], "tools": [plan.tool]}
+        call_message = _call_message(plan.tool, plan.arguments)
+        finished_call = {
+            "messages": [_USER, call_message],
+            "tools": [plan.tool],
+            "add_generation_prompt": False,
+        }
+        opened = (await self._render("", chat)).text
+        finished = (await self._render("", finished_call)).text
         answered = (await self._render("", _FINISHED_ANSWER)).text
         if opened and finished.startswith(opened):
             end_of_turn = _common_ending(finished, answered)
             written = finished.removeprefix(opened).removesuffix(end_of_turn)
-            if "get_forecast" in written:
+            if plan.tool_name in written:
                 return written
-        call = {"name": "get_forecast", "arguments": CALL_ARGUMENTS}
+        call = {"name": plan.tool_name, "arguments": plan.arguments}
         return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 

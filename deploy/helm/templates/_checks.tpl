@@ -16,6 +16,7 @@
 {{- if not (index $tier $key) }}{{ fail (printf "tiers.%s.%s is needed" $name $key) }}{{ end -}}
 {{- end -}}
 {{- if and $v.checkpoints.prepare.enabled (ne $tier.path $name) }}{{ fail (printf "tiers.%s.path: 'qarr model prepare' makes /models/%s; leave it at that" $name $name) }}{{ end -}}
+{{- if and $tier.checkpoint (not $v.checkpoints.prepare.enabled) }}{{ fail (printf "tiers.%s.checkpoint: only checkpoints.prepare fetches it; enable that, or put the checkpoint into %s on the volume" $name $tier.path) }}{{ end -}}
 {{- if gt (int $tier.minReplicas) (int $tier.maxReplicas) }}{{ fail (printf "tiers.%s: minReplicas is above maxReplicas" $name) }}{{ end -}}
 {{- range $arg := $tier.extraArgs -}}
 {{- if has (index (splitList "=" $arg) 0) (list "--model" "--served-model-name" "--host" "--port" "--api-key" "--max-model-len" "--max-num-seqs" "--tensor-parallel-size" "--gpu-memory-utilization" "--scheduling-policy" "--shutdown-timeout" "--kv-transfer-config" "--otlp-traces-endpoint" "--enable-prefix-caching" "--no-enable-prefix-caching") -}}

@@ -99,6 +99,11 @@
     {{- end }}
   env:
     - {name: QARR_MODEL__STORE, value: /models/store}
+    {{- range $name, $tier := include "qarr.tiers" $root | fromYaml }}
+    {{- with $tier.checkpoint }}
+    - {name: QARR_TIERS__{{ $name | upper }}__CHECKPOINT, value: {{ . | quote }}}
+    {{- end }}
+    {{- end }}
     {{- with $prepare.env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -28,6 +28,7 @@ from router.cli.doctor.findings import (
     problem,
     warning,
 )
+from router.deployment.published import with_known_base
 from router.section import SettingsError
 from router.settings import load_settings
 
@@ -136,7 +137,7 @@ def examine(config_path: Path | None, *, url: str, key: str) -> Iterator[Finding
         return
     settings_source = f", from {config_path}" if config_path else ""
     yield replace(ok(f"valid{settings_source}", "settings"), group="settings")
-    context = CheckContext(settings, url=url.rstrip("/"), key=key)
+    context = CheckContext(with_known_base(settings), url=url.rstrip("/"), key=key)
     for check in CHECKS:
         for finding in _findings_of(check, context):
             name = finding.check or check.name

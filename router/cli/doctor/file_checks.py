@@ -15,6 +15,7 @@ from router.cli.doctor.tier_checks import local_checkpoints, local_tiers
 from router.deployment.listening import ListenError, open_keys
 from router.section import PROJECT
 from tiers.checkpoints.checkpoint import Checkpoint, check_whole, identity
+from tiers.checkpoints.hub import HUB_ID
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.errors import CheckpointError
 from tiers.plan import read_machine
@@ -129,6 +130,14 @@ def check_checkpoints(context: CheckContext) -> Iterator[Finding]:
         )
     for spec in specs:
         if spec.checkpoint is None:
+            continue
+        hub_id = context.settings.tiers.of(spec.name).checkpoint
+        if hub_id and HUB_ID.match(hub_id) and not spec.checkpoint.exists():
+            yield warning(
+                f"{hub_id} is not fetched yet",
+                "'qarr up' fetches it, 'qarr model prepare' as well",
+                f"checkpoint {spec.name}",
+            )
             continue
         made_here = made.get(spec.name)
         if made_here is not None and made_here.path != spec.checkpoint:

@@ -11,15 +11,14 @@ from pathlib import Path
 from router.cli.doctor.findings import CheckContext, Finding, ok, problem, warning
 from router.cli.doctor.tier_checks import local_checkpoints, local_tiers
 from tiers.checkpoints.checkpoint import Checkpoint
+from tiers.checkpoints.schemes import GpuHardware, parse_capability, schemes_for
 from tiers.kernels import InstructionSet, choose_kernel, describe_kernel
 from tiers.plan import GIB, cpu_flags, read_machine
 from tiers.spec import PRECISIONS, TierSpec
 
 LITTLE_DISK_BYTES = 2 * GIB
 SCANT_DISK_BYTES = 10 * GIB
-# Compute capabilities from which GPUs have the format in hardware.
-FP8_CAPABILITY = 8.9
-BF16_CAPABILITY = 8.0
+BF16_CAPABILITY = (8, 0)  # GPUs have BF16 from this compute capability on
 COMMAND_TIMEOUT_S = 60
 NVIDIA_SMI = (
     "nvidia-smi",
@@ -70,19 +69,15 @@ def judge_gpu(parts: list[str]) -> Finding:
         f"{index}: {name}, driver {driver}, compute capability {capability}, "
         f"{int(free_mib) / 1024:.1f} of {int(total_mib) / 1024:.1f} GiB free"
     )
-    is_number = capability.replace(".", "").isdigit()
-    capability_number = float(capability) if is_number else 0.0
-    if capability_number < BF16_CAPABILITY:
+    parsed = parse_capability(capability)
+    if parsed is None or parsed < BF16_CAPABILITY:
         return warning(
             text,
             "BF16 needs compute capability 8.0: precise will not start, run it elsewhere",
         )
-    if capability_number < FP8_CAPABILITY:
-        return warning(
-            text,
-            "FP8 in hardware needs 8.9: balanced keeps FP8 weights, but computes in 16 bits",
-        )
-    return ok(text)
+    schemes = schemes_for(GpuHardware(parsed)).items()
+    suited = ", ".join(f"{tier} {scheme.number_format}" for tier, scheme in schemes)
+    return ok(f"{text}; it suits {suited}")
 
 
 def check_kernels(context: CheckContext) -> Iterator[Finding]:
@@ -109,7 +104,8 @@ def _kernel_of(
 ) -> str:
     """Return a tier's name, and in words what will compute it."""
     if spec.checkpoint is None:
-        return f"{spec.name}: {describe_kernel(PRECISIONS[spec.name], instructions)}"
+        precision = spec.expected_precision or PRECISIONS[spec.name]
+        return f"{spec.name}: {describe_kernel(precision, instructions)}"
     description = f"{spec.name}: {describe_kernel(spec.precision, instructions)}"
     is_as_made = (
         made is not None

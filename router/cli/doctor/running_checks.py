@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import httpx
@@ -79,11 +79,13 @@ def _judge_running(fleet: dict[str, Any]) -> Iterator[Finding]:
     # A router of an earlier release does not tell this.
     for tier, unmeasured in profiling.get("not_measured", {}).items():
         yield warning(unmeasured["text"], unmeasured["remedy"], f"tier {tier}")
-    yield from _judge_verdicts(profiling)
+    yield from _judge_verdicts(profiling, tiers_with_engines)
 
 
-def _judge_verdicts(profiling: dict[str, Any]) -> Iterator[Finding]:
-    """Say which tiers lose more than they may, and of which this cannot be told."""
+def _judge_verdicts(
+    profiling: dict[str, Any], tiers_with_engines: Collection[str]
+) -> Iterator[Finding]:
+    """Say which tiers lose more than they may, which wait for their measurement, and of which it cannot be told."""
     # A router of an earlier release has none.
     for tier, verdict in profiling.get("verdicts", {}).items():
         check = f"tier {tier}"
@@ -95,6 +97,14 @@ def _judge_verdicts(profiling: dict[str, Any]) -> Iterator[Finding]:
             )
         elif verdict["verdict"] is not None:
             yield ok(verdict["sentence"], check)
+        elif verdict.get("held") and tier in tiers_with_engines:
+            yield warning(verdict["sentence"], _how_measured(profiling), check)
+
+
+def _how_measured(profiling: dict[str, Any]) -> str:
+    if profiling["state"] == "running":
+        return "wait: the router measures it now"
+    return "run 'qarr profile quality', unless the router is about to measure by itself"
 
 
 def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:

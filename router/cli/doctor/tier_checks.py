@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from router.cli.doctor.findings import CheckContext, Finding, ok, problem
-from router.deployment.layout import engine_args, prepare_options, tier_spec
+from router.deployment.layout import (
+    engine_args,
+    prepare_options,
+    scheme_choices,
+    tier_spec,
+    with_expected_precisions,
+)
 from tiers.checkpoints.checkpoint import Checkpoint
 from tiers.checkpoints.prepare import finished
 from tiers.errors import CheckpointError
@@ -60,5 +66,13 @@ def local_checkpoints(
     specs: list[TierSpec] = []
     for name in local_tiers(context):
         arguments = engine_args(settings, name)
-        specs.append(tier_spec(name, settings.tiers.of(name), made, args=arguments))
-    return specs, made
+        specs.append(
+            tier_spec(
+                name,
+                settings.tiers.of(name),
+                made,
+                store=settings.model.store,
+                args=arguments,
+            )
+        )
+    return list(with_expected_precisions(specs, scheme_choices(settings))), made

@@ -39,6 +39,7 @@ function showPolicy(policy) {
   area.dataset.shown = "true";
   area.replaceChildren(...[
     ...[...Object.values(policy.worse), ...differing()].map((why) => el("p", { class: "worse", role: "alert" }, why)),
+    ...unmeasuredHeld().map((why) => el("p", { class: "cut" }, why)),
     ...Object.values(policy.pointless).map((why) => el("p", { class: "pointless" }, why)),
     ...Object.entries(policy.not_measured ?? {}).map(([tier, { text, remedy }]) => el("p", { class: "cut" }, `${tier}: ${text}. To measure it, ${remedy}.`)),
     ...(measured || !tiers.length ? [] : unmeasured()),
@@ -50,6 +51,13 @@ function showPolicy(policy) {
 function differing() {
   const replicas = fleet?.tiers.flatMap((t) => t.replicas) ?? [];
   return replicas.filter((r) => r.verification === "differs").map((r) => `${r.id} may answer wrongly: ${r.verification_detail || "it differs from its reference"}.`);
+}
+
+/** The tiers that get no requests before they are measured, each in one sentence. */
+function unmeasuredHeld() {
+  const served = (fleet?.tiers ?? []).filter((t) => t.replicas.length).map((t) => t.tier);
+  const verdicts = Object.entries(fleet?.profiling?.verdicts ?? {});
+  return verdicts.filter(([tier, v]) => v.held && !v.verdict && served.includes(tier)).map(([, v]) => v.sentence);
 }
 
 function unmeasured() {

@@ -189,6 +189,7 @@ class TierRow {
   update(tier, { in_flight }) {
     const { load, speed, ttft, tpot, sla, kv, requests } = this.figures;
     put(this.precision, tier.preparing ? "" : tier.precision); // before there is a checkpoint nobody knows
+    this.precision.title = `provider.quantizations: ${tier.quantization}`;
     putState(this.state, tier.state);
     const inFlight = sum(tier.replicas, placesTaken);
     const limit = sum(tier.replicas, (r) => r.limit ?? tier.max_in_flight);

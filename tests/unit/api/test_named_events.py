@@ -162,7 +162,7 @@ HINTS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ),
     # a greeting loses nothing
     ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "fast"),
-    ({}, {"text": "Write a Python function that adds"}, "balanced"),
+    ({}, {"text": "Why do cats purr, and how?"}, "balanced"),
     ({}, {"text": [{"type": "image", "source": {}}]}, "precise"),
 ]
 

@@ -32,6 +32,7 @@ from router.cli.doctor.running_checks import (
     judge_profiling,
 )
 from router.cli.doctor.tier_checks import check_tiers
+from router.deployment.published import with_known_base
 from router.settings import load_settings
 from tests.ports import reserved_ports
 from tests.unit.cli.sealed_checkpoint import make_checkpoint
@@ -217,12 +218,38 @@ def test_weights_that_are_none(data: bytes, tmp_path: Path) -> None:
         check_whole(tmp_path)
 
 
+def test_published_checkpoints_are_named(tmp_path: Path) -> None:
+    """One of the hub may be still to be fetched; a quantized base on the disk is that of precise, and nothing is missing."""
+    base = make_checkpoint(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (base / "config.json").write_text(json.dumps(config))
+    given = load_settings(
+        None,
+        {
+            "model": {"name": str(base)},
+            "tiers": {"fast": {"checkpoint": "owner/Model-NVFP4"}},
+        },
+    )
+    checked_context = CheckContext(with_known_base(given), url="", key="")
+    unfetched, own = check_checkpoints(checked_context)
+    assert unfetched.health is WARNING
+    assert unfetched.check == "checkpoint fast"
+    assert unfetched.text == "owner/Model-NVFP4 is not fetched yet"
+    assert own.check == "checkpoint precise"
+    assert own.text == "base: mxfp4, files complete, no manifest"
+    asking = load_settings(
+        None, {"model": {"name": str(base)}, "tiers": {"balanced": {"replicas": 1}}}
+    )
+    assert with_known_base(asking) is asking
+
+
 def test_given_checkpoints_are_checked(tmp_path: Path) -> None:
     """A folder from the settings needs no manifest; it is whole or not, and there is nothing to compare it with."""
     checked_context = context(
         {
             "tiers": {
-                "fast": {"checkpoint": (folder := make_checkpoint(tmp_path / "own"))}
+                "fast": {"checkpoint": str(folder := make_checkpoint(tmp_path / "own"))}
             }
         }
     )
@@ -274,7 +301,7 @@ def test_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("compute", "health"),
-    [("7.5", WARNING), ("8.6", WARNING), ("8.9", OK), ("9.0", OK), ("[N/A]", WARNING)],
+    [("7.5", WARNING), ("8.6", OK), ("8.9", OK), ("9.0", OK), ("[N/A]", WARNING)],
 )
 def test_what_a_gpu_means(compute: str, health: Health) -> None:
     assert (
@@ -349,8 +376,8 @@ def test_nothing_is_said_of_kernels_that_vllm_chooses(
     checked_context = context(
         {
             "tiers": {
-                "fast": {"checkpoint": folder},
-                "balanced": {"checkpoint": make_checkpoint(tmp_path / "odd")},
+                "fast": {"checkpoint": str(folder)},
+                "balanced": {"checkpoint": str(make_checkpoint(tmp_path / "odd"))},
             }
         }
     )
@@ -593,6 +620,36 @@ def test_a_tier_that_loses_too_much_is_a_warning_in_one_sentence() -> None:
     assert by_check["tier fast"].text == "fast loses too much."
     assert by_check["tier balanced"].health is OK
     assert "tier int8" not in by_check
+
+
+def test_a_tier_that_waits_to_be_measured_is_a_warning_with_what_to_do() -> None:
+    """A tier without engines is none: nobody misses it."""
+    sentence = "fast is not measured yet: until then it gets only requests that require it by name."
+    waits = {"verdict": None, "sentence": sentence, "held": True}
+    replica = {
+        "id": "fast-0",
+        "state": "ready",
+        "detail": "",
+        "breaker": "closed",
+        "served": 0,
+        "failed": 0,
+    }
+    served = {"tier": "fast", "replicas": [replica]}
+    tiers = {
+        "tiers": [served, {"tier": "int8", "replicas": []}],
+        "profiling": PROFILING | {"verdicts": {"fast": waits, "int8": waits}},
+    }
+    answers = {
+        "GET /healthz": (200, {}),
+        "GET /readyz": (200, {}),
+        "GET /tiers": (200, tiers),
+    }
+    with stub_router(**answers) as router:
+        findings = list(check_router(context(None, router.url, "secret")))
+    told = [finding for finding in findings if finding.text == sentence]
+    assert [finding.check for finding in told] == ["tier fast"]
+    assert told[0].health is WARNING
+    assert "run 'qarr profile quality'" in (told[0].remedy or "")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_plan_and_what_it_is_compared_with() -> None:
     text = plan("--model", LLAMA, "--gpus", "3xH100", "--load", "40/s")
     assert "8.03 billion parameters" in text
     assert "3 x H100; 40 requests/s, prompts of 800 and answers of 250 tokens" in text
-    cells = "losses: published|awq-int4|5.7 GB|9.1 GB|16.1 GB|128 KiB|planned|fast alone|precise alone"
+    cells = "losses: published|awq-int4|5.7 GB|9.1 GB|16.1 GB|128 KiB|planned|fast (4 bits) alone|precise (BF16) alone"
     assert not [cell for cell in cells.split("|") if cell not in text]
     assert "speed: computed (roofline), not measured" in text
     assert "BF16 alone is best here: it costs 7.98 USD an hour and loses none" in text
@@ -63,12 +63,12 @@ def test_a_plan_and_what_it_is_compared_with() -> None:
 
 def test_several_precisions_pay_where_traffic_has_a_peak() -> None:
     """70B in BF16 with 4 bits for the peak costs less than BF16 alone, and keeps a budget that FP8 alone does not."""
-    options = "--gpus H100 --load 6/s --mix coding --loss 0.3 --day 0.3,0.5,1,2.2"
+    options = "--gpus H100 --load 6/s --mix coding --loss 0.2 --day 0.3,0.5,1,2.2"
     text = plan("--model", LLAMA_70B, *options.split())
     flat = " ".join(text.split())
     assert "1 x 4 bits and 1 x BF16 cost 19.95 USD an hour and lose none" in flat
     assert (
-        "FP8 alone costs 15.96 USD an hour and loses 0.45 answers of 100, over the budget"
+        "FP8 alone costs 15.96 USD an hour and loses 0.24 answers of 100, over the budget"
         in flat
     )
     assert "6 requests/s in the mean and 13.2 at the peak" in flat
@@ -199,7 +199,7 @@ def test_what_is_missing_is_told() -> None:
     assert lossy["plan"] is None
     assert (
         lossy["verdict"]
-        == "Nothing keeps the budget of none: at least 0.23 answers of 100 would be lost."
+        == "Nothing keeps the budget of none: at least 0.15 answers of 100 would be lost."
     )
 
 
@@ -298,7 +298,9 @@ def test_a_processor_whose_speed_is_unknown() -> None:
 def test_gpus_by_their_figures(tmp_path: Path) -> None:
     """A GPU that is not known is planned as a known one with the same figures; what is assumed of it is said."""
     known = read("--model", LLAMA, "--gpus", "2xL40S", "--load", "8/s")
-    figures = "2xMine:48GB,864GB/s,362TF,fp8=733TF,price=1.33"
+    figures = (
+        "2xMine:48GB,864GB/s,362TF,fp8=733TF,int8=733TOPS,capability=8.9,price=1.33"
+    )
     mine = read("--model", LLAMA, "--gpus", figures, "--load", "8/s")
     assert mine["plan"]["cost_per_hour"] == pytest.approx(
         known["plan"]["cost_per_hour"]
@@ -307,7 +309,8 @@ def test_gpus_by_their_figures(tmp_path: Path) -> None:
     assert mine["gpus"][0] | {"name": "L40S", "as_built_in": True} == known["gpus"][0]
     file = tmp_path / "gpus.toml"
     file.write_text(
-        '[Mine]\ncount = 2\nmemory = "48GB"\nbandwidth = 864\nbf16 = "362TF"\nfp8 = 733\nprice = 1.33\n'
+        '[Mine]\ncount = 2\nmemory = "48GB"\nbandwidth = 864\nbf16 = "362TF"\nfp8 = 733\nint8 = 733\ncapability = 8.9\n'
+        "price = 1.33\n"
     )
     assert read("--model", LLAMA, "--gpus", str(file), "--load", "8/s") == mine | {
         "notes": [note.replace(figures, str(file)) for note in mine["notes"]]
@@ -315,10 +318,9 @@ def test_gpus_by_their_figures(tmp_path: Path) -> None:
     without_fp8 = "--gpus Mine:48GB,864GB/s,362TF,int8=733TOPS --load 8/s"
     text = " ".join(plan("--model", LLAMA, *without_fp8.split()).split())
     assert (
-        "Mine as given: 48 GB, 864 GB/s, 362 TFLOP/s in BF16; no throughput in FP8, so FP8 weights are computed"
-        in text
+        "Mine as given: 48 GB, 864 GB/s, 362 TFLOP/s in BF16, 733 TOP/s in INT8; no throughput in FP8, so FP8 weights are "
+        "computed" in text
     )
-    assert "so int8 and int4 are not in the plan" in text
     assert (
         "no price of these GPUs is known: they are counted; add price=1.9 in --gpus"
         in text
@@ -345,11 +347,12 @@ def test_what_does_not_enter_is_said(tmp_path: Path) -> None:
         "engine.extra_args",
     }
     assert ignored["tiers.nvfp4"].startswith(
-        "only fast (4 bits), balanced (FP8) and precise (BF16) are planned so far"
+        "only fast, balanced and precise are planned, in the formats that --formats names"
     )
     assert any(f"the price of H20O in {prices}" in note for note in plan_json["notes"])
     assert any(
-        "the model is published in fp8 already" in note for note in plan_json["notes"]
+        note.startswith("the model is published in fp8-block, so precise is that")
+        for note in plan_json["notes"]
     )
     text = " ".join(plan("--model", DEEPSEEK, *args).split())
     assert "settings that the planned fleets leave out: tiers.nvfp4: only fast" in text
@@ -369,7 +372,8 @@ def test_as_set_is_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         (CONFIGS / "llama-3.1-8b.json").read_text("utf-8")
     )
-    plan("--model", str(tmp_path), "--gpus", "4xL4", "--kv-fp8", "--write", str(fp8))
+    args_of_fp8 = ("--kv-cache", "fp8", "--write", str(fp8))
+    plan("--model", str(tmp_path), "--gpus", "4xL4", *args_of_fp8)
     settings = load_settings(fp8)
     assert settings.engine.extra_args == ("--kv-cache-dtype", "fp8")
     assert settings.model.name == str(tmp_path)
@@ -407,12 +411,20 @@ def test_why_the_engines_as_set_are_not_planned(
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("*.json")])
 def test_every_published_model(name: str) -> None:
-    """Each gets a plan; a tier that does not fit says why."""
+    """Each gets a plan in which its own format is the highest."""
     text = plan(
         "--model", str(CONFIGS / f"{name}.json"), "--gpus", "H100", "--load", "10/s"
     )
     assert "80% busy" in text
-    assert ("precise does not fit on 16 x H100" in text) == (name == "deepseek-v3")
+    assert "does not fit" not in text
+    precise_row = next(line for line in text.splitlines() if "precise " in line)
+    published_formats = {
+        "deepseek-v3": "fp8-block",
+        "gpt-oss-20b": "mxfp4",
+        "gpt-oss-120b": "mxfp4",
+    }
+    own_format = published_formats.get(name, "bf16")
+    assert own_format in precise_row
 
 
 def test_the_mix_of_a_decision_log(tmp_path: Path) -> None:
@@ -483,7 +495,10 @@ def test_loads(load: str, rate: float) -> None:
             "shorter than a mean prompt and answer",
         ),
         (("--gpus", "H100", "--prices", "/none"), "the prices cannot be read"),
-        (("--gpus", "1xL4", "--context", "130000"), "fast does not fit on 1 x L4"),
+        (
+            ("--gpus", "1xL4", "--context", "130000"),
+            "fast (4 bits) does not fit on 1 x L4",
+        ),
         (("--gpus", "H100", "--tpot", "0.5"), "cannot keep the bounds"),
         (("--gpus", "H100,2xH100"), "H100 is named twice"),
         (

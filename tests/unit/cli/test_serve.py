@@ -102,14 +102,13 @@ def test_a_model_without_checkpoints_has_an_empty_list() -> None:
     )
 
 
-def test_finished_checkpoints_are_listed_with_their_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line each for people, and as JSON what scripts read."""
+@pytest.fixture
+def small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the settings name a model whose checkpoints are made at once."""
     orders = tmp_path / "orders"
     python = tmp_path / "python"
     orders.mkdir()
-    for command in ("bf16", "fp8", "awq"):
+    for command in ("bf16", "fp8", "awq", "nvfp4"):
         (orders / command).write_text("done")
     python.write_text(
         f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake_quantizer.__file__)} "$@"\n'
@@ -120,6 +119,11 @@ def test_finished_checkpoints_are_listed_with_their_folders(
         "QARR_QUANTIZER__PYTHON": python,
     }.items():  # fmt: skip
         monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.usefixtures("small_model")
+def test_finished_checkpoints_are_listed_with_their_folders() -> None:
+    """A line each for people, and as JSON what scripts read."""
     made_tier = qarr("model", "prepare")
     assert made_tier.exit_code == 0, made_tier.output
     listed = qarr("model", "list").stdout.splitlines()
@@ -130,6 +134,29 @@ def test_finished_checkpoints_are_listed_with_their_folders(
         assert line.endswith(f" {row['path']}")
         assert row["weights_digest"][:16] in line
         assert Path(row["path"]).is_dir()
+
+
+@pytest.mark.usefixtures("small_model")
+def test_a_tier_gets_the_scheme_that_is_asked_for() -> None:
+    """Its manifest has the scheme, and what the schemes are is said where there is no such one."""
+    made_tier = qarr("model", "prepare", "--scheme", "fast=nvfp4")
+    assert made_tier.exit_code == 0, made_tier.output
+    assert "calibrating on 16 prompts of calibration.jsonl" in made_tier.stderr
+    rows = json.loads(qarr("model", "list", "--json", "--scheme", "fast=nvfp4").stdout)
+    assert [row["scheme"] for row in rows] == ["nvfp4", "fp8", None]
+    assert [row["precision"] for row in rows] == ["nvfp4", "fp8", "bf16"]
+    assert rows[0]["kept_in_16_bits"] == ["lm_head"]
+    assert rows[0]["calibration_samples"] == 32
+    usual = qarr("model", "list").stdout.splitlines()
+    assert [line.split()[0] for line in usual] == ["balanced", "precise"]
+    for argument, words in (
+        ("nvfp4", "TIER=SCHEME is expected"),
+        ("precise=fp8", "balanced and fast have a scheme"),
+        ("fast=fp3", "awq-int4, gptq-int4, int4, nvfp4"),
+    ):
+        refused = qarr("model", "prepare", "--scheme", argument)
+        assert refused.exit_code == 2
+        assert words in " ".join(refused.stderr.replace("│", " ").split())
 
 
 def test_settings_are_a_table_or_a_schema(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from click.testing import Result
 
 from router.cli.verify_targets import TargetError, TargetKind, parse_target
 from router.policy.decision import PRIORITIES
+from tests.fakes.engine import Behaviour
 from tests.fakes.model_engine import ModelEngine
 from tests.unit.cli.stub_router import qarr
 from tests.unit.router_stack import router_stack
@@ -21,7 +22,8 @@ from tests.unit.verification.engine_pair import (
     serving_pair,
     write_tasks,
 )
-from tiers.spec import TierName
+from tests.waiting import until
+from tiers.spec import EngineBuild, ReplicaStatus, TierName
 
 pytestmark = pytest.mark.anyio
 NOBODY = "http://127.0.0.1:9"
@@ -264,6 +266,44 @@ def test_a_host_without_a_scheme_is_no_tier() -> None:
         parse_target("--candidate", "engine-1:8000/v1", model="", key_variable="")
 
 
+async def test_the_quick_form_writes_a_few_texts_and_says_what_it_cannot_find(
+    tmp_path: Path,
+) -> None:
+    async with pair_of(knowing_engine()) as pair:
+        result = await verify(*pair, "--max-tasks=0", "--quick", "--json")
+    likelihood = json.loads(result.stdout)["likelihood"]
+    kinds = {gap["part"] for gap in likelihood["by_kind"]}
+    assert "long context" in kinds
+    assert "long output" not in kinds
+    (note,) = likelihood["not_measured"]
+    assert "--quick compares a few short answers" in note
+
+
+async def test_a_reference_that_was_saved_quickly_is_for_quick_verifications(
+    tmp_path: Path,
+) -> None:
+    """One that was saved with all texts is for both."""
+    quick = tmp_path / "quick.json"
+    whole = tmp_path / "whole.json"
+    async with pair_of(knowing_engine()) as (reference, candidate):
+        await verify(reference, f"--save={quick}", "--max-tasks=0", "--quick")
+        await verify(reference, f"--save={whole}", "--max-tasks=0")
+        options = (candidate, "--max-tasks=0", "--json")
+        refused = await verify(f"--reference={quick}", *options)
+        both_quick = await verify(f"--reference={quick}", *options, "--quick")
+        of_all_texts = await verify(f"--reference={whole}", *options, "--quick")
+    assert refused.exit_code == 3
+    assert "was saved with --quick: give --quick, or save it again" in " ".join(
+        refused.stderr.split()
+    )
+    gaps = [
+        json.loads(result.stdout)["likelihood"]["by_kind"]
+        for result in (both_quick, of_all_texts)
+    ]
+    assert gaps[0]
+    assert {gap["part"] for gap in gaps[0]} == {gap["part"] for gap in gaps[1]}
+
+
 async def test_tiers_of_a_running_router_are_compared_with_each_other(
     tmp_path: Path,
 ) -> None:
@@ -279,6 +319,50 @@ async def test_tiers_of_a_running_router_are_compared_with_each_other(
     assert "worse: not the same model: tokenizer" in other.stdout
     assert other.exit_code == 1
     assert same.stderr.count(f"router {stack.url}") == 1
+
+
+async def test_releases_and_kv_caches_of_tiers_are_compared(tmp_path: Path) -> None:
+    """The router's engines tell them to the router, which shows them; they are no fault by themselves."""
+    newer = Behaviour(version="0.33.0", kv_cache_dtype="fp8")
+    async with router_stack(tmp_path, fast=newer) as stack:
+        result = await verify(
+            "--reference=precise",
+            "--candidate=fast",
+            "--url",
+            stack.url,
+            "--max-tasks=0",
+            "--json",
+        )
+    found = json.loads(result.stdout)
+    assert found["reference"]["version"] == "0.32.0"
+    assert found["reference"]["kv_cache_dtype"] == "auto"
+    differences = {
+        difference["subject"]: (difference["reference"], difference["candidate"])
+        for difference in found["same_model"]["differences"]
+    }
+    assert differences["release of vLLM"] == ("0.32.0", "0.33.0")
+    assert differences["type of the KV cache"] == ("auto", "fp8")
+    assert found["same_model"]["verdict"] == "same"
+    assert "does not tell" not in " ".join(found["same_model"]["not_checked"])
+
+
+async def test_replicas_of_a_tier_may_have_several_releases(tmp_path: Path) -> None:
+    """All are named; a replica that is not ready says nothing of what answers now."""
+    newer = Behaviour(version="0.33.0", kv_cache_dtype=None)
+    async with router_stack(tmp_path, twin=newer) as stack:
+        options = ("--reference=fast", "--candidate=precise", "--url", stack.url)
+        both = await verify(*options, "--max-tasks=0", "--json")
+        newer.alive = False
+        (replica,) = [
+            replica
+            for replica in stack.fleet.replicas
+            if replica.state.build == EngineBuild("0.33.0", None)
+        ]
+        await until(lambda: replica.state.status is ReplicaStatus.UNREACHABLE)
+        one = await verify(*options, "--max-tasks=0", "--json")
+    assert json.loads(both.stdout)["reference"]["version"] == "0.32.0 and 0.33.0"
+    assert json.loads(both.stdout)["reference"]["kv_cache_dtype"] == "auto"
+    assert json.loads(one.stdout)["reference"]["version"] == "0.32.0"
 
 
 async def test_verifying_tiers_yields_to_the_requests_of_users(tmp_path: Path) -> None:

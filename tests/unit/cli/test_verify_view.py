@@ -203,3 +203,12 @@ def test_remaining_time_is_that_of_the_pace_so_far(
     done: int, total: int | None, said: str
 ) -> None:
     assert remaining_words(20.0, done, total) == said
+
+
+def test_an_estimate_of_the_remaining_time_counts_more_than_the_pace() -> None:
+    """The tasks that are left may be longer than those before them."""
+    console = console_of()
+    progress = LineProgress(console, every_s=0.0)
+    progress.begin(Stage.ANSWERS, "both engines answer tasks")
+    progress.advance(10, 20, "10 tasks", 100.0)
+    assert text_on(console).splitlines()[1].endswith("about 1 min 40 s more")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 from dataclasses import dataclass
@@ -204,6 +205,38 @@ async def test_what_fits_is_started(tmp_path: Path) -> None:
         )
         assert again.returncode == 2
         assert "3 CPU engines need about" in again.stderr
+
+
+@pytest.mark.anyio
+async def test_a_published_checkpoint_is_not_made(tmp_path: Path) -> None:
+    """It serves before the others are made; the tiers say what they serve, and nothing is quantized for it."""
+    balanced = tmp_path / "published"
+    balanced.mkdir()
+    async with first_up(
+        tmp_path,
+        QARR_TIERS__BALANCED__CHECKPOINT=str(balanced),
+        made=lambda model: publish(model, balanced),
+    ) as up:
+        up.tell("bf16", "done")
+        up.tell("awq", "done")
+        await up.until_states(fast="ready", balanced="ready", precise="ready")
+        assert f"balanced serves {balanced} as published, in gptq-int8" in up.said()
+        assert up.quantizer("fp8") == (0, 0)
+        assert up.quantizer("awq")[0]
+        _, fleet = await up.get("/tiers")
+        assert {tier["tier"]: tier["precision"] for tier in fleet["tiers"]}[
+            "balanced"
+        ] == "gptq-int8"
+        assert await up.end() == 0
+
+
+def publish(model: Path, target: Path) -> None:
+    """Make a quantized checkpoint of a model, as somebody else publishes it."""
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 8}
+    (target / "config.json").write_text(json.dumps(config))
+    (target / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    (target / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
 
 
 @pytest.mark.anyio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,13 @@ def test_a_url_goes_before_any_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     given = settings(
         tiers={
-            "fast": {"urls": (URL,), "checkpoint": folder},
-            "balanced": {"checkpoint": folder},
+            "fast": {"urls": (URL,), "checkpoint": str(folder)},
+            "balanced": {"checkpoint": str(folder)},
         }
     ).tiers
     elsewhere, folder_of, digest_of = (
-        tier_spec(name, getattr(given, name), prepared) for name in STANDARD_TIERS
+        tier_spec(name, getattr(given, name), prepared, store=tmp_path)
+        for name in STANDARD_TIERS
     )
     assert elsewhere.urls == (URL,)
     assert elsewhere.checkpoint is None
@@ -63,7 +65,10 @@ def test_a_url_goes_before_any_checkpoint(tmp_path: Path) -> None:
     assert folder_of.digest is None
     assert digest_of.checkpoint == prepared[PRECISE].path
     assert digest_of.digest == prepared[PRECISE].manifest.weights_digest
-    assert tier_spec(PRECISE, given.precise, {}).checkpoint is None
+    assert tier_spec(PRECISE, given.precise, {}, store=tmp_path).checkpoint is None
+    of_the_hub = settings(tiers={"precise": {"checkpoint": "owner/Model-NVFP4"}}).tiers
+    fetched = tier_spec(PRECISE, of_the_hub.precise, prepared, store=tmp_path)
+    assert fetched.checkpoint == tmp_path / "hub" / "owner--Model-NVFP4"
 
 
 def test_a_tiers_precision_is_that_of_its_checkpoint(tmp_path: Path) -> None:
@@ -72,16 +77,14 @@ def test_a_tiers_precision_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     config = json.loads((prepared[PRECISE].path / "config.json").read_text())
     model_folder(prepared[PRECISE].path, {**config, "dtype": "bfloat16"})
     folder = tier_folder(tmp_path / "own", FAST)
-    tiers = settings(tiers={"precise": {"checkpoint": folder}}).tiers
-    assert tier_spec(PRECISE, tiers.precise, prepared).precision == "awq-int4"
-    assert tier_spec(PRECISE, settings().tiers.precise, prepared).precision == "bf16"
-    assert (
-        tier_spec(
-            PRECISE, settings().tiers.precise, prepared, args=("--quantization", "fp8")
-        ).precision
-        == "fp8"
-    )
-    assert tier_spec(PRECISE, settings().tiers.precise, {}).precision == UNKNOWN
+    tiers = settings(tiers={"precise": {"checkpoint": str(folder)}}).tiers
+    spec_of = partial(tier_spec, PRECISE, store=tmp_path)
+    plain = settings().tiers.precise
+    assert spec_of(tiers.precise, prepared).precision == "awq-int4"
+    assert spec_of(plain, prepared).precision == "bf16"
+    as_fp8 = spec_of(plain, prepared, args=("--quantization", "fp8"))
+    assert as_fp8.precision == "fp8"
+    assert spec_of(plain, {}).precision == UNKNOWN
     engine = {"python": Path(sys.executable), "extra_args": ("--dtype", "half")}
     deployment = make_deployment(settings(engine=engine), tuple(prepared.values()))
     assert [launch.tier.precision for launch in deployment.launches] == ["fp16"] * 3
@@ -95,7 +98,8 @@ def test_the_precision_of_engines_by_url_may_be_stated() -> None:
     }
     given = settings(tiers={**stating, "balanced": {"urls": (URL + "/b",)}}).tiers
     stated, unknown, here = (
-        tier_spec(name, getattr(given, name), {}) for name in STANDARD_TIERS
+        tier_spec(name, getattr(given, name), {}, store=Path("/none"))
+        for name in STANDARD_TIERS
     )
     assert stated.precision == "fp8 (stated)"
     assert stated.stated_precision == "fp8"

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from classifier import PromptClass
+from classifier.kinds import Complexity
 from router.api.paths import MAX_LISTED
 from router.auth.api_keys import ANONYMOUS
 from router.monitoring.live import MAX_BEHIND, Reader
+from router.policy.published import published_loss
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS
 
@@ -172,7 +175,12 @@ async def test_the_policy_is_shown_as_it_is_now(tmp_path: Path) -> None:
         assert policy["losses"].keys() == {"fast", "balanced"}
         code = policy["losses"]["fast"]["code"]
         means = {complexity: loss["mean"] for complexity, loss in code.items()}
-        assert means == {"trivial": 0.01, "moderate": 0.04, "complex": 0.08}
+        assert means == {
+            complexity: round(
+                published_loss("awq-int4", (PromptClass.CODE, complexity), None), 5
+            )
+            for complexity in Complexity
+        }
         assert list(means) == ["trivial", "moderate", "complex"]
         assert [loss["answers"] for loss in code.values()] == [0, 0, 0]
 
@@ -191,7 +199,12 @@ async def test_the_loss_budget_is_the_same_everywhere(
         await stack.generate(prompt="What is the capital of France?")
         tiers = (await stack.client.get(f"{stack.url}/tiers")).json()
         policy = (await stack.client.get(f"{stack.url}/policy")).json()
-        budget = 0.2 if rule == 0.2 else 0.11
-        expected = {**before, "answers": 1, "mean": 0.001, "budget": budget}
+        served = (PromptClass.CHAT, Complexity.TRIVIAL)
+        mean = round(published_loss("awq-int4", served, None), 5)
+        worst = (PromptClass.MATH, Complexity.COMPLEX)
+        budget = rule
+        if rule != 0.2:
+            budget = round(published_loss("awq-int4", worst, None), 5)
+        expected = {**before, "answers": 1, "mean": mean, "budget": budget}
         for place in (tiers, policy, await snapshot(stack)):
             assert place["loss_budget"] == expected

@@ -13,9 +13,11 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 
 from classifier import PromptClass
+from classifier.kinds import Complexity
 from router.monitoring.request_metrics import RequestMetrics
 from router.pipeline.registry import ENGINE_REFUSED, OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import SLA_IMPOSSIBLE, TIER_ABSENT, Refusal
+from router.policy.published import published_loss
 from router.telemetry.record import Outcome, RequestRecord
 from tests.unit.monitoring.scrapes import families_of, samples_of, scrape
 from tests.unit.records import decision, record
@@ -316,9 +318,16 @@ async def test_losses_are_counted_in_answers(tmp_path: Path) -> None:
         ]
         before = await scrape(stack)
         assert [before[name,] for name in counters] == [0, 0, 0]
-        assert before["qarr_expected_loss_ratio", "math", "complex", "fast"] == 0.11
+        complex_math = (PromptClass.MATH, Complexity.COMPLEX)
+        assert before[
+            "qarr_expected_loss_ratio", "math", "complex", "fast"
+        ] == published_loss("awq-int4", complex_math, None)
         assert before["qarr_expected_loss_answers", "math", "complex", "fast"] == 0
         await stack.generate(prompt="What is the capital of France?")
         await stack.generate(prompt="What is the capital of France?", tier="fast")
         after = await scrape(stack)
-        assert [after[name,] for name in counters] == pytest.approx([1, 0.001, 0.005])
+        trivial_chat = (PromptClass.CHAT, Complexity.TRIVIAL)
+        expected_loss = published_loss("awq-int4", trivial_chat, None)
+        assert [after[name,] for name in counters] == pytest.approx(
+            [1, expected_loss, 0.005]
+        )

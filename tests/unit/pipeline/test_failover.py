@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +382,27 @@ async def test_nobody_left_to_go_on_is_an_error(tmp_path: Path) -> None:
         assert found[-1][1]["type"].endswith("stream-broken")
         assert "[DONE]" not in await chat(stack)
         assert stack.leases() == 0
+
+
+async def test_only_tiers_that_read_prompts_alike_go_on(tmp_path: Path) -> None:
+    """Where tiers may differ in tokenizer and template, the ids of one mean nothing to another."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": 3}}) as stack:
+        for tier, prompt_identity in zip(
+            STANDARD_TIERS, ("one", "another", "one"), strict=True
+        ):
+            spec = stack.fleet.spec(tier)
+            stack.fleet.configure(replace(spec, prompt_identity=prompt_identity))
+        found = events((await stack.generate(tier="fast", max_tokens=64)).text)
+        assert (
+            "".join(data["text"] for name, data in found if name == "message") == TEXT
+        )
+        assert found[-1][1]["continued_on"] == ["precise"]
+        assert not stack.engines[TierName.BALANCED].requests
+        spec = stack.fleet.spec(TierName.PRECISE)
+        stack.fleet.configure(replace(spec, prompt_identity="a third"))
+        found = events((await stack.generate(tier="fast", max_tokens=64)).text)
+        assert found[-1][0] == "error"
+        assert len(stack.engines[TierName.PRECISE].requests) == 1
 
 
 async def test_a_required_tier_is_not_left(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.decide import decide
 from router.policy.profiles import latency_name, profile_name
+from router.policy.published import published_estimate
 from router.policy.render import render_budget
 from router.policy.table import WHERE_IT_PAYS, PolicyStore, policy_table
 from router.settings import load_settings
@@ -96,9 +97,14 @@ def test_before_anything_is_measured_published_losses_count() -> None:
         tier: each[PromptClass.MATH][Complexity.COMPLEX]
         for tier, each in table.losses.items()
     }
+    kind = (PromptClass.MATH, Complexity.COMPLEX)
+    published = {
+        tier: published_estimate(precision, kind, 8e9)
+        for tier, precision in ((FAST, "awq-int4"), (BALANCED, "fp8"))
+    }
     assert {tier: (one.mean, one.basis) for tier, one in lost.items()} == {
-        FAST: (0.11, "published for models of this size"), BALANCED: (0.01, "published for models of this size"),
-    }  # fmt: skip
+        tier: (one.mean, one.said) for tier, one in published.items()
+    }
     known = [
         replace(spec, precision="bf16") if spec.name is FAST else spec for spec in specs
     ]
@@ -107,6 +113,19 @@ def test_before_anything_is_measured_published_losses_count() -> None:
         .losses[FAST][PromptClass.MATH][Complexity.COMPLEX]
         .mean
         == 0
+    )
+
+
+def test_a_checkpoint_that_is_still_made_counts_by_the_format_it_will_have() -> None:
+    """So that requests of the first minutes are decided as later ones."""
+    specs = made_fleet().specs
+    expected = [replace(spec, expected_precision="int8-w8a8") for spec in specs]
+    served = [replace(spec, precision="int8-w8a8") for spec in specs]
+    usual = policy_table(settings(), specs, 8e9).losses
+    assert policy_table(settings(), expected, 8e9).losses != usual
+    assert (
+        policy_table(settings(), expected, 8e9).losses
+        == policy_table(settings(), served, 8e9).losses
     )
 
 
@@ -273,7 +292,7 @@ def test_files_that_did_not_change_are_not_read_again(
 ) -> None:
     """The router looks every two seconds, and says something only when it has loaded something."""
     store = PolicyStore(settings(tmp_path), made_fleet(), MODEL)
-    write(tmp_path, quality(counted(FAST, 8)))
+    write(tmp_path, quality(counted(FAST, 1)))
     with caplog.at_level(logging.INFO, "qarr.router.policy"):
         store.reload()
         table = store.table
@@ -290,7 +309,7 @@ def test_one_broken_profile_does_not_cost_the_other(
 ) -> None:
     """The one that cannot be used counts as not measured, with a warning; the other one counts."""
     paths = {
-        "quality": write(tmp_path, quality(counted(FAST, 8))),
+        "quality": write(tmp_path, quality(counted(FAST, 1))),
         "latency": write(tmp_path, latency({FAST: 10})),
     }
     paths[broken].write_text("{")

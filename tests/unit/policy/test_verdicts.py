@@ -108,13 +108,19 @@ def test_hold_waits_for_the_measurement_and_for_losses_within_the_budget(
     policy = store(tmp_path, GateMode.HOLD)
     assert held(policy) == {FAST, BALANCED}
     assert policy.awaited == {FAST, BALANCED}
+    (told,) = [r.message for r in caplog.records if r.message.startswith("fast ")]
+    assert "it gets only requests that require it by name (quality.gate = hold)" in told
+    assert "'qarr profile quality' measures it" in told
+    caplog.clear()
     write(tmp_path, measured(worse=80))
     policy.reload()
     assert held(policy) == {FAST}
     assert policy.held == {FAST}
     assert policy.awaited == frozenset()
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert len([r for r in warnings if "fast loses more answers" in r.message]) == 1
+    (worse,) = [r.message for r in warnings if "fast loses more answers" in r.message]
+    assert "so it gets only requests that require it by name" in worse
+    assert "other tiers get such prompts" not in worse
     write(tmp_path, measured(worse=0), at=2.0)
     policy.reload()
     assert held(policy) == set()

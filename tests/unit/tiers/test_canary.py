@@ -110,6 +110,23 @@ async def test_a_sound_engine_of_a_checkpoint_made_here_passes(
 
 
 @pytest.mark.anyio
+async def test_weights_quantized_while_loading_may_differ_by_what_that_loses(
+    tmp_path: Path, canary: Canary
+) -> None:
+    """Their reference is the 16-bit checkpoint: rounding its weights counts as well, but no more than a scheme may lose."""
+    spec = replace(made(tmp_path / "made"), name=TierName.BALANCED, precision="fp8")
+    assert spec.checkpoint is not None
+    manifest = spec.checkpoint / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"awq-int4"', '"bf16"'))
+    await canary.check_scores(scores(-1.35), spec, KEY)
+    with pytest.raises(CanaryRefusedError, match=r"at most 0\.40 is allowed for fp8"):
+        await canary.check_scores(scores(-1.45), spec, KEY)
+    as_it_is = replace(spec, name=TierName.PRECISE, precision="bf16")
+    with pytest.raises(CanaryRefusedError, match=r"at most 0\.10 is allowed for bf16"):
+        await canary.check_scores(scores(-1.35), as_it_is, KEY)
+
+
+@pytest.mark.anyio
 async def test_a_broken_first_start_is_refused(tmp_path: Path, canary: Canary) -> None:
     """Its numbers, what they should be, by text, and what to do: its files are as they were made."""
     spec = made(tmp_path / "made")

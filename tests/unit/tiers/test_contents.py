@@ -277,7 +277,19 @@ def test_weights_say_more_than_the_configuration(tmp_path: Path) -> None:
     assert read_contents(folder).formats == {"bf16": 0.5, "fp8": 0.5}
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, struct.pack("<Q", 4) + b"[[[["])
+NOT_PACKED = b'{"blob": {"dtype": "U8", "shape": [8]}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        struct.pack("<Q", 4) + b"[[[[",
+        struct.pack("<Q", 2) + b"{}",
+        struct.pack("<Q", len(NOT_PACKED)) + NOT_PACKED,
+    ],
+)
 def test_files_that_are_no_weights_are_not_counted(
     tmp_path: Path, content: bytes
 ) -> None:

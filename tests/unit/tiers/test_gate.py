@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from router.policy.decision import PRIORITIES
 from tests.fakes.engine import serving_all
 from tests.unit.own_engines import own_engines
 from tests.unit.tiers.verification.small_model import SmallModel
@@ -17,7 +18,7 @@ from tiers.errors import CanaryRefusedError
 from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary, read_canary
 from tiers.lifecycle.engine import Engine
-from tiers.lifecycle.gate import HELD_UNVERIFIED, Gate, GateMode
+from tiers.lifecycle.gate import PRIORITY, Gate, GateMode
 from tiers.lifecycle.likelihood import score_engine
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.probe import EngineProbe
@@ -199,18 +200,57 @@ async def test_hold_keeps_an_engine_from_traffic_until_it_is_verified(
         tmp_path, SmallModel(noise=QUANTIZED), SmallModel(), GateMode.HOLD
     ) as fleet:
         await fleet.start(fleet.fast)
-        assert fleet.fast.held == HELD_UNVERIFIED
+        held = fleet.fast.held or ""
+        assert held.startswith("gets no requests (quality.gate = hold): no engine is")
+        assert "It is compared as soon as an engine of the highest precision" in held
+        assert "'qarr tiers resume fast-0' sends it requests all the same" in held
         await fleet.start(fleet.precise)
         assert fleet.precise.held is None
         await fleet.gate.check_pending(fleet.fast)
         assert fleet.fast.held is None
 
 
+async def test_requests_of_callers_go_before_those_of_a_comparison(
+    tmp_path: Path,
+) -> None:
+    """The reference serves meanwhile; an engine without priority scheduling would refuse a priority."""
+    precise = SmallModel()
+    fast = SmallModel(noise=QUANTIZED)
+    async with gated(tmp_path, fast, precise) as fleet:
+        await fleet.start(fleet.precise)
+        assert fleet.precise.replica.takes_priority
+        fleet.fast.replica.takes_priority = False
+        precise.requests.clear()
+        await fleet.start(fleet.fast)
+        assert verification(fleet.fast) is VerificationState.VERIFIED
+    asked = [body for path, body in precise.requests if path.startswith("/v1/")]
+    assert {body.get("priority") for body in asked} == {PRIORITY}
+    assert max(PRIORITIES.values()) < PRIORITY
+    assert not any("priority" in body for _, body in fast.requests)
+
+
+async def test_an_operator_decides_about_an_engine_that_is_held(tmp_path: Path) -> None:
+    """What is resumed serves until its next start, and what is drained stays drained although it is verified."""
+    small = SmallModel(noise=QUANTIZED, thinks=True)
+    async with gated(tmp_path, small, SmallModel(), GateMode.HOLD) as fleet:
+        await fleet.start(fleet.precise)
+        await fleet.start(fleet.fast)
+        assert "qarr tiers record fast, then start it again" in (fleet.fast.held or "")
+        fleet.fast.held = None  # as 'qarr tiers resume' does
+        await fleet.start(fleet.fast)
+        assert "its reasoning differs" in (fleet.fast.held or "")
+        fleet.fast.held = "drained by an operator"
+        small.thinks = False
+        await fleet.start(fleet.fast)
+        assert verification(fleet.fast) is VerificationState.VERIFIED
+        assert fleet.fast.held == "drained by an operator"
+
+
 @pytest.mark.parametrize(
     ("fault", "subject"),
     [
         ({"mark": "<|turn|>"}, "chat template"),
-        ({"drops": "days"}, "tool calls"),
+        ({"drops": "b"}, "tool calls"),
         ({"temperature": 1.6}, "sampling defaults"),
         ({"thinks": True}, "reasoning"),
     ],

@@ -109,6 +109,28 @@ def test_a_plan_knows_the_weights_that_are_still_to_be_made(tmp_path: Path) -> N
     ]
 
 
+def test_formats_that_are_expected_have_their_sizes(tmp_path: Path) -> None:
+    """Of a scheme that the hardware asks for, and of weights that vLLM quantizes while it loads the 16-bit folder."""
+    base = model(tmp_path / "base", size=4_000_000_000)
+    kept = 2 * 2 * 128256 * 4096
+    weights = (4_000_000_000 - kept) / 2
+    on_disk, _ = expected_bytes(base, "nvfp4", None)
+    assert on_disk == pytest.approx(kept + weights * (0.5 + 1 / 16), rel=1e-6)
+    tier = TierSpec(FAST, 2048, max_num_seqs=16, max_in_flight=32)
+    machine = Machine(
+        (0,), 64 * GIB, (Gpu(0, "B200", total=180 * GIB, free=178 * GIB),)
+    )
+    expecting = replace(tier, expected_precision="nvfp4")
+    online = replace(tier, name=BALANCED, checkpoint=base, precision="fp8")
+    plan = make_plan(machine, [expecting, online], base=base)
+    assert [share.weights for share in plan.shares] == [
+        on_disk,
+        expected_bytes(base, "fp8", None)[0],
+    ]
+    as_it_is = make_plan(machine, [replace(online, precision="bf16")], base=base)
+    assert as_it_is.shares[0].weights == 4_000_000_000
+
+
 def test_three_engines_share_one_gpu(tmp_path: Path) -> None:
     """The shares add up to less than the card, and each holds its weights and at least one full context."""
     machine = Machine(
@@ -208,9 +230,13 @@ def quantized_model(folder: Path, tier: TierName) -> Path:
     """Make a checkpoint whose tensors have sizes, but no values."""
     model(folder)
     if tier in QUANTIZED:
+        weights = QUANTIZED[tier]
+        group = {"weights": weights}
+        if tier is BALANCED:
+            group["input_activations"] = weights
         quantization = {
             "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"weights": QUANTIZED[tier]}},
+            "config_groups": {"group_0": group},
         }
         (folder / "config.json").write_text(
             json.dumps({**LLAMA_8B, "quantization_config": quantization})

@@ -83,6 +83,13 @@ def test_all_three_are_made_once(options: PrepareOptions, orders: Path) -> None:
     assert not list(options.store.glob("*/*.partial"))
 
 
+def test_only_what_is_wanted_is_made(options: PrepareOptions, orders: Path) -> None:
+    """With the base in BF16, which it is made of."""
+    checkpoints = prepare(options, nothing, wanted={FAST})
+    assert [checkpoint.tier for checkpoint in checkpoints] == [FAST, PRECISE]
+    assert not (orders / "fp8.argv").exists()
+
+
 def test_each_checkpoint_is_scored(options: PrepareOptions, orders: Path) -> None:
     """One that an older release made is scored afterwards, and is not made again."""
     for command, logprob in (("bf16", "-1"), ("fp8", "-1"), ("awq", "-1.5")):
@@ -285,3 +292,20 @@ def test_the_default_model_is_known_by_its_file(options: PrepareOptions) -> None
     assert base.name == DEFAULT_MODEL
     assert base.digest == DEFAULT_GGUF_SHA256
     assert base.source == gguf
+
+
+def test_for_a_tier_that_is_quantized_while_loading_nothing_is_made(
+    options: PrepareOptions, orders: Path
+) -> None:
+    """Its checkpoint is the BF16 one, which comes to it as soon as that is there."""
+    online = replace(options, schemes={BALANCED: "online-fp8"})
+    handed_over: list[Checkpoint] = []
+    made = prepare(online, nothing, handed_over.append)
+    assert [checkpoint.tier for checkpoint in made] == [FAST, BALANCED, PRECISE]
+    assert made[1].path == made[2].path
+    assert made[1].manifest == made[2].manifest
+    assert [checkpoint.tier for checkpoint in handed_over] == [PRECISE, BALANCED, FAST]
+    assert find(online) == made
+    assert [checkpoint.tier for checkpoint in finished(online)] == list(STANDARD_TIERS)
+    assert find(options) is None
+    assert not list(options.store.rglob("fp8-*"))

@@ -82,4 +82,4 @@ def test_an_error_gives_standard_error_back(events: Any) -> None:
 
 
 def test_commands_are_those_that_are_asked_for() -> None:
-    assert set(COMMANDS) == {"import-gguf", "fetch-hub", "bf16", "fp8", "awq", "score"}
+    assert set(COMMANDS) == {"import-gguf", "fetch-hub", "bf16", "quantize", "score"}

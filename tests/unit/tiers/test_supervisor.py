@@ -12,6 +12,7 @@ import pytest
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import own_engines
 from tests.waiting import until
+from tiers.checkpoints.schemes import GpuHardware
 from tiers.fleet import Fleet
 from tiers.lifecycle import own_engine
 from tiers.lifecycle.options import SupervisorOptions
@@ -103,6 +104,30 @@ async def test_an_engine_that_never_fits_says_what_was_tried(
     ) as own:
         assert (own.first.state.detail or "").startswith("exited with status 1")
         assert not own.details(ReplicaStatus.STARTING)
+
+
+async def test_an_engine_of_a_format_that_the_hardware_lacks_says_so_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one sentence with what it can compute, before vLLM's own words; other formats are not blamed."""
+    monkeypatch.setattr(own_engine, "read_hardware", lambda: GpuHardware((7, 5)))
+    for precision, is_lacking in (("mxfp4", True), ("int8-w8a8", False)):
+        folder = tmp_path / precision
+        folder.mkdir()
+        async with own_engines(
+            folder,
+            monkeypatch,
+            ready=False,
+            precision=precision,
+            behaviour={"start_errors": ["ValueError: no kernel"]},
+        ) as own:
+            detail = own.first.state.detail or ""
+            said = (
+                "this GPU (compute capability 7.5) cannot compute mxfp4, the format of fast's checkpoint; vLLM serves there "
+                "int8-w8a8, fp16 natively"
+            )
+            assert detail.startswith(said) == is_lacking
+            assert "exited with status 1: ValueError: no kernel" in detail
 
 
 async def test_engine_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -12,16 +13,17 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.engine import Behaviour, FakeEngine, serving
+from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tests.unit.own_engines import own_engines
 from tests.unit.tiers.metrics_pages import GAUGES
 from tests.waiting import until
 from tiers.fleet import Fleet
+from tiers.lifecycle.canary import Canary
 from tiers.lifecycle.options import SupervisorOptions
 from tiers.lifecycle.supervisor import Supervisor
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
-from tiers.spec import ReplicaStatus, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec, VerificationState
 
 pytestmark = pytest.mark.anyio
 READY = ReplicaStatus.READY
@@ -58,6 +60,87 @@ async def watched(
             yield fleet.replicas[0], supervisor
         finally:
             await supervisor.stop()
+
+
+@asynccontextmanager
+async def compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: Behaviour, precise: Behaviour
+) -> AsyncIterator[dict[str, Replica]]:
+    """Watch an engine of each of two tiers, which are compared with each other."""
+    monkeypatch.setattr("tiers.lifecycle.watching.POLL_S", 0.02)
+    async with serving_all(FakeEngine(fast).app, FakeEngine(precise).app) as urls:
+        specs = [
+            TierSpec(
+                name,
+                max_model_len=2048,
+                max_num_seqs=16,
+                max_in_flight=32,
+                urls=(url,),
+                precision="bf16",
+            )
+            for name, url in zip((TierName.FAST, TierName.PRECISE), urls, strict=True)
+        ]
+        fleet = Fleet(specs)
+        options = SupervisorOptions(tmp_path, canary=Canary(tmp_path / "canary.json"))
+        supervisor = Supervisor(fleet, options)
+        supervisor.start([], fleet.specs)
+        try:
+            yield {replica.id: replica for replica in fleet.replicas}
+        finally:
+            await supervisor.stop()
+
+
+def comparisons() -> list[str]:
+    return [
+        task.get_name()
+        for task in asyncio.all_tasks()
+        if task.get_name().startswith("comparing")
+    ]
+
+
+async def test_an_engine_is_watched_while_it_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison waits for a reference that does not answer. The engine goes away meanwhile, and that ends both."""
+    fast = Behaviour()
+    precise = Behaviour(alive=False)
+    async with compared(tmp_path, monkeypatch, fast, precise) as replicas:
+        replica = replicas["fast-0"]
+        await until(lambda: replica.state.verification is VerificationState.PENDING)
+        await until(lambda: replica.state.status is READY)
+        precise.hung = ("/detokenize",)
+        precise.alive = True
+        await until(lambda: replicas["precise-0"].state.status is READY)
+        await until(lambda: "/detokenize" in precise.heads)
+        fast.alive = False
+        await until(lambda: replica.state.status is UNREACHABLE)
+        assert replica.state.verification is VerificationState.PENDING
+        await until(lambda: "comparing fast-0" not in comparisons())
+
+
+async def test_an_engine_without_priority_scheduling_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would refuse a request with a priority, which is known before it is compared."""
+    fast = Behaviour(priorities=False)
+    async with compared(tmp_path, monkeypatch, fast, Behaviour()) as replicas:
+        replica = replicas["fast-0"]
+        await until(lambda: replica.state.verification is VerificationState.VERIFIED)
+        assert not replica.takes_priority
+
+
+async def test_what_a_comparison_finds_ends_the_watching(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model, which was ready before its reference, gets no requests any more."""
+    precise = Behaviour(alive=False)
+    other = Behaviour(first_id=90)
+    async with compared(tmp_path, monkeypatch, other, precise) as replicas:
+        replica = replicas["fast-0"]
+        await until(lambda: replica.state.status is READY)
+        precise.alive = True
+        await until(lambda: replica.state.status is ReplicaStatus.QUARANTINED)
+        assert "nats a token" in (replica.state.detail or "")
 
 
 @pytest.mark.parametrize(

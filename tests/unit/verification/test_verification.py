@@ -50,8 +50,15 @@ class Heard:
     def begin(self, stage: Stage) -> None:
         self.begun.append(stage)
 
-    def advance(self, done: int, total: int | None, detail: str) -> None:
+    def advance(
+        self,
+        done: int,
+        total: int | None,
+        detail: str,
+        remaining_s: float | None = None,
+    ) -> None:
         assert detail
+        assert remaining_s is None or remaining_s >= 0
         assert total is None or done <= total
         self.steps.append(done)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.unit.tiers.sizing.builders import BALANCED, FAST, PRECISE, SteadyPace
 from tests.unit.tiers.sizing.published_models import PUBLISHED, published_model
+from tiers.formats import FORMATS
 from tiers.plan import GIB
 from tiers.sizing.capacity import (
     EnginePlan,
@@ -19,8 +21,12 @@ from tiers.sizing.capacity import (
 from tiers.sizing.hardware import GpuKind
 from tiers.sizing.named_gpus import parse_gpus
 from tiers.sizing.roofline import Roofline
-from tiers.spec import STANDARD_TIERS, Precision, TierName
+from tiers.sizing.tier_format import STANDARD_FORMATS, TierFormat, parse_format
+from tiers.spec import STANDARD_TIERS, TierName
 from tiers.speed import SpeedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEMAND = ServingDemand(prompt_tokens=800, output_tokens=250, context=1050)
 SMALL_MODEL = published_model("llama-3.1-8b")
@@ -30,7 +36,7 @@ def engines_by_tier(
     name: str,
     gpus: str,
     demand: ServingDemand = DEMAND,
-    kv_bytes_per_value: int = 2,
+    formats: Mapping[TierName, TierFormat] = STANDARD_FORMATS,
     paces: dict[TierName, Pace] | None = None,
 ) -> dict[TierName, list[EnginePlan]]:
     """Return the engines of each tier, from the fewest GPUs."""
@@ -40,7 +46,7 @@ def engines_by_tier(
         kind,
         count,
         demand=demand,
-        kv_bytes_per_value=kv_bytes_per_value,
+        formats=formats,
         paces=paces,
     )
     plans_by_tier: dict[TierName, list[EnginePlan]] = {}
@@ -54,12 +60,10 @@ def smallest_engine(
     gpus: str,
     tier: TierName,
     demand: ServingDemand = DEMAND,
-    kv_bytes_per_value: int = 2,
+    formats: Mapping[TierName, TierFormat] = STANDARD_FORMATS,
     paces: dict[TierName, Pace] | None = None,
 ) -> EnginePlan:
-    engines = engines_by_tier(
-        name, gpus, demand, kv_bytes_per_value=kv_bytes_per_value, paces=paces
-    )
+    engines = engines_by_tier(name, gpus, demand, formats=formats, paces=paces)
     return engines[tier][0]
 
 
@@ -83,7 +87,8 @@ def test_the_kv_cache_bounds_the_batch() -> None:
     free_bytes = int(80e9 * 0.94) - 2 * GIB - 2 * 8_030_261_248
     assert plan.max_sequences == free_bytes // (1050 * 131_072)
     assert plan.batch == plan.max_sequences
-    in_fp8 = smallest_engine("llama-3.1-8b", "H100", PRECISE, kv_bytes_per_value=1)
+    formats = {PRECISE: parse_format("bf16+kv-fp8", where="a test")}
+    in_fp8 = smallest_engine("llama-3.1-8b", "H100", PRECISE, formats=formats)
     assert in_fp8.max_sequences == 2 * plan.max_sequences
 
 
@@ -133,7 +138,7 @@ def test_large_models_take_several_gpus() -> None:
     kind, _ = parse_gpus("H100")
     model = published_model("deepseek-v3")
     _, obstacles = engines_on_gpus(model, kind, None, demand=DEMAND)
-    arithmetic = "precise does not fit on 16 x H100: its weights take 1249.9 GiB"
+    arithmetic = "precise (BF16) does not fit on 16 x H100: its weights take 1249.9 GiB"
     assert arithmetic in obstacles[PRECISE]
 
 
@@ -173,30 +178,34 @@ def test_the_roofline_is_near_published_results(gpu: str, published: float) -> N
     assert 0.9 < balanced.tokens_per_s / published < 1.25
 
 
-def small_roofline(gpu: GpuKind, precision: Precision, gpus: int = 1) -> Roofline:
+def small_roofline(gpu: GpuKind, name: str, gpus: int = 1) -> Roofline:
     return Roofline(
-        model=SMALL_MODEL, gpu=gpu, precision=precision, gpus=gpus, context_tokens=10
+        model=SMALL_MODEL,
+        gpu=gpu,
+        number_format=FORMATS[name],
+        gpus=gpus,
+        context_tokens=10,
     )
 
 
 def test_the_roofline_of_a_gpu_with_fp8_units() -> None:
     """As measured: ``benchmarks/results/gpu_speed.jsonl``."""
     h100, _ = parse_gpus("H100")
-    int4 = small_roofline(h100, Precision.AWQ_INT4)
-    fp8 = small_roofline(h100, Precision.FP8)
-    bf16 = small_roofline(h100, Precision.BF16)
+    int4 = small_roofline(h100, "awq-int4")
+    fp8 = small_roofline(h100, "fp8")
+    bf16 = small_roofline(h100, "bf16")
     assert bf16.step_ms(1) > int4.step_ms(1) > fp8.step_ms(1)
     assert bf16.prefill_ms_per_token > fp8.prefill_ms_per_token
-    on_two_gpus = small_roofline(h100, Precision.BF16, gpus=2)
+    on_two_gpus = small_roofline(h100, "bf16", gpus=2)
     assert bf16.step_ms(64) / 2 < on_two_gpus.step_ms(64) < bf16.step_ms(64)
 
 
 def test_the_roofline_of_a_gpu_without_fp8_units() -> None:
     """FP8 computes as BF16 does. Small batches are bound by memory, large ones by computing."""
     a100, _ = parse_gpus("A100")
-    int4 = small_roofline(a100, Precision.AWQ_INT4)
-    fp8 = small_roofline(a100, Precision.FP8)
-    bf16 = small_roofline(a100, Precision.BF16)
+    int4 = small_roofline(a100, "awq-int4")
+    fp8 = small_roofline(a100, "fp8")
+    bf16 = small_roofline(a100, "bf16")
     assert fp8.prefill_ms_per_token >= bf16.prefill_ms_per_token
     assert int4.step_ms(1) < bf16.step_ms(1)
     assert int4.step_ms(2000) > bf16.step_ms(2000)

@@ -24,6 +24,22 @@ if TYPE_CHECKING:
         ("l40s", "L40S", None),
         ("2 H100", "H100", 2),
         (" 4  rtx 4090 ", "RTX-4090", 4),
+        ("a100-80", "A100", None),
+        ("NVIDIA B200", "B200", None),
+        ("4xgb300", "GB300", 4),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090", None),
+        ("rtx pro 6000", "RTX-PRO-6000", None),
+        (
+            "2xNVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+            "RTX-PRO-6000",
+            2,
+        ),
+        (
+            "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+            "RTX-PRO-6000-Server",
+            None,
+        ),
+        ("AMD Instinct MI355X", "MI355X", None),
     ],
 )
 def test_gpus_are_named_as_people_and_drivers_do(
@@ -57,9 +73,22 @@ def test_prices_are_of_known_gpus() -> None:
         assert kind.name == name
 
 
-def test_fp8_units_are_faster_than_bf16_units() -> None:
+def test_units_of_fewer_bits_are_faster() -> None:
     for kind in known_gpus():
         assert kind.fp8_tflops is None or kind.fp8_tflops > kind.bf16_tflops
+        if kind.fp4_tflops is not None:
+            assert kind.fp8_tflops is not None
+            assert kind.fp4_tflops > kind.fp8_tflops
+
+
+def test_units_are_those_of_a_gpus_generation() -> None:
+    """FP8 came with compute capability 8.9, FP4 with 10.0."""
+    for kind in known_gpus():
+        capability = kind.compute_capability
+        if capability is not None:
+            assert (kind.fp8_tflops is not None) == (capability >= (8, 9)), kind.name
+            assert (kind.fp4_tflops is not None) == (capability >= (10, 0)), kind.name
+            assert kind.machete == (capability == (9, 0)), kind.name
 
 
 @pytest.mark.parametrize(

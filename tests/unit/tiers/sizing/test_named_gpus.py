@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 MINE = GpuKind(name="Mine", memory_gb=96, bandwidth_gb_s=1792, bf16_tflops=500)
 FULL = MINE.model_copy(
     update={
+        "compute_capability": (12, 1),
         "fp8_tflops": 1000.0,
+        "fp4_tflops": 2000.0,
         "int8_tops": 1000.0,
         "int4_tops": 2000.0,
         "price_per_hour": 1.9,
@@ -40,7 +42,7 @@ FULL = MINE.model_copy(
         ("2 x Mine: 96 GB, 1.792 TB/s, 0.5 PFLOPS", {MINE: 2}),
         ("Mine:bf16=500,memory=96,bandwidth=1792gbps", {MINE: None}),
         (
-            "Mine:500tflops,96gb,1792gb/s,fp8=1000TF,int8=1000TOPS,int4=2000TOPS,price=1.9/h",
+            "Mine:500tflops,96gb,1792gb/s,fp8=1000TF,fp4=2PF,int8=1000TOPS,int4=2000TOPS,capability=12.1,price=1.9/h",
             {FULL: None},
         ),
     ],
@@ -84,6 +86,18 @@ def test_a_known_gpu_takes_what_is_given() -> None:
     )
 
 
+def test_what_is_assumed_of_formats_without_a_figure() -> None:
+    without = given_figures(MINE)
+    assert (
+        "weights in FP4 are computed in BF16: if its data sheet has a line for FP4, add fp4="
+        in without
+    )
+    assert "FP8 weights are computed in BF16" in without
+    given = given_figures(FULL)
+    assert "1,000 in FP8, 2,000 in FP4, 1,000 TOP/s in INT8; integer 4-bit" in given
+    assert given.endswith("so int4 is not in the plan")
+
+
 @pytest.mark.parametrize(
     ("text", "error_text"),
     [
@@ -110,6 +124,18 @@ def test_a_known_gpu_takes_what_is_given() -> None:
         (
             "Mine:96GB,1792GB/s,500TF,fp8=400TF",
             "fp8 is 400TF, less than bf16's 500TF; as much or more is allowed",
+        ),
+        (
+            "Mine:96GB,1792GB/s,500TF,fp4=400TF",
+            "fp4 is 400TF, less than bf16's 500TF; .* a GPU without FP4 units",
+        ),
+        (
+            "Mine:96GB,1792GB/s,500TF,capability=120",
+            "capability is 120; 3 to 30 is allowed",
+        ),
+        (
+            "Mine:96GB,1792GB/s,500TF,capability=sm_120",
+            "capability is sm_120; a value like 12.0 is allowed",
         ),
         ("Mine:96GB,1792GB/s,500TF,power=400", "there is no figure power; allowed are"),
         (
@@ -162,8 +188,8 @@ def test_what_the_error_says_to_write_is_understood(name: str) -> None:
 def test_a_file_has_the_same_fields(tmp_path: Path) -> None:
     file = tmp_path / "gpus.toml"
     file.write_text(
-        '[Mine]\ncount = 2\nmemory = "96GB"\nbandwidth = "1.792TB/s"\nbf16 = 500\nfp8 = "1000TF"\nint8 = 1000\n'
-        'int4 = "2000TOPS"\nprice = 1.9\n[L4]\n'
+        '[Mine]\ncount = 2\nmemory = "96GB"\nbandwidth = "1.792TB/s"\nbf16 = 500\nfp8 = "1000TF"\nfp4 = "2000TF"\n'
+        'int8 = 1000\ncapability = 12.1\nint4 = "2000TOPS"\nprice = 1.9\n[L4]\n'
     )
     assert parse_all_gpus(str(file)) == {FULL: 2, parse_gpus("L4")[0]: None}
 
@@ -208,8 +234,8 @@ def test_examples_are_allowed() -> None:
     """What errors give as an example of each field can be written."""
     for name, figure in FIELDS.items():
         figures = f"{name}={figure.example}"
-        if name == "fp8":
-            # It must not be lower than bf16.
+        if name in {"fp8", "fp4"}:
+            # They must not be lower than bf16.
             figures += ",bf16=400TF"
         kind, _ = parse_gpus(f"H100:{figures}")
         assert getattr(kind, figure.attribute) is not None

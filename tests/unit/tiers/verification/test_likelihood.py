@@ -132,7 +132,7 @@ async def test_a_fault_beyond_a_position_is_found_as_late() -> None:
 
 
 async def test_the_quick_form_sees_a_fault_beyond_some_hundred_positions() -> None:
-    finding = await Pair(SmallModel(), SmallModel(late_from=900)).compare(quick=True)
+    finding = await Pair(SmallModel(), SmallModel(late_from=650)).compare(quick=True)
     assert "unlikely late" in finding.faults[0]
     assert "answers to long prompts" in finding.faults[0]
 
