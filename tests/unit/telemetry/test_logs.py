@@ -161,8 +161,11 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
             await router.client.get(f"{router.url}/tiers", headers=unknown)
         ).status_code == 401
         assert (await router.client.get(f"{router.url}/tiers")).status_code == 200
+        log_file = router.log_dir / f"router-{router.port}.log"
+        # it serves as soon as one tier is ready
+        await until(lambda: "fast-0 is ready" in log_file.read_text("utf-8"))
         assert await router.stop() == 0
-        log = (router.log_dir / f"router-{router.port}.log").read_text("utf-8")
+        log = log_file.read_text("utf-8")
         shown = router.errors.read_text("utf-8")
         lines = [json.loads(line) for line in log.splitlines()]
         about = [line for line in lines if line["logger"] == "qarr.request"]
