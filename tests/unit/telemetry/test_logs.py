@@ -168,8 +168,9 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
         log = log_file.read_text("utf-8")
         shown = router.errors.read_text("utf-8")
         lines = [json.loads(line) for line in log.splitlines()]
-        about = [line for line in lines if line["logger"] == "qarr.request"]
-        ok, too_long, *failures = about
+        ok, too_long, *failures = [
+            line for line in lines if line["logger"] == "qarr.request"
+        ]
         assert ok["event"] == "request"
         assert ok["outcome"] == "ok"
         assert too_long["event"] == "request"
@@ -199,8 +200,7 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
             assert "GET /no%1Bthing 404" in text
         assert f"trace={ok['trace_id']}" in shown
         assert f"POST /generate ok class={ok['class']} tier={ok['tier']}" in shown
-        trace_id = ok["trace_id"][:12]
-        by_trace = await router.qarr("logs", "router", "--trace", trace_id)
+        by_trace = await router.qarr("logs", "router", "--trace", ok["trace_id"][:12])
         assert by_trace.stdout.count("\n") == 1
         assert "POST /generate ok" in by_trace.stdout
         by_request = await router.qarr("logs", "--request", ok["request_id"])
