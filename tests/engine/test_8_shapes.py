@@ -118,14 +118,14 @@ def test_a_tier_of_another_precision_is_added(up: Up, other_fleet: Up) -> None:
     ] == [
         ("fast", "unknown"),
         ("balanced", "unknown"),
-        ("int8", "int8"),
+        ("int8", "int8-w8a8"),
         ("precise", "bf16"),
     ]
     answer = other_fleet.generate(
         tier="int8", prompt=PROMPTS[0], temperature=0, stream=False
     )
     assert answer.headers["x-qarr-tier"] == "int8"
-    assert answer.headers["x-qarr-precision"] == "int8"
+    assert answer.headers["x-qarr-precision"] == "int8-w8a8"
     other_fleet.scorer("int8").check_answer(PROMPTS[0], answer.json()["text"])
     up.scorer("precise").check_answer(
         PROMPTS[0], answer.json()["text"], max_regret=OTHER_REGRET
