@@ -120,9 +120,11 @@ def number_format(name: str) -> NumberFormat | None:
     """Return a format by its name; None: the name says nothing of bits.
 
     Settings may state a name that is not in ``FORMATS``, and checkpoints may have any number of bits: ``gptq-int3`` has 3.
+    Words after the name, as in ``fp8 on L4``, do not count.
     """
-    if name in FORMATS:
-        return FORMATS[name]
+    first_word = name.partition(" ")[0]
+    if first_word in FORMATS:
+        return FORMATS[first_word]
     kinds_and_bits = _BITS_IN_NAME.findall(name)
     if not kinds_and_bits:
         return None

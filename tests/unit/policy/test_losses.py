@@ -105,9 +105,13 @@ def test_the_lowest_format_decides() -> None:
     of_four_bits = published_loss("nvfp4", MATH, LARGE)
     assert published_loss("fp8+nvfp4", MATH, LARGE) == of_four_bits
     assert published_loss("fp8, nvfp4", MATH, LARGE) == of_four_bits
-    assert published_loss("fp8 (stated)", MATH, LARGE) == published_loss(
-        "fp8", MATH, LARGE
-    )
+    for stated, number_format in (
+        ("fp8 (stated)", "fp8"),
+        ("awq-int4 on L4 (stated)", "awq-int4"),
+        ("nvfp4 on B200+kv-fp8", "nvfp4+kv-fp8"),
+    ):
+        of_format = published_estimate(number_format, MATH, LARGE)
+        assert published_estimate(stated, MATH, LARGE) == of_format
 
 
 def test_a_kv_cache_of_fewer_bits_adds_its_own_loss() -> None:
