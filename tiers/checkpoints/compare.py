@@ -71,6 +71,7 @@ _ADDED_TOKEN = (
 )
 DEFAULT_TEMPLATE = "default"
 SHOWN_CHARS = 70
+CHARS_BEFORE = 30  # of a long line, before the first character that differs
 SHOWN_DIFFERENCES = 4  # of each tier
 SHOWN_DIGITS = 12
 HOW_TO_MEND = (
@@ -414,15 +415,30 @@ def _length(template: str | None) -> str:
 
 
 def _template_difference(field: str, own: str, other: str) -> CheckpointDifference:
-    # In quotes, so that white space shows.
-    own_lines = [json.dumps(line, ensure_ascii=False) for line in own.splitlines()]
-    other_lines = [json.dumps(line, ensure_ascii=False) for line in other.splitlines()]
-    place = _first_difference(own_lines, other_lines)
+    own_lines = own.splitlines()
+    other_lines = other.splitlines()
+    number = _first_difference(own_lines, other_lines)
+    own_line = _line(own_lines, number)
+    other_line = _line(other_lines, number)
+    place = _first_difference(own_line or "", other_line or "")
     return CheckpointDifference(
-        f"line {place + 1} of {field}",
-        own=_entry(own_lines, place),
-        other=_entry(other_lines, place),
+        f"line {number + 1} of {field}",
+        own=_from_before(own_line, place),
+        other=_from_before(other_line, place),
     )
+
+
+def _line(lines: Sequence[str], number: int) -> str | None:
+    return lines[number] if number < len(lines) else None
+
+
+def _from_before(line: str | None, place: int) -> str:
+    """Return a line for people from shortly before a place on, in quotes, so that white space shows."""
+    if line is None:
+        return "none"
+    start = max(place - CHARS_BEFORE, 0)
+    quoted = _shown(json.dumps(line[start:], ensure_ascii=False))
+    return f"... {quoted}" if start else quoted
 
 
 @cache
