@@ -62,16 +62,12 @@ class Scheme:
         name: As settings have it. That of a made checkpoint is its number format's.
         number_format: A name of ``tiers.formats.FORMATS``.
         method: Who quantizes, and when.
-        needs_calibration: Whether prompts are run through the model to make it.
-        ignore: Modules that stay in 16 bits whatever the model.
         vllm_quantization: What vLLM's ``--quantization`` takes for it; empty: it is not online.
     """
 
     name: str
     number_format: str
     method: Method
-    needs_calibration: bool
-    ignore: tuple[str, ...] = ()
     vllm_quantization: str = ""
 
     @property
@@ -313,8 +309,6 @@ class _SchemeRow(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     number_format: str
     method: Method
-    needs_calibration: bool
-    ignore: tuple[str, ...]
     vllm_quantization: str = ""
 
 
