@@ -304,7 +304,7 @@ async def _save(
 ) -> None:
     """Record what the verification has not asked the reference, and write all of it."""
     assert request.save_path is not None
-    # those that verifications ask
+    # Verifications ask these.
     chosen = order_by_digest(tasks)[: request.max_tasks]
     await record(
         reference,

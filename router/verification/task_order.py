@@ -72,7 +72,7 @@ class Workload:
 
     def __init__(self, tasks: Iterable[Task], think_tokens: int) -> None:
         costs = (task_cost(task, think_tokens) for task in tasks)
-        # of the first tasks together, by their number
+        # The entry at N is the cost of the first N tasks together.
         self._cost_until = list(accumulate(costs, initial=0.0))
 
     def remaining_s(self, took_s: float, done: int, expected: int) -> float | None:

@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
-    # of models that read images
+    # Models that read images have these.
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",

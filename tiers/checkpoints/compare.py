@@ -71,8 +71,9 @@ _ADDED_TOKEN = (
 )
 DEFAULT_TEMPLATE = "default"
 SHOWN_CHARS = 70
-CHARS_BEFORE = 30  # of a long line, before the first character that differs
-SHOWN_DIFFERENCES = 4  # of each tier
+# A long line is shown from so many characters before the first one that differs.
+CHARS_BEFORE = 30
+SHOWN_DIFFERENCES = 4  # More of a tier are counted, not shown.
 SHOWN_DIGITS = 12
 HOW_TO_MEND = (
     "Name checkpoints that were made of one model (tiers.NAME.checkpoint, or --fast, --balanced and --precise of 'qarr up'; "

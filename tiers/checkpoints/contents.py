@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # A format with a smaller share of the parameters is named only if it is the lowest.
 SHARE_WORTH_NAMING = 0.01
 BITS_OF_WORD = 32
-VALUES_OF_BYTE = 2  # of 4-bit floats
+VALUES_OF_BYTE = 2  # A byte holds two 4-bit floats.
 _VISION = ("visual", "vision_tower", "vision_model", "embed_vision")
 _ROUTERS = (".gate", ".router")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-EXPERTS_NDIM = 3  # of a tensor with the matrices of all experts
+EXPERTS_NDIM = 3  # A tensor with the matrices of all experts has so many dimensions.
 SMOOTHING = 0.8  # share of the outliers that moves from activations to weights, as in llm-compressor's example
 GRID = 10  # scale ratios tried a layer; the paper tries 20 at twice the time
 DIGITS = 4  # Log-probabilities are kept with so many decimal places.

@@ -361,7 +361,7 @@ def made_checkpoint(spec: TierSpec) -> Checkpoint | None:
 def _allowed_gap_from_made(spec: TierSpec, made: Checkpoint) -> float:
     """Return how far an engine's log-probabilities may be from those of its checkpoint, in nats."""
     if _is_quantized_while_loading(spec, made):
-        # What the quantization changes counts as well.
+        # The reference is the 16-bit checkpoint, so the gap holds what the quantization changes, too.
         return allowed_loss_gap(spec.precision)
     return allowed_gap(spec.precision)
 

@@ -111,7 +111,7 @@ class Gate:
         """
         engine.observation = Observation()
         engine.difference = None
-        # that an operator resumed it was about what served before
+        # An operator who resumed it meant the engine that served before.
         self._hold(engine, None)
         engine.replica.update(verification=None, verification_detail="")
         scores = engine.scores

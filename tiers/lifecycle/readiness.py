@@ -62,7 +62,7 @@ class Readiness:
         self._idle_speed = idle_speed
         self._adapters = adapters
         self._gate = gate
-        # With the digest what tells which tiers are meant to read prompts alike.
+        # By replica: the digest of its tokens, and its tier's ``prompt_identity``.
         self._tokens_digests: dict[str, tuple[str, str | None]] = {}
         # the engine of tier precise that was ready last
         self._precise: Engine | None = None

@@ -38,10 +38,10 @@ FP8_BLOCK_REACHED = 0.3
 INT8_REACHED = 0.4
 W4A8_REACHED = 0.4
 FP4_REACHED = 0.35
-UNPACKED_REACHED = 0.4  # of BF16's peak, where Marlin unpacks weights
+UNPACKED_REACHED = 0.4  # Marlin unpacks weights, and reaches this share of BF16's peak.
 MACHETE_LAYER_MS = 0.05
 FP4_LAYER_MS = 0.025
-EXPERTS_REACHED = 0.4  # of what other layers reach
+EXPERTS_REACHED = 0.4  # Experts reach this share of what other layers reach.
 TERA = 1e12
 
 HOPPER = (9, 0)

@@ -45,7 +45,8 @@ LATE_NATS = 0.3
 # Absolute difference between decode and prefill of one sound engine: up to .03 for a range of positions. A KV cache of 3
 # bits has .5. With signs a broken decode may have none: it chooses words that it finds as likely as prefill finds others.
 DECODE_NATS = 0.15
-QUICK_CONTEXT = 768  # of the quick form's long prompt, so that a fault beyond the first hundreds of tokens shows
+# The quick form's long prompt is so long that a fault beyond the first hundreds of tokens shows.
+QUICK_CONTEXT = 768
 SAVED_REFERENCE = (
     "The reference is saved and cannot score the candidate's texts: faults that only decoding has are found by the "
     "candidate's own scores alone."
