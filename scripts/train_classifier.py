@@ -117,6 +117,12 @@ def main() -> None:
         help="weights file (default: the package's)",
     )
     parser.add_argument(
+        "--bucket",
+        type=int,
+        default=FAST["bucket"],
+        help=f"rows for pairs of words and parts of words (default: {FAST['bucket']:,}); fewer are trained sooner",
+    )
+    parser.add_argument(
         "--left-out", choices=("batch", "domain", "language"), help="report instead"
     )
     parser.add_argument(
@@ -126,6 +132,7 @@ def main() -> None:
         help="with it: print so many of the worst errors about code too",
     )
     options = parser.parse_args()
+    FAST["bucket"] = options.bucket
     prompts, data = read_prompts(options.data)
     prompts = choose(prompts, random.Random(0))
     labels = label(prompts)
