@@ -41,6 +41,7 @@ class MessageSplicer:
     def __init__(self) -> None:
         self.can_resume = True
         self._has_start = False
+        self._has_end = False  # the event with the stop reason, after all blocks
         self._blocks: dict[int, _SentBlock] = {}
 
     def note(self, chunk: Chunk) -> None:
@@ -57,6 +58,8 @@ class MessageSplicer:
                 self._blocks[event.index or 0] = _SentBlock(kind, name)
             case "content_block_stop":
                 self._block_of(event).is_closed = True
+            case "message_delta":
+                self._has_end = True
 
     def _note_delta(self, event: MessageEvent) -> None:
         delta = event.delta or MessageDelta()
@@ -95,6 +98,8 @@ class MessageSplicer:
                 return self._splice_block(chunk, event, block)
             case "message_delta" | "message_stop":
                 self._check_all_is_repeated()
+                if event.type == "message_delta" and self._has_end:
+                    return None
         return chunk
 
     def _splice_block(

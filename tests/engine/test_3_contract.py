@@ -223,7 +223,9 @@ async def _usual(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
         .content.removesuffix(b"\n\n")
         .split(b"\n\n")
     )
-    return done == COMPLETION_FORMAT.done and all(map(COMPLETION_FORMAT.usual.fullmatch, events))
+    return done == COMPLETION_FORMAT.done and all(
+        map(COMPLETION_FORMAT.usual.fullmatch, events)
+    )
 
 
 # No model ends its answer to this within three tokens.
