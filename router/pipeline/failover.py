@@ -38,7 +38,7 @@ from router.upstream.errors import (
 )
 from router.upstream.json_object import read_json
 from router.upstream.progress import AnswerProgress, ContinuationTerms
-from router.upstream.splicing import Splicer
+from router.upstream.splicing import Sent, Splicer
 from router.upstream.sse import Chunk
 from router.upstream.upstream import Upstream
 from tiers.fleet import Fleet
@@ -392,7 +392,13 @@ class Continuation:
             )
         splicer = progress.splicer
         assert splicer is not None
-        splicer.begin(first_event, progress.text[:sent])
+        splicer.begin(
+            Sent(
+                first_event,
+                text=progress.text[:sent],
+                has_finish_reason=progress.finish_reason is not None,
+            )
+        )
         progress.tokens_come_apart = True
         return _ResumeSeam(splicer=splicer, progress=progress, out=out, sent=sent)
 

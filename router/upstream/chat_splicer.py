@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from router.upstream.splicing import SentText, data_of, differs
+from router.upstream.splicing import Sent, SentText, data_of, differs
 from router.upstream.sse import Chunk
 
 # Members that all chunks of a stream share.
@@ -42,6 +42,7 @@ class ChatSplicer:
         # The known calls that the resumed stream has not repeated yet.
         self._awaited_calls = set[int]()
         self._shared: Mapping[str, Any] = {}
+        self._has_finish_reason = False
 
     def note(self, chunk: Chunk) -> None:
         """Note the output besides text of an event that the caller was sent."""
@@ -65,12 +66,13 @@ class ChatSplicer:
             call.name = call.name or name
             call.arguments.append(arguments)
 
-    def begin(self, first_event: bytes, text: str) -> None:
-        first_chunk = data_of(first_event)
+    def begin(self, sent: Sent) -> None:
+        first_chunk = data_of(sent.first_event)
+        self._has_finish_reason = sent.has_finish_reason
         self._shared = {
             name: first_chunk[name] for name in _SHARED_MEMBERS if name in first_chunk
         }
-        self._content = SentText(text)
+        self._content = SentText(sent.text)
         for other_text in self._other_texts.values():
             other_text.begin()
         for call in self._calls.values():
@@ -96,6 +98,8 @@ class ChatSplicer:
             choice["delta"] = rest
         if chunk.finish_reason is not None:
             self._check_all_is_repeated()
+            if self._has_finish_reason:
+                return None
         elif not text and not rest:
             return None
         has_other_output = any(name != "content" for name in rest)

@@ -16,7 +16,7 @@ from router.upstream.named_events import (
     MessageEvent,
     read_message_event,
 )
-from router.upstream.splicing import SentText, data_of, differs
+from router.upstream.splicing import Sent, SentText, data_of, differs
 from router.upstream.sse import Chunk
 
 _TEXT_MEMBERS = ("text", "thinking", "partial_json")
@@ -78,8 +78,8 @@ class MessageSplicer:
             self._blocks[event.index or 0] = block
         return block
 
-    def begin(self, first_event: bytes, text: str) -> None:
-        del first_event, text  # the events that were sent have told all of it
+    def begin(self, sent: Sent) -> None:
+        del sent  # the events that were sent have told all of it
         for block in self._blocks.values():
             block.text.begin()
             block.is_awaited = True

@@ -17,7 +17,7 @@ from router.upstream.named_events import (
     ResponseItem,
     read_response_event,
 )
-from router.upstream.splicing import SentText, data_of, differs
+from router.upstream.splicing import Sent, SentText, data_of, differs
 from router.upstream.sse import Chunk
 
 _ITEM_ADDED = "response.output_item.added"
@@ -81,8 +81,8 @@ class ResponseSplicer:
             self._texts[place] = text
         text.append(delta)
 
-    def begin(self, first_event: bytes, text: str) -> None:
-        del first_event, text  # the events that were sent have told all of it
+    def begin(self, sent: Sent) -> None:
+        del sent  # the events that were sent have told all of it
         for sent_text in self._texts.values():
             sent_text.begin()
         self._awaited_items = set(self._items)

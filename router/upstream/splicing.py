@@ -8,7 +8,7 @@ that begins in another way would be doubled or halved, so it ends with an error.
 from __future__ import annotations
 
 from io import StringIO
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
 
@@ -16,6 +16,20 @@ from router.upstream.errors import SeamError
 from router.upstream.sse import Chunk
 
 _EVENT_DATA = msgspec.json.Decoder(dict[str, Any])
+
+
+class Sent(NamedTuple):
+    """What is known of a stream that was sent, besides what its splicer has noted.
+
+    Attributes:
+        first_event: Its first event.
+        text: The answer's text that its caller has.
+        has_finish_reason: Whether its caller has been told why the answer ended.
+    """
+
+    first_event: bytes
+    text: str
+    has_finish_reason: bool = False
 
 
 class Splicer(Protocol):
@@ -30,13 +44,8 @@ class Splicer(Protocol):
     def note(self, chunk: Chunk) -> None:
         """Note an event that the caller was sent."""
 
-    def begin(self, first_event: bytes, text: str) -> None:
-        """Begin to compare a resumed stream.
-
-        Args:
-            first_event: The first event of the first stream.
-            text: The answer's text that the caller has.
-        """
+    def begin(self, sent: Sent) -> None:
+        """Begin to compare a resumed stream."""
 
     def splice(self, chunk: Chunk) -> Chunk | None:
         """Return what the caller still lacks of an event of the resumed stream; None: it has all of it.

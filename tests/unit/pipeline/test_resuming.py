@@ -224,3 +224,96 @@ async def test_a_plain_answer_is_asked_for_as_before(tmp_path: Path) -> None:
         assert "x-qarr-tokens" not in headers
         (request,) = behaviours[BALANCED].requests
         assert "qarr_resume" not in request
+
+
+NAMED = {
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 100,
+        "stream": True,
+    },
+    "/v1/responses": {"input": "hi", "max_output_tokens": 100, "stream": True},
+}
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    """Return a stream's events without numbers, pieces of text together."""
+    seen: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        if not line.startswith("data: "):
+            continue
+        data = json.loads(line[6:])
+        data.pop("qarr", None)
+        data.pop("sequence_number", None)
+        if not seen or seen[-1]["type"] != data["type"] or "delta" not in data:
+            seen.append(data)
+        elif isinstance(data["delta"], str):
+            seen[-1]["delta"] += data["delta"]
+        else:
+            seen[-1]["delta"]["text"] += data["delta"]["text"]
+    return seen
+
+
+def numbers_in(text: str) -> list[int]:
+    data = [json.loads(line[6:]) for line in text.splitlines() if line[:5] == "data:"]
+    return [event["sequence_number"] for event in data if "sequence_number" in event]
+
+
+@pytest.mark.parametrize("path", NAMED)
+async def test_events_with_names_go_on_wherever_they_break(
+    tmp_path: Path, path: str
+) -> None:
+    """As one stream: no event twice, none missing, and the numbers go on."""
+    behaviours = {name: Behaviour(resumes=True) for name in STANDARD_TIERS}
+    async with router_stack(tmp_path, NEVER_SPARED, **behaviours) as stack:
+        fast = behaviours[FAST]
+
+        async def asked() -> str:
+            url = f"{stack.url}{path}"
+            body = {**NAMED[path], "qarr": {"report": True}}
+            return (await stack.client.post(url, json=body, headers=HINT)).text
+
+        expected = named_events(await asked())
+        continued = 0
+        for events in range(1, 40):
+            fast.break_at = events
+            fast.once = True
+            text = await asked()
+            if fast.break_at is not None:  # the stream was shorter
+                break
+            assert named_events(text) == expected
+            numbers = numbers_in(text)
+            assert numbers == list(range(len(numbers)))
+            assert "qarr-tokens" not in text
+            if ": continued on balanced\n" in text:
+                continued += 1
+                assert '"continued_on":["balanced"]' in text
+            assert named_events(await asked()) == expected
+        assert continued > 5
+        assert stack.leases() == 0
+
+
+async def test_only_the_last_event_of_a_message_is_written_by_the_router(
+    tmp_path: Path,
+) -> None:
+    """Once a message's stop reason was sent, nobody is asked for what is left."""
+    behaviours = {name: Behaviour(resumes=True) for name in STANDARD_TIERS}
+    async with router_stack(tmp_path, **behaviours) as stack:
+        path = "/v1/messages"
+        url = f"{stack.url}{path}"
+        whole = await stack.client.post(url, json=NAMED[path], headers=HINT)
+        behaviours[FAST].break_at = len(whole.text.split("event: ")) - 2
+        broken = await stack.client.post(url, json=NAMED[path], headers=HINT)
+        assert broken.text == whole.text
+        assert behaviours[BALANCED].requests == []
+
+
+@pytest.mark.parametrize("path", NAMED)
+async def test_events_with_names_end_with_an_error_where_nobody_resumes(
+    tmp_path: Path, path: str
+) -> None:
+    async with router_stack(tmp_path, fast=Behaviour(break_at=6)) as stack:
+        url = f"{stack.url}{path}"
+        text = (await stack.client.post(url, json=NAMED[path], headers=HINT)).text
+        assert "event: error\n" in text
+        assert "x-qarr-tokens" not in stack.engines[FAST].headers[-1]

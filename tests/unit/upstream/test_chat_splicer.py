@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from router.upstream.chat_splicer import ChatSplicer
 from router.upstream.errors import SeamError
+from router.upstream.splicing import Sent
 from router.upstream.sse import Chunk, parse_event
 
 FIRST = {
@@ -60,7 +61,7 @@ def spliced(
         chunk = parse_event(event(FIRST, delta))
         splicer.note(chunk)
         text += chunk.text
-    splicer.begin(first_event, text)
+    splicer.begin(Sent(first_event, text))
     events = [event(RESUMED, delta) for delta in (ROLE, *resumed)]
     if finish_reason is not None:
         events.append(event(RESUMED, {"content": ""}, finish_reason))
@@ -176,7 +177,7 @@ def test_a_resumed_answer_is_resumed_again() -> None:
     sent = []
     text = ""
     for known in (2, 5, 7):
-        splicer.begin(event(FIRST, ROLE), text)
+        splicer.begin(Sent(event(FIRST, ROLE), text))
         for delta in WHOLE[:known]:
             unsent = splicer.splice(parse_event(event(RESUMED, delta)))
             if unsent is not None:
@@ -188,7 +189,7 @@ def test_a_resumed_answer_is_resumed_again() -> None:
 
 def test_comments_ids_and_counts_are_passed_on() -> None:
     splicer = ChatSplicer()
-    splicer.begin(event(FIRST, ROLE), "Par")
+    splicer.begin(Sent(event(FIRST, ROLE), "Par"))
     ping = Chunk(b": ping")
     ids = Chunk(token_ids=(5, 6))
     usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
@@ -217,7 +218,7 @@ def test_a_completion_is_joined_by_its_text() -> None:
         return parse_event(b"data: " + json.dumps(body).encode())
 
     first = json.dumps({**FIRST, "object": "text_completion", "choices": []})
-    splicer.begin(b"data: " + first.encode(), '{"city": "Pa')
+    splicer.begin(Sent(b"data: " + first.encode(), '{"city": "Pa'))
     passed = splicer.splice(completion('{"city": "Paris'))
     assert passed is not None
     assert passed.text == "ris"
@@ -227,3 +228,12 @@ def test_a_completion_is_joined_by_its_text() -> None:
     end = splicer.splice(completion('"}', "stop"))
     assert end is not None
     assert (end.text, end.finish_reason) == ('"}', "stop")
+
+
+def test_an_end_that_was_sent_is_not_sent_again() -> None:
+    """Where only the token counts are missing, an engine resumes the answer for them."""
+    splicer = ChatSplicer()
+    splicer.begin(Sent(event(FIRST, ROLE), "Paris", has_finish_reason=True))
+    assert splicer.splice(parse_event(event(RESUMED, {"content": "Paris"}))) is None
+    end = event(RESUMED, {"content": ""}, "stop")
+    assert splicer.splice(parse_event(end)) is None

@@ -11,6 +11,7 @@ import pytest
 from router.upstream.errors import SeamError
 from router.upstream.message_splicer import MessageSplicer
 from router.upstream.named_events import read_message_event
+from router.upstream.splicing import Sent
 from router.upstream.sse import Chunk
 
 
@@ -99,7 +100,7 @@ def spliced(sent: Iterable[bytes], later: Iterable[bytes]) -> list[Chunk]:
     splicer = MessageSplicer()
     for raw in sent:
         splicer.note(read_message_event(raw))
-    splicer.begin(b"", "")
+    splicer.begin(Sent(b"", ""))
     passed = []
     for raw in later:
         unsent = splicer.splice(read_message_event(raw))
@@ -190,7 +191,7 @@ def test_what_differs_ends_with_an_error(sent: list[bytes], later: list[bytes]) 
 
 def test_comments_and_pings_are_passed_on() -> None:
     splicer = MessageSplicer()
-    splicer.begin(b"", "")
+    splicer.begin(Sent(b"", ""))
     ping = read_message_event(event("ping"))
     for chunk in (Chunk(b": waiting"), Chunk(token_ids=(1,)), ping):
         assert splicer.splice(chunk) is chunk

@@ -11,6 +11,7 @@ import pytest
 from router.upstream.errors import SeamError
 from router.upstream.named_events import read_response_event
 from router.upstream.response_splicer import ResponseSplicer
+from router.upstream.splicing import Sent
 from router.upstream.sse import Chunk
 
 THOUGHT = ("Let me", " see.")
@@ -90,7 +91,7 @@ def spliced(sent: Iterable[bytes], later: Iterable[bytes]) -> list[Chunk]:
     splicer = ResponseSplicer()
     for raw in sent:
         splicer.note(read_response_event(raw))
-    splicer.begin(b"", "")
+    splicer.begin(Sent(b"", ""))
     passed = []
     for raw in later:
         unsent = splicer.splice(read_response_event(raw))
@@ -173,6 +174,6 @@ def test_what_differs_ends_with_an_error(known: int, later: list[bytes]) -> None
 
 def test_comments_and_ids_are_passed_on() -> None:
     splicer = ResponseSplicer()
-    splicer.begin(b"", "")
+    splicer.begin(Sent(b"", ""))
     for chunk in (Chunk(b": waiting"), Chunk(token_ids=(1,))):
         assert splicer.splice(chunk) is chunk
