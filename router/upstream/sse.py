@@ -144,7 +144,6 @@ def parse_event(raw: bytes) -> Chunk:
         usage = msgspec.structs.asdict(event.usage)
     text = choice.text
     has_other_output = False
-    other_delta = None
     is_blank = False
     delta = choice.delta
     if delta is not None:
@@ -152,9 +151,7 @@ def parse_event(raw: bytes) -> Chunk:
         text = delta.get("content")
         if type(text) is not str or len(delta) > 1:
             text, has_other_output = _read_delta(delta)
-            if has_other_output:
-                other_delta = delta
-    return Chunk(
+    chunk = Chunk(
         raw=raw,
         text=text or "",
         token_ids=choice.token_ids or (),
@@ -165,8 +162,10 @@ def parse_event(raw: bytes) -> Chunk:
         usage=usage,
         choice=True,
         blank=is_blank,
-        detail=other_delta,
     )
+    if has_other_output:
+        return msgspec.structs.replace(chunk, detail=delta)
+    return chunk
 
 
 def _read_event_or_token_note(
