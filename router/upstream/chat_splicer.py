@@ -138,15 +138,17 @@ class ChatSplicer:
             if call is None:
                 rest.append(delta)
                 continue
-            if call_index in self._awaited_calls and name:
-                if name != call.name:
-                    differs()
-                self._awaited_calls.discard(call_index)
+            if name and call.name and name != call.name:
+                differs()
+            self._awaited_calls.discard(call_index)
+            unsent: dict[str, str] = {}
+            if not call.name and name:
+                unsent["name"] = name
             unsent_arguments = call.arguments.rest_of(arguments)
             if unsent_arguments:
-                rest.append(
-                    {"index": call_index, "function": {"arguments": unsent_arguments}}
-                )
+                unsent["arguments"] = unsent_arguments
+            if unsent:
+                rest.append({"index": call_index, "function": unsent})
         return rest
 
     def _check_all_is_repeated(self) -> None:

@@ -385,3 +385,12 @@ async def test_a_request_that_meets_the_close_of_its_connection_is_sent_again() 
         with pytest.raises(ProbeError, match="load_lora_adapter: RemoteProtocolError"):
             await probe.load_adapter(Adapter("a", "/a"))
     assert requests_by_connection[1:] == [[TOKENIZE, "/v1/load_lora_adapter"]]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_an_engine_says_whether_it_resumes_answers(resumes: bool) -> None:  # noqa: FBT001
+    """By a header of each answer: QARR's plugin for vLLM sends it."""
+    fake = FakeEngine(Behaviour(resumes=resumes))
+    async with serving(fake.app) as url, httpx.AsyncClient() as client:
+        served = await EngineProbe(client, url, "").model()
+    assert served.resumes is resumes

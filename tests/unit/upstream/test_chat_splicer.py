@@ -237,3 +237,10 @@ def test_an_end_that_was_sent_is_not_sent_again() -> None:
     assert splicer.splice(parse_event(event(RESUMED, {"content": "Paris"}))) is None
     end = event(RESUMED, {"content": ""}, "stop")
     assert splicer.splice(parse_event(end)) is None
+
+
+def test_a_call_whose_name_had_not_come_gets_it() -> None:
+    begun = {"tool_calls": [{"index": 0, "id": "call-x", "function": {}}]}
+    passed = spliced([begun], [call(0, "{", "find"), call(0, "}")])
+    answer = put_together([begun, *deltas(passed)])
+    assert answer["calls"] == {0: ["call-x", "find", "{}"]}
