@@ -464,7 +464,12 @@ class EngineStream(EngineAnswer):
         """Let other engines go on with the answer; raise ``broken``, or what broke last, if none can."""
         progress = self.progress
         if self.continuation is None or not self.may_be_continued:
-            raise broken
+            if not self._lacks_only_its_end():
+                raise broken
+            await self.aclose(broken)
+            self.failed_over = True
+            self.complete = True
+            return
         self.failed_over = True
 
         def receive_continued(chunks: Sequence[Chunk]) -> bool:
@@ -482,6 +487,12 @@ class EngineStream(EngineAnswer):
             # an answer without token counts is not complete
             raise type(broken)(str(broken))
         self.complete = True
+
+    def _lacks_only_its_end(self) -> bool:
+        """Tell whether all of an answer that nobody may go on with has come, but for events that the router writes itself."""
+        is_one_answer = self.attempt.lease.sequences == 1
+        has_usage = bool(self.usage) or not self._wants_usage
+        return self.finish_reason is not None and is_one_answer and has_usage
 
     def _usage_of_last_part(self) -> dict[str, int]:
         """Return the answer's token counts from the engine that resumed it last; empty: it sent none."""

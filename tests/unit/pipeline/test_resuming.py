@@ -312,8 +312,31 @@ async def test_only_the_last_event_of_a_message_is_written_by_the_router(
 async def test_events_with_names_end_with_an_error_where_nobody_resumes(
     tmp_path: Path, path: str
 ) -> None:
-    async with router_stack(tmp_path, fast=Behaviour(break_at=6)) as stack:
+    async with router_stack(tmp_path) as stack:
+        stack.engines[FAST].break_at = 6
         url = f"{stack.url}{path}"
         text = (await stack.client.post(url, json=NAMED[path], headers=HINT)).text
         assert "event: error\n" in text
         assert "x-qarr-tokens" not in stack.engines[FAST].headers[-1]
+
+
+@pytest.mark.parametrize("wants_usage", [False, True])
+async def test_an_answer_that_nobody_may_go_on_with_ends_if_only_its_end_was_lost(
+    tmp_path: Path,
+    wants_usage: bool,  # noqa: FBT001
+) -> None:
+    """Its text and its finish reason have come; counts that its caller has asked for are missed."""
+    async with router_stack(tmp_path) as stack:
+        stack.engines[FAST].break_at = 9  # before the token counts
+        body = {
+            **CHAT,
+            "tools": None,
+            "logprobs": True,
+            "stream_options": {"include_usage": wants_usage},
+        }
+        url = f"{stack.url}/v1/chat/completions"
+        text = (await stack.client.post(url, json=body, headers=HINT)).text
+        assert answer_in(text)["finish_reason"] == "stop"
+        assert ("data: [DONE]" in text) is not wants_usage
+        assert ("stream_broken" in text) is wants_usage
+        assert stack.leases() == 0

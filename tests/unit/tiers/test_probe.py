@@ -114,7 +114,7 @@ async def test_what_is_no_answer_of_vllms(path: str, content: str, said: str) ->
 async def test_what_vllm_answers_is_read() -> None:
     async with serving(FakeEngine().app) as url, httpx.AsyncClient() as client:
         probe = EngineProbe(client, url, "")
-        assert await probe.model() == ("fake", 8192, "fake", ())
+        assert await probe.model() == ("fake", 8192, "fake", (), False)
         assert await probe.text_tokens("m", "a bb") == [1, 2]
         answer = await ASKED[CHAT](probe)
         assert answer.text == "The capital of France is Paris."
