@@ -489,7 +489,7 @@ class EngineStream(EngineAnswer):
         self.complete = True
 
     def _lacks_only_its_end(self) -> bool:
-        """Tell whether all of an answer that nobody may go on with has come, but for events that the router writes itself."""
+        """Tell whether an answer that nobody may go on with has come, but for events that the router writes itself."""
         is_one_answer = self.attempt.lease.sequences == 1
         has_usage = bool(self.usage) or not self._wants_usage
         return self.finish_reason is not None and is_one_answer and has_usage
