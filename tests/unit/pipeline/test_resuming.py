@@ -293,11 +293,13 @@ async def test_events_with_names_go_on_wherever_they_break(
         assert stack.leases() == 0
 
 
+@pytest.mark.parametrize("resumes", [False, True])
 async def test_only_the_last_event_of_a_message_is_written_by_the_router(
     tmp_path: Path,
+    resumes: bool,  # noqa: FBT001
 ) -> None:
-    """Once a message's stop reason was sent, nobody is asked for what is left."""
-    behaviours = {name: Behaviour(resumes=True) for name in STANDARD_TIERS}
+    """Once a message's stop reason was sent, nobody is asked for what is left, whether or not engines could resume it."""
+    behaviours = {name: Behaviour(resumes=resumes) for name in STANDARD_TIERS}
     async with router_stack(tmp_path, **behaviours) as stack:
         path = "/v1/messages"
         url = f"{stack.url}{path}"
