@@ -1,4 +1,6 @@
-"""Write the generated documentation: settings.md, its schema, cli.md, the plan in planning.md, and the page of runbooks.
+"""Write the generated documentation: settings.md and its schema, cli.md, continuation.md, and what is generated elsewhere.
+
+That is the plan in planning.md, and the page of runbooks.
 
 usage: .venv/bin/python scripts/docs.py
 
@@ -9,7 +11,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner
@@ -17,6 +22,7 @@ from typer.testing import CliRunner
 from router.cli.main import make_app
 from router.cli.show_settings import rows
 from router.settings import Settings
+from tests.unit.continuation import document
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # of planning.md
@@ -97,6 +103,7 @@ def render() -> dict[str, str]:
             lambda found: planned(found[1]), (DOCS / "planning.md").read_text("utf-8")
         ),
         RUNBOOKS_PAGE: runbooks((DOCS / "runbooks.md").read_text("utf-8")),
+        "continuation.md": document.render(),
         "cli.md": "# The command\n\n"
         + "\n".join(_help(command) for command in COMMANDS),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +74,14 @@ async def router_stack(
     twin: Behaviour | None = None,
     model: str = "fake",
     models: Mapping[TierName, ThinkingModel] | None = None,
+    wrap: Callable[[ASGIApp], ASGIApp] | None = None,
     **behaviours: Behaviour,
 ) -> AsyncIterator[Stack]:
     """Run a router in front of one fake engine a tier, which the real supervisor has made ready and warm.
 
     A tier whose ``replicas`` are set to 0 has no engine; a tier that the settings add has one, whatever its ``urls``. With
     ``twin``, the tier ``fast`` has a second replica, which behaves like it. With ``models``, engines answer as these do.
+    ``wrap`` puts an application in front of each engine's.
     """
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
@@ -100,6 +102,8 @@ async def router_stack(
                 ModelEngine(models[name], behaviour).app
                 for name, behaviour in engines.items()
             ]
+        if wrap is not None:
+            apps = [wrap(app) for app in apps]
         served = await cleanup.enter_async_context(serving_all(*apps))
         urls = {name: (url,) for name, url in zip(engines, served, strict=False)}
         urls[TierName.FAST] = (*urls.get(TierName.FAST, ()), *served[len(engines) :])

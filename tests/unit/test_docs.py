@@ -17,6 +17,7 @@ GENERATED = [
     "settings.md",
     "settings.schema.json",
     "cli.md",
+    "continuation.md",
     "planning.md",
     "../deploy/prometheus/consoles/runbooks.html",
 ]
