@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.continuation.expected import RANK, RESUMING, STOCK, read_expected
-from tests.unit.continuation.matrix import Outcome
+from tests.unit.continuation.matrix import NEVER, Outcome
 from tests.unit.continuation.moments import AFTER_FINISH, AT_LAST, BEFORE, MOMENTS
 from tests.unit.continuation.requests import (
     CHAT,
@@ -60,16 +60,17 @@ PAGE = """# When an engine fails within an answer
 
 <!-- Written by scripts/docs.py from tests/data/continuation/expected.json: do not edit. -->
 
-What a client gets of a streamed answer whose engine dies, stalls or reports an error, by what the answer is and where it
-breaks off. How the router finds another engine is in [operations.md](operations.md#failover).
+What a client gets of a streamed answer whose engine dies, stalls or reports an error, by what the answer is and where
+it breaks off. How the router finds another engine is in [operations.md](operations.md#failover).
 
 - *goes on*: another engine continues. The client gets one stream that looks as if the first engine had sent all of it:
   ids, numbers of events, finish reason and `usage` included.
 - *starts again*: nothing that binds the client had been sent, so another engine answers from the beginning.
 - **error**: the stream ends with an error event of its API. What came before is right, but incomplete.
 
-No answer is ever wrong, sent twice, or cut off without an error. [Tests](../tests/unit/continuation) play recorded streams
-of vLLM 0.32 and break them off at each event and within each event; they fail if a row below gets worse.{figures}
+Never: a wrong answer, a part that comes twice, or an end in silence. [Tests](../tests/unit/continuation) play recorded
+streams of vLLM 0.32 and break them off at each event and within each event; they fail if a row below gets
+worse.{figures}
 
 ## Engines with QARR's plugin
 
@@ -90,9 +91,9 @@ Engines given by URL that run unmodified vLLM, or a vLLM release that the plugin
 
 ## In both cases
 
-- An answer whose finish reason has arrived lacks only its last events, such as `usage`.
-- The tokens that follow may differ from those that the first engine would have chosen: sampling begins anew, and another
-  precision may decide otherwise. Seeds and the penalties for presence and frequency count from the break on.
+- After the finish reason only the last events are missing, such as `usage`. Nothing more is computed then.
+- The tokens that follow may differ from those that the first engine would have chosen: sampling begins anew, and
+  another precision may decide otherwise. Seeds and the penalties for presence and frequency count from the break on.
 - A required tier without another healthy replica ends with an error: `tier_policy` is kept to.
 - Answers that are not streamed start again, except at `/generate`, where they go on like streams.
 """
@@ -169,17 +170,19 @@ def _why(endpoint: str, kind: str, engines: str) -> str:
 
 WHY_RESUMING = """- *Text* at `/generate`, completions and chat: the next engine completes the token ids of prompt and answer
   (`/v1/completions`).
-- Everything else that goes on: the next engine is sent the request itself with the token ids so far. It computes them with
-  the prompt, feeds them to the grammar, the stop strings and the parsers, and begins its stream anew; the router drops
-  what the client has. So a tool call keeps its id, is never sent twice, and its arguments stay whole.
-- *Tool required*: in the name of the first call nothing has been sent yet. In the name of a further call the answer goes on.
+- Everything else that goes on: the next engine is sent the request itself with the token ids so far. It computes them
+  with the prompt, feeds them to the grammar, the stop strings and the parsers, and begins its stream anew; the router
+  drops what the client has. So a tool call keeps its id, is never sent twice, and its arguments stay whole.
+- *Tool required*: in the name of the first call nothing has been sent yet. In that of a further call the answer goes
+  on.
 - *Log-probabilities*: those of the tokens before the break cannot be had again.
 - *Several choices* (`n` or several prompts): they share one stream, and engines do not tell their tokens apart.
-- A response with tools that the engine runs by itself (web search, MCP) ends with an error: it is several answers in one."""
+- A response with tools that the engine runs by itself (web search, MCP) ends with an error: it is several answers in
+  one."""
 WHY_STOCK = """- *Text* at `/generate`, completions and chat goes on as above, if the engine tells token ids (`return_token_ids`).
 - Messages and responses: vLLM tells no token ids there.
-- Thoughts, tool calls and schemas: a parser or grammar that begins in the middle would misread the rest. The same holds
-  for chats with tools that answer with text.
+- Thoughts, tool calls and schemas: a parser or grammar that begins in the middle would misread the rest. Chats with
+  tools end with an error even while they answer with text.
 - Images, audio and other parts that are not text have no token ids to continue from."""
 
 
@@ -241,14 +244,15 @@ def _figures() -> str:
         return ""
     breaks = sum(run["random"].values())
     errors = run["random"].get(Outcome.ERROR.value, 0)
+    wrong = sum(run["random"].get(outcome.value, 0) for outcome in NEVER)
     before = ""
     if "before" in runs and runs["before"]["random"]:
         earlier = runs["before"]["random"]
         before = (
-            f" (before answers could be resumed: {earlier.get(Outcome.ERROR.value, 0):,} of "
+            f" (before answers could be resumed:\n{earlier.get(Outcome.ERROR.value, 0):,} of "
             f"{sum(earlier.values()):,})"
         )
     return (
-        f"\nIn a [benchmark](../benchmarks/results/continuation_matrix.txt) of {breaks:,} answers that broke off one to three "
-        f"times each, at random, {errors:,} ended with an error{before}."
+        f"\n\nA [benchmark](../benchmarks/results/continuation_matrix.txt) broke {breaks:,} answers at random, one to "
+        f"three\ntimes each: {errors:,} ended with an error{before}, and {wrong} were wrong."
     )
