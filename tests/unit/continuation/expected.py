@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.unit.continuation.matrix import (
     Verdict,
     running_matrix,
 )
-from tests.unit.continuation.moments import MOMENTS, Moments
+from tests.unit.continuation.moments import AFTER_FINISH, MOMENTS, Moments
 from tests.unit.continuation.recording import load
 from tests.unit.continuation.requests import CellRequest, requests
 
@@ -67,6 +68,26 @@ async def breaks_of(matrix: Matrix, request: CellRequest) -> AsyncIterator[Break
             request, [position], is_piecewise=number % 2 == 1
         )
         yield Break(request, position, moments.at(position), verdict)
+
+
+async def second_breaks_of(
+    matrix: Matrix, request: CellRequest
+) -> AsyncIterator[Break]:
+    """Break a stream in its middle and after its finish reason, and then the one that continues it, after each event."""
+    _, moments = await matrix.stream_of(request)
+    first_breaks = [moments.ends[len(moments.ends) // 2]]
+    if AFTER_FINISH in moments.moments:
+        number = moments.moments.index(AFTER_FINISH) - 1
+        first_breaks.append(moments.ends[number])
+    for first in first_breaks:
+        await matrix.break_at(request, [first])
+        if len(matrix.stage.sent) == 1:
+            continue
+        second = matrix.stage.sent[1]
+        ends = [match.end() for match in re.finditer(b"\n\n", second)]
+        for end in ends:
+            verdict = await matrix.break_at(request, [first, end])
+            yield Break(request, end, moments.at(first), verdict)
 
 
 def read_expected() -> dict[str, Cells]:

@@ -169,7 +169,7 @@ class Matrix:
         assert answer.error is None, f"{request.name}: {answer.error}"
         self._wholes[request] = answer
         self._sent[request] = (
-            self.stage.first_sent,
+            self.stage.sent[0],
             moments_of(
                 request,
                 self.stage.recordings,

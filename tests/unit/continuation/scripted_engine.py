@@ -61,7 +61,7 @@ class Stage:
         breaks: After how many bytes the streams break off, in the order in which they begin; further ones are whole.
         is_piecewise: Whether each event is written by itself, rather than all at once.
         faults: What was wrong with the router's requests.
-        first_sent: The stream of the engine that began, without its break.
+        sent: The streams that were begun, without their breaks.
         first_way: How the router asked for it.
         first_tells_tokens: Whether the router asked for its tokens, and was told.
     """
@@ -73,7 +73,7 @@ class Stage:
     is_piecewise: bool = False
     asked: list[Asked] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    first_sent: bytes = b""
+    sent: list[bytes] = field(default_factory=list)
     first_way: str = AS_ASKED
     first_tells_tokens: bool = False
     _first_body: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +91,7 @@ class Stage:
         self.breaks = breaks
         self.is_piecewise = is_piecewise
         self.asked.clear()
+        self.sent.clear()
         self.faults.clear()
         self._first_body = {}
 
@@ -123,10 +124,10 @@ class Stage:
             return None
         sent = self._as_sent(stream, body, headers)
         if not self.asked:
-            self.first_sent = sent
             self.first_way = way
             self.first_tells_tokens = self.resumes and TOKENS_HEADER in headers
         self.asked.append(Asked(len(known_ids), is_resumed=resume is not None))
+        self.sent.append(sent)
         return sent
 
     def _as_sent(

@@ -14,6 +14,7 @@ from tests.unit.continuation.expected import (
     Break,
     breaks_of,
     read_expected,
+    second_breaks_of,
 )
 from tests.unit.continuation.matrix import NEVER, Outcome, running_matrix
 from tests.unit.continuation.recording import load
@@ -51,6 +52,31 @@ def test_no_cell_gets_worse(tmp_path: Path, endpoint: str, engines: str) -> None
         request.name for request in requests() if request.endpoint == endpoint
     }
     assert seen == {name: set(expected[name]) for name in of_endpoint}
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_what_continues_an_answer_may_break_too(tmp_path: Path, endpoint: str) -> None:
+    """A second break is as harmless as the first one."""
+
+    async def second_breaks() -> list[Break]:
+        async with running_matrix(tmp_path, load(), resumes=True) as matrix:
+            return [
+                tried
+                for request in requests()
+                if request.endpoint == endpoint
+                async for tried in second_breaks_of(matrix, request)
+            ]
+
+    expected = read_expected()[RESUMING]
+    tries = asyncio.run(second_breaks())
+    assert tries
+    worse = [
+        tried
+        for tried in tries
+        if RANK[tried.verdict.outcome]
+        > RANK[Outcome(expected[tried.request.name][tried.moment])]
+    ]
+    assert not worse, "\n".join(map(str, worse[:5]))
 
 
 def test_what_is_recorded_has_every_cell() -> None:
