@@ -346,8 +346,10 @@ class Continuation:
         progress = self.progress
         if progress.finish_reason is None:
             return False
-        has_usage = answer.usage or progress.usage or not self.request.wants_usage
-        return bool(has_usage) or not progress.can_be_resumed
+        if not self.request.wants_usage or not progress.can_be_resumed:
+            return True
+        counts_by_engine = (answer.usage, *(part.answer_usage for part in answer.parts))
+        return bool(progress.usage) or any(counts_by_engine)
 
     async def _plan(
         self, sent_characters: int, failing: EngineStream, number: int
