@@ -72,6 +72,11 @@ _NO_OTHER_PARTS = {
 }
 
 
+# Types of items that are calls of tools, with the member that has the arguments: custom tools take a text instead of JSON.
+_CALL_ARGUMENTS = {"function_call": "arguments", "custom_tool_call": "input"}
+_RESULT_ITEMS = {"function_call_output", "custom_tool_call_output"}
+
+
 @dataclass(slots=True)
 class Conversation:
     # messages with a role and a text, the system prompt first
@@ -163,7 +168,7 @@ def read_input(document: JsonObject) -> Conversation:
     items = _objects(response_input)
     for item in items:
         _read_item(item, conversation)
-    if items and items[-1].get("type") == "function_call_output":
+    if items and items[-1].get("type") in _RESULT_ITEMS:
         conversation.tool_use = ToolUse.RESULT
     return conversation
 
@@ -172,10 +177,10 @@ def _read_item(item: dict[str, Any], conversation: Conversation) -> None:
     if "role" in item:
         conversation.add(item["role"], text_of(item.get("content")))
         conversation.other_parts += other_parts(item.get("content"))
-    elif item.get("type") == "function_call":
+    elif item.get("type") in _CALL_ARGUMENTS:
         conversation.add("assistant", "")
-        conversation.extras.append(str(item.get("arguments")))
-    elif item.get("type") == "function_call_output":
+        conversation.extras.append(str(item.get(_CALL_ARGUMENTS[item["type"]])))
+    elif item.get("type") in _RESULT_ITEMS:
         conversation.add("tool", "")
         conversation.extras.append(text_of(item.get("output")))
         conversation.other_parts += other_parts(item.get("output"))

@@ -291,6 +291,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         if self.resume_point is not None:
             changes["qarr_resume"] = _members_of(self.resume_point)
         changes |= dict.fromkeys(self.ignored_by(replica))
+        if self.path == MESSAGES and has_unreachable_budget(document):
+            changes.setdefault("thinking", _UNBOUNDED_THINKING)
         return changes
 
     def ignored_by(self, replica: Replica) -> tuple[str, ...]:
@@ -324,6 +326,23 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
 def _members_of(point: ResumePoint) -> dict[str, Any]:
     return {"token_ids": list(point.token_ids), "finish_reason": point.finish_reason}
+
+
+# vLLM's name for thoughts without a budget of their own.
+_UNBOUNDED_THINKING = {"type": "adaptive"}
+
+
+def has_unreachable_budget(document: JsonObject) -> bool:
+    """Tell whether a message may think for as long as it may be, or longer.
+
+    Anthropic's API allows that with interleaved thinking, where the budget is that of several answers. vLLM refuses it.
+    """
+    thinking = document.get("thinking")
+    if not isinstance(thinking, dict) or thinking.get("type") != "enabled":
+        return False
+    budget = as_integer(thinking.get("budget_tokens"))
+    max_tokens = as_integer(document.get("max_tokens"))
+    return budget is not None and max_tokens is not None and budget >= max_tokens > 0
 
 
 # Members for which a stream holds more than its text. With them, token ids could not be taken out again, or are not needed:
