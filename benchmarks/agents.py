@@ -1,6 +1,7 @@
 """Coding agents that people use, unmodified, against the router: what they send, and whether they finish their errand.
 
-usage: .venv/bin/python benchmarks/agents.py PROGRAMS [--only NAME,NAME] [--kill none,thought,name,arguments,text] [--record]
+usage: .venv/bin/python benchmarks/agents.py PROGRAMS [--only NAME,NAME] [--kill none,thought,name,arguments,text]
+           [--stock-engines] [--record] [--limit SECONDS]
 
 PROGRAMS is a folder in which the agents are installed (they take about 1 GB, so no test needs them):
 
@@ -9,8 +10,9 @@ PROGRAMS is a folder in which the agents are installed (they take about 1 GB, so
 
 Each agent is given a new repository whose test fails, a home folder of its own, the router's address, and a key. The
 engines behind the router follow a script (``tests/agents/errand.py``) with thoughts and tool calls. With ``--kill``, the
-engine of one request dies at the second token of that kind. With ``--record``, the requests of each session without a kill
-go to tests/data/agents, where ``tests/unit/api/test_agents.py`` replays them.
+engine of one request dies at the second token of that kind; with ``--stock-engines``, no engine resumes its answer. With
+``--record``, the requests of each session without a kill go to tests/data/agents, where ``tests/unit/api/test_agents.py``
+replays them.
 """
 
 from __future__ import annotations
@@ -241,7 +243,9 @@ HEADER = (
 )
 
 
-async def run(agent: Agent, programs: Path, kill: str, limit_s: float) -> Session:
+async def run(
+    agent: Agent, programs: Path, kill: str, limit_s: float, *, resumes: bool
+) -> Session:
     """Let one agent do its errand."""
     statuses: list[int] = []
     listeners: list[Listener] = []
@@ -265,11 +269,15 @@ async def run(agent: Agent, programs: Path, kill: str, limit_s: float) -> Sessio
             return engines[-1]
 
         tiers = {name: {"max_model_len": CONTEXT} for name in STANDARD_TIERS}
-        behaviours = {str(name): Behaviour(max_model_len=CONTEXT) for name in tiers}
+        behaviours = {
+            str(name): Behaviour(max_model_len=CONTEXT, resumes=resumes)
+            for name in tiers
+        }
         with patch.object(stacks, "serving", listening):
             async with stacks.router_stack(
                 Path(made), {"tiers": tiers}, engine=engine, **behaviours
             ) as stack:
+                AgentEngine.tokens_until_kill = 2
                 AgentEngine.kill_next_in = None if kill == "none" else kill
                 started = time.monotonic()
                 code, output = await _run_program(
@@ -335,6 +343,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--kill", default=",".join(KILLS))
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--stock-engines", action="store_true")
     parser.add_argument("--limit", type=float, default=300.0)
     options = parser.parse_args()
     names = options.only.split(",") if options.only else [a.name for a in AGENTS]
@@ -344,7 +353,15 @@ def main() -> None:
             continue
         for kill in options.kill.split(","):
             programs = options.programs.resolve()
-            session = asyncio.run(run(agent, programs, kill, options.limit))
+            session = asyncio.run(
+                run(
+                    agent,
+                    programs,
+                    kill,
+                    options.limit,
+                    resumes=not options.stock_engines,
+                )
+            )
             note(session.row)
             if not (session.has_finished and session.is_repaired):
                 note(session.output[-2000:])

@@ -102,8 +102,8 @@ _NOT_RESUMABLE = {
     "top_logprobs",
     "use_beam_search",
 }
-# Types of tools whose calls the caller answers; an engine runs the others itself, in several turns of one response.
-_CALLERS_TOOLS = {"function", "custom", "namespace"}
+# Types of tools that vLLM runs itself, in several turns of one response. Others are the caller's, or are never called.
+_ENGINES_TOOLS = {"web_search_preview", "code_interpreter", "mcp"}
 _OUTPUT_LOGPROBS = "message.output_text.logprobs"
 
 
@@ -402,11 +402,11 @@ def may_response_be_resumed(document: JsonObject) -> bool:
     if document.get("include") and _OUTPUT_LOGPROBS in document.get("include"):
         return False
     tools = document.get("tools")
-    return not isinstance(tools, list) or all(map(_is_callers_tool, tools))
+    return not isinstance(tools, list) or not any(map(_is_engines_tool, tools))
 
 
-def _is_callers_tool(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("type", "function") in _CALLERS_TOOLS
+def _is_engines_tool(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") in _ENGINES_TOOLS
 
 
 def _has_plain_answer(document: JsonObject) -> bool:

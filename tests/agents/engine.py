@@ -16,13 +16,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from tests.agents.errand import CALL_PREFIX, Turn
-from tests.fakes.engine import FINGERPRINT, Behaviour, FakeEngine
+from tests.agents.errand import CALL_PREFIX, TITLE, Turn
+from tests.fakes.engine import FINGERPRINT, Behaviour, Exchange, FakeEngine
 from tests.fakes.named_events import ResponseScript, event
 
 WORD = re.compile(r"\s*\S+\s*")
 ARGUMENT_CHARS = 12
 PROMPT_CHARS_PER_TOKEN = 4
+# The id of an answer's first token; the next ones follow.
+FIRST_TOKEN = 1000
 ENGINE_NUMBERS = count()
 
 Answer = Callable[[str, Mapping[str, Any]], Turn]
@@ -50,14 +52,25 @@ def pieces_of(turn: Turn) -> list[Piece]:
     return pieces
 
 
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return tokens that follow each other and are of one kind as one, as an engine tells what it was given."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and joined[-1].kind == piece.kind:
+            joined[-1] = Piece(piece.kind, joined[-1].text + piece.text)
+        else:
+            joined.append(piece)
+    return joined
+
+
 class Writer(Protocol):
     """Writes a turn in one API's events."""
 
     def begin(self) -> list[bytes]:
         """Return the events before the first token."""
 
-    def write(self, piece: Piece) -> list[bytes]:
-        """Return the events of a token."""
+    def write(self, piece: Piece, token_ids: list[int]) -> list[bytes]:
+        """Return the events of a token, with its id if there is a place for it."""
 
     def end(self, usage: dict[str, int]) -> list[bytes]:
         """Return the events after the last token."""
@@ -71,10 +84,12 @@ class AgentEngine(FakeEngine):
 
     Attributes:
         answer: The script.
-        kill_next_in: Of all engines, the next to send a second token of this kind (of a name, a first) breaks its stream.
+        kill_next_in: Of all engines, the next one to send tokens of this kind dies, but not while it writes a title.
+        tokens_until_kill: So many tokens of this kind it sends before; of a name there is one.
     """
 
     kill_next_in: ClassVar[str | None] = None
+    tokens_until_kill: ClassVar[int] = 2
 
     def __init__(self, answer: Answer, behaviour: Behaviour | None = None) -> None:
         super().__init__(behaviour)
@@ -98,8 +113,9 @@ class AgentEngine(FakeEngine):
         turn = self.answer(path, body)
         writer = self._writer(path, body, turn)
         if body.get("stream"):
+            exchange = self._exchange(request, body)
             return StreamingResponse(
-                self._turn_events(body, turn, writer),
+                self._turn_events(body, turn, writer, exchange),
                 media_type="text/event-stream; charset=utf-8",
             )
         return JSONResponse(writer.whole(self._turn_usage(body, turn)))
@@ -122,26 +138,41 @@ class AgentEngine(FakeEngine):
         }
 
     async def _turn_events(
-        self, body: Mapping[str, Any], turn: Turn, writer: Writer
+        self, body: Mapping[str, Any], turn: Turn, writer: Writer, exchange: Exchange
     ) -> AsyncGenerator[bytes, None]:
         self.behaviour.running += 1
+        pieces = pieces_of(turn)
         try:
             for written in writer.begin():
                 yield written
-            seen = 0
-            for number, piece in enumerate(pieces_of(turn)):
-                await self._compute(number, dict(body))
-                for written in writer.write(piece):
+            for piece in _joined(pieces[: exchange.known]):
+                for written in writer.write(piece, []):
                     yield written
-                if piece.kind == AgentEngine.kill_next_in:
-                    seen += 1
-                    if seen == 2 or piece.kind == "name":
-                        AgentEngine.kill_next_in = None
-                        raise ConnectionResetError
+            for number, piece in enumerate(pieces):
+                if number < exchange.known:
+                    continue
+                await self._compute(number, dict(body))
+                exchange.computed(FIRST_TOKEN + number)
+                if exchange.tells:
+                    yield exchange.take_comment()
+                for written in writer.write(piece, [FIRST_TOKEN + number]):
+                    yield written
+                if turn.text != TITLE:
+                    self._die_after(piece)
             for written in writer.end(self._turn_usage(body, turn)):
                 yield written
         finally:
             self.behaviour.running -= 1
+
+    @staticmethod
+    def _die_after(piece: Piece) -> None:
+        """Break the connection if this is the token after which an engine is to die."""
+        if piece.kind != AgentEngine.kill_next_in:
+            return
+        AgentEngine.tokens_until_kill -= 1
+        if piece.kind == "name" or AgentEngine.tokens_until_kill <= 0:
+            AgentEngine.kill_next_in = None
+            raise ConnectionResetError
 
     async def _count_tokens(self, request: Request) -> Response:
         body = await request.json()
@@ -165,18 +196,29 @@ class ChatWriter:
         self._call_id = call_id
         options = body.get("stream_options") or {}
         self._counted = bool(options.get("include_usage"))
+        self._wants_ids = bool(body.get("return_token_ids"))
 
-    def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> bytes:
-        return self._engine._chunk(delta, reason, chat=True)
+    def _chunk(
+        self,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        ids: list[int] | None = None,
+        **more: Any,
+    ) -> bytes:
+        more["id"] = self._call_id
+        return self._engine._chunk(delta, reason, chat=True, ids=ids, **more)
 
     def begin(self) -> list[bytes]:
-        return [self._chunk({"role": "assistant", "content": ""})]
+        prompt_ids = [1, 2, 3] if self._wants_ids else None
+        opening = {"role": "assistant", "content": ""}
+        return [self._chunk(opening, prompt_token_ids=prompt_ids)]
 
-    def write(self, piece: Piece) -> list[bytes]:
+    def write(self, piece: Piece, token_ids: list[int]) -> list[bytes]:
+        ids = token_ids if self._wants_ids else None
         if piece.kind == "thought":
-            return [self._chunk({"reasoning": piece.text})]
+            return [self._chunk({"reasoning": piece.text}, ids=ids)]
         if piece.kind == "text":
-            return [self._chunk({"content": piece.text})]
+            return [self._chunk({"content": piece.text}, ids=ids)]
         call: dict[str, Any] = {
             "index": 0,
             "function": {"arguments": piece.text},
@@ -188,12 +230,12 @@ class ChatWriter:
                 "index": 0,
                 "function": {"name": piece.text},
             }
-        return [self._chunk({"tool_calls": [call]})]
+        return [self._chunk({"tool_calls": [call]}, ids=ids)]
 
     def end(self, usage: dict[str, int]) -> list[bytes]:
         events = [self._chunk({"content": ""}, self._reason)]
         if self._counted:
-            members = {"choices": [], "usage": usage}
+            members = {"id": self._call_id, "choices": [], "usage": usage}
             events.append(self._engine._event(members, chat=True))
         return [*events, b"data: [DONE]\n\n"]
 
@@ -248,7 +290,8 @@ class MessageWriter:
         message = self._message([], {"input_tokens": 0, "output_tokens": 0})
         return [event({"type": "message_start", "message": message})]
 
-    def write(self, piece: Piece) -> list[bytes]:
+    def write(self, piece: Piece, token_ids: list[int]) -> list[bytes]:
+        del token_ids  # there is no place for them
         if piece.kind == "name":
             block = {
                 "type": "tool_use",
@@ -314,7 +357,7 @@ class MessageWriter:
 
     def _message(self, content: Sequence[Any], usage: dict[str, int]) -> dict[str, Any]:
         return {
-            "id": "chatcmpl-x",
+            "id": f"chatcmpl-{self._call_id}",
             "type": "message",
             "role": "assistant",
             "content": content,
@@ -392,7 +435,8 @@ class ResponseWriter(ResponseScript):
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._item["id"], "output_index": self._output_index}
 
-    def write(self, piece: Piece) -> list[bytes]:  # type: ignore[override]
+    def write(self, piece: Piece, token_ids: list[int]) -> list[bytes]:
+        del token_ids  # there is no place for them
         events = []
         kind = piece.kind
         if kind == "name":

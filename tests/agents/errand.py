@@ -22,6 +22,8 @@ TEST = 'from calc import add\n\nassert add(2, 3) == 5, f"2 + 3 is {add(2, 3)}"\n
 RUN_TEST = "python3 test_calc.py"
 DONE = "I repaired add() in calc.py; the test passes."
 CALL_PREFIX = "call_errand_"
+# What it answers an agent that wants a title for the conversation, or a message for a commit.
+TITLE = "Repair of add()"
 THOUGHTS = (
     "I should look at the file before I change anything.",
     "The function subtracts, but its name says that it adds.",
@@ -183,7 +185,7 @@ class Script(NamedTuple):
                 made = call._replace(is_custom=tool.is_custom)
                 return Turn(THOUGHTS[step], "", made)
         # An agent may ask with other tools than its own for a title, say.
-        return Turn(THOUGHTS[-1], "Repair of add()")
+        return Turn(THOUGHTS[-1], TITLE)
 
     def _finish(self, conversation: Conversation) -> Turn:
         if "final_answer" in conversation.tools:
@@ -195,7 +197,7 @@ class Script(NamedTuple):
         """Answer an agent that has no tools: its first edit is wrong, and the failed test is the next question."""
         system = conversation.texts[0] + conversation.texts[1]
         if "SEARCH/REPLACE" not in system:
-            return Turn(THOUGHTS[-1], "Repair of add()")
+            return Turn(THOUGHTS[-1], TITLE)
         has_failed = any("AssertionError" in text for text in conversation.texts)
         old, new = WRONG, "    return b - a\n"
         if has_failed:

@@ -35,7 +35,7 @@ class Errand(NamedTuple):
 
 @asynccontextmanager
 async def errand_of(
-    tmp_path: Path, folder: Path | None = None
+    tmp_path: Path, folder: Path | None = None, *, resumes: bool = True
 ) -> AsyncIterator[Errand]:
     """Run a router whose engines know an errand in a new repository, or in a folder that a recording names."""
     script = Script(folder or tmp_path / "repository")
@@ -43,8 +43,11 @@ async def errand_of(
         script.folder.mkdir()
         make_repository(script.folder)
     tiers = {name: {"max_model_len": CONTEXT} for name in STANDARD_TIERS}
-    behaviours = {str(name): Behaviour(max_model_len=CONTEXT) for name in tiers}
+    behaviours = {
+        str(name): Behaviour(max_model_len=CONTEXT, resumes=resumes) for name in tiers
+    }
     AgentEngine.kill_next_in = None
+    AgentEngine.tokens_until_kill = 2
 
     def engine(behaviour: Behaviour) -> AgentEngine:
         return AgentEngine(script.answer, behaviour)

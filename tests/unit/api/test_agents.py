@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.agents.engine import AgentEngine, pieces_of
+from tests.agents.errand import TITLE
 from tests.agents.reading import read_turn
 from tests.agents.recording import FOLDER, read_recording
 from tests.agents.stack import errand_of
@@ -45,3 +47,34 @@ async def test_a_recorded_session_is_answered(tmp_path: Path, name: str) -> None
                 path = request.path.partition("?")[0]
                 script_turn = errand.script.answer(path, request.body)
                 assert read_turn(path, answer.text) == script_turn
+
+
+KINDS = ("thought", "text", "name", "arguments")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("name", RECORDED)
+async def test_no_turn_is_lost_with_an_engine(
+    tmp_path: Path, name: str, kind: str, tokens: int
+) -> None:
+    """An engine dies in the last turn with such a token; the agent gets the turn whole, as from one engine."""
+    async with errand_of(tmp_path, Path("/repository")) as errand:
+        for request in read_recording(name):
+            path = request.path.partition("?")[0]
+            turn = errand.script.answer(path, request.body)
+            written = [piece.kind for piece in pieces_of(turn)]
+            if written.count(kind) < tokens or turn.text == TITLE:
+                continue
+            AgentEngine.kill_next_in = kind
+            AgentEngine.tokens_until_kill = tokens
+            answer = await errand.stack.client.post(
+                f"{errand.stack.url}{request.path}",
+                json=request.body,
+                headers=request.headers,
+            )
+            assert AgentEngine.kill_next_in is None
+            assert read_turn(path, answer.text) == turn
+            break
+        else:
+            pytest.skip("no turn of this session has such a token")
