@@ -168,19 +168,20 @@ def read_input(document: JsonObject) -> Conversation:
     items = _objects(response_input)
     for item in items:
         _read_item(item, conversation)
-    if items and items[-1].get("type") in _RESULT_ITEMS:
+    if items and str(items[-1].get("type")) in _RESULT_ITEMS:
         conversation.tool_use = ToolUse.RESULT
     return conversation
 
 
 def _read_item(item: dict[str, Any], conversation: Conversation) -> None:
+    kind = str(item.get("type"))
     if "role" in item:
         conversation.add(item["role"], text_of(item.get("content")))
         conversation.other_parts += other_parts(item.get("content"))
-    elif item.get("type") in _CALL_ARGUMENTS:
+    elif kind in _CALL_ARGUMENTS:
         conversation.add("assistant", "")
-        conversation.extras.append(str(item.get(_CALL_ARGUMENTS[item["type"]])))
-    elif item.get("type") in _RESULT_ITEMS:
+        conversation.extras.append(str(item.get(_CALL_ARGUMENTS[kind])))
+    elif kind in _RESULT_ITEMS:
         conversation.add("tool", "")
         conversation.extras.append(text_of(item.get("output")))
         conversation.other_parts += other_parts(item.get("output"))

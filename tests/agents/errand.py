@@ -18,7 +18,15 @@ TASK = "The test in test_calc.py fails. Read calc.py, repair it, run `python3 te
 WRONG = "    return a - b\n"
 RIGHT = "    return a + b\n"
 MODULE = f'"""Sums."""\n\n\ndef add(a: int, b: int) -> int:\n{WRONG}'
-TEST = 'from calc import add\n\nassert add(2, 3) == 5, f"2 + 3 is {add(2, 3)}"\nprint("passed")\n'
+# Without bytecode: that of a file changed within the same second, and of the same size, would be taken for current.
+TEST = """import sys
+
+sys.dont_write_bytecode = True
+from calc import add
+
+assert add(2, 3) == 5, f"2 + 3 is {add(2, 3)}"
+print("passed")
+"""
 RUN_TEST = "python3 test_calc.py"
 DONE = "I repaired add() in calc.py; the test passes."
 CALL_PREFIX = "call_errand_"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).resolve().parents[1] / "data/agents"
-KEPT_CHARS = 100
+KEPT_CHARS = 80
+DESCRIPTION_CHARS = 20
 CUT_MARK = " […]"
 # The connection writes these itself.
 OF_THE_CONNECTION = {"host", "content-length", "connection", "transfer-encoding"}
@@ -26,6 +27,11 @@ class RecordedRequest(NamedTuple):
     path: str
     headers: dict[str, str]
     body: Any
+
+    @property
+    def endpoint(self) -> str:
+        """Return the path without its query."""
+        return self.path.partition("?")[0]
 
 
 def read_recording(name: str) -> list[RecordedRequest]:
@@ -63,7 +69,8 @@ def _reduced(value: Any, replaced: Mapping[str, str], name: str = "") -> Any:
     for own, stand_in in replaced.items():
         value = value.replace(own, stand_in)
     value = UUID.sub(NO_UUID, value)
+    kept_chars = DESCRIPTION_CHARS if name == "description" else KEPT_CHARS
     # A call's arguments and a header's JSON stay whole: half of them would be none.
-    if len(value) <= KEPT_CHARS or name == "arguments" or value.startswith("{"):
+    if len(value) <= kept_chars or name == "arguments" or value.startswith("{"):
         return value
-    return value[:KEPT_CHARS].rstrip() + CUT_MARK
+    return value[:kept_chars].removesuffix(CUT_MARK).rstrip() + CUT_MARK

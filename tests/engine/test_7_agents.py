@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,9 +26,11 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from tests.agents.engine import AgentEngine
 from tests.agents.errand import DONE, TASK, is_repaired
 from tests.agents.recording import FOLDER, read_recording
 from tests.agents.stack import errand_of
+from tests.engine.node_project import node_project, program
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +124,11 @@ async def run_langgraph(url: str, tools: Tools, api: str) -> str:
     """Run a graph of LangGraph: the model and its tools in turns."""
     if api == "messages":
         model: Any = ChatAnthropic(
-            model_name="auto", base_url=url, api_key="unused", max_tokens_to_sample=4096
+            model_name="auto",
+            base_url=url,
+            api_key="unused",
+            max_tokens_to_sample=4096,
+            streaming=True,
         )  # type: ignore[call-arg]
     else:
         model = ChatOpenAI(
@@ -183,12 +190,41 @@ RUNNERS: list[tuple[Runner, str]] = [
 async def test_an_agent_finishes_its_errand(
     tmp_path: Path, run: Runner, api: str
 ) -> None:
-    """It reads a file, edits it, runs the test and says so, in four turns."""
+    """It reads a file, edits it, runs the test and says so, in four turns; an engine dies within the first tool call."""
     async with errand_of(tmp_path) as errand:
+        AgentEngine.kill_next_in = "arguments"
         answer = await run(errand.stack.url, tools_of(errand.folder), api)
         assert answer == DONE
         assert is_repaired(errand.folder)
-        assert len(errand.requests) == 4
+        resumed = [request for request in errand.requests if "qarr_resume" in request]
+        # That agent asks for whole answers, which no engine dies in.
+        assert len(resumed) == (0 if run is run_smolagents else 1)
+        assert len(errand.requests) == 4 + len(resumed)
+
+
+@pytest.mark.parametrize("kill", [None, "arguments"])
+async def test_an_agent_of_vercels_ai_sdk(tmp_path: Path, kill: str | None) -> None:
+    """It finishes its errand in four turns, also if an engine dies in the middle of a tool call."""
+    async with errand_of(tmp_path) as errand:
+        AgentEngine.kill_next_in = kill
+        process = await asyncio.create_subprocess_exec(
+            program("node"),
+            "--test",
+            str(node_project() / "agent.test.mjs"),
+            env={
+                **os.environ,
+                "QARR_URL": errand.stack.url,
+                "FOLDER": str(errand.folder),
+                "TASK": TASK,
+            },
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()
+        assert is_repaired(errand.folder)
+        assert len(errand.requests) == (4 if kill is None else 5)
 
 
 VALIDATE = """
@@ -225,7 +261,7 @@ async def test_vllm_reads_what_agents_send(tmp_path: Path) -> None:
                 headers=request.headers,
             )
             (received,) = errand.requests
-            sent.append((request.path.partition("?")[0], received))
+            sent.append((request.endpoint, received))
     process = await asyncio.create_subprocess_exec(
         str(ROOT / ".venv-engine/bin/python"),
         "-c",

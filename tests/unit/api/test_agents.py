@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 
 from tests.agents.engine import AgentEngine, pieces_of
-from tests.agents.errand import TITLE
+from tests.agents.errand import TITLE, Script
 from tests.agents.reading import read_turn
-from tests.agents.recording import FOLDER, read_recording
+from tests.agents.recording import FOLDER, RecordedRequest, read_recording
 from tests.agents.stack import errand_of
 
 pytestmark = pytest.mark.anyio
+REPOSITORY = Path("/repository")
 RECORDED = sorted(file.stem for file in FOLDER.glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("name", RECORDED)
 async def test_a_recorded_session_is_answered(tmp_path: Path, name: str) -> None:
     """Each request of a session is sent as its agent sent it: the engine gets all of it, and the agent the engine's turn."""
-    async with errand_of(tmp_path, Path("/repository")) as errand:
+    async with errand_of(tmp_path, REPOSITORY) as errand:
         posts = [
             request for request in read_recording(name) if request.method == "POST"
         ]
@@ -44,37 +45,44 @@ async def test_a_recorded_session_is_answered(tmp_path: Path, name: str) -> None
             }
             assert not missing
             if request.body.get("stream"):
-                path = request.path.partition("?")[0]
-                script_turn = errand.script.answer(path, request.body)
-                assert read_turn(path, answer.text) == script_turn
+                script_turn = errand.script.answer(request.endpoint, request.body)
+                assert read_turn(request.endpoint, answer.text) == script_turn
 
 
-KINDS = ("thought", "text", "name", "arguments")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("name", RECORDED)
-async def test_no_turn_is_lost_with_an_engine(
-    tmp_path: Path, name: str, kind: str, tokens: int
-) -> None:
-    """An engine dies in the last turn with such a token; the agent gets the turn whole, as from one engine."""
-    async with errand_of(tmp_path, Path("/repository")) as errand:
+def turns_with_kinds() -> list[tuple[str, str, RecordedRequest]]:
+    """Return of each session the first streamed turn that has tokens of a kind, for each kind."""
+    turns: dict[tuple[str, str], RecordedRequest] = {}
+    for name in RECORDED:
         for request in read_recording(name):
-            path = request.path.partition("?")[0]
-            turn = errand.script.answer(path, request.body)
-            written = [piece.kind for piece in pieces_of(turn)]
-            if written.count(kind) < tokens or turn.text == TITLE:
+            turn = Script(REPOSITORY).answer(request.endpoint, request.body)
+            if turn.text == TITLE or not request.body.get("stream"):
                 continue
-            AgentEngine.kill_next_in = kind
-            AgentEngine.tokens_until_kill = tokens
-            answer = await errand.stack.client.post(
-                f"{errand.stack.url}{request.path}",
-                json=request.body,
-                headers=request.headers,
-            )
-            assert AgentEngine.kill_next_in is None
-            assert read_turn(path, answer.text) == turn
-            break
-        else:
-            pytest.skip("no turn of this session has such a token")
+            for piece in pieces_of(turn):
+                turns.setdefault((name, piece.kind), request)
+    return [(name, kind, request) for (name, kind), request in turns.items()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_"),
+    [
+        pytest.param(kind, request, id=f"{name}-{kind}")
+        for name, kind, request in turns_with_kinds()
+    ],
+)
+async def test_no_turn_is_lost_with_an_engine(
+    tmp_path: Path, kind: str, request_: RecordedRequest
+) -> None:
+    """An engine dies at such a token; the agent gets the turn whole, as from one engine."""
+    async with errand_of(tmp_path, REPOSITORY) as errand:
+        AgentEngine.kill_next_in = kind
+        answer = await errand.stack.client.post(
+            f"{errand.stack.url}{request_.path}",
+            json=request_.body,
+            headers=request_.headers,
+        )
+        assert AgentEngine.kill_next_in is None
+        script_turn = errand.script.answer(request_.endpoint, request_.body)
+        assert read_turn(request_.endpoint, answer.text) == script_turn
+        assert ["qarr_resume" in request for request in errand.requests].count(
+            True
+        ) == 1
