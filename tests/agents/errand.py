@@ -101,13 +101,19 @@ def make_repository(folder: Path) -> None:
             "Sums",
         ],
     ):
-        subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True)
+        subprocess.run(
+            ["git", *command], cwd=folder, check=True, capture_output=True, timeout=60
+        )
 
 
 def is_repaired(folder: Path) -> bool:
     """Tell whether the repository's test passes."""
     test = subprocess.run(
-        [sys.executable, "test_calc.py"], cwd=folder, capture_output=True, check=False
+        [sys.executable, "test_calc.py"],
+        cwd=folder,
+        capture_output=True,
+        check=False,
+        timeout=60,
     )
     return test.returncode == 0
 

@@ -70,7 +70,12 @@ def tools_of(folder: Path) -> Tools:
         """
         assert not is_background
         ended = subprocess.run(
-            command.split(), cwd=folder, capture_output=True, text=True, check=False
+            command.split(),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
         return f"{ended.stdout}{ended.stderr}exit status {ended.returncode}"
 
@@ -221,7 +226,8 @@ async def test_an_agent_of_vercels_ai_sdk(tmp_path: Path, kill: str | None) -> N
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        output, _ = await process.communicate()
+        async with asyncio.timeout(120):
+            output, _ = await process.communicate()
         assert process.returncode == 0, output.decode()
         assert is_repaired(errand.folder)
         assert len(errand.requests) == (4 if kill is None else 5)
@@ -270,6 +276,7 @@ async def test_vllm_reads_what_agents_send(tmp_path: Path) -> None:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    output, errors = await process.communicate(json.dumps(sent).encode())
+    async with asyncio.timeout(200):
+        output, errors = await process.communicate(json.dumps(sent).encode())
     assert process.returncode == 0, errors.decode()[-2000:]
     assert output.decode().count("read\n") == len(sent) > 8
