@@ -207,11 +207,10 @@ async def test_an_agent_finishes_its_errand(
         assert len(errand.requests) == 4 + len(resumed)
 
 
-@pytest.mark.parametrize("kill", [None, "arguments"])
-async def test_an_agent_of_vercels_ai_sdk(tmp_path: Path, kill: str | None) -> None:
-    """It finishes its errand in four turns, also if an engine dies in the middle of a tool call."""
+async def test_an_agent_of_vercels_ai_sdk(tmp_path: Path) -> None:
+    """It finishes its errand in four turns, though an engine dies in the middle of a tool call."""
     async with errand_of(tmp_path) as errand:
-        AgentEngine.kill_next_in = kill
+        AgentEngine.kill_next_in = "arguments"
         process = await asyncio.create_subprocess_exec(
             program("node"),
             "--test",
@@ -230,7 +229,10 @@ async def test_an_agent_of_vercels_ai_sdk(tmp_path: Path, kill: str | None) -> N
             output, _ = await process.communicate()
         assert process.returncode == 0, output.decode()
         assert is_repaired(errand.folder)
-        assert len(errand.requests) == (4 if kill is None else 5)
+        assert ["qarr_resume" in request for request in errand.requests].count(
+            True
+        ) == 1
+        assert len(errand.requests) == 5
 
 
 VALIDATE = """
