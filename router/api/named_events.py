@@ -72,6 +72,11 @@ _NO_OTHER_PARTS = {
 }
 
 
+# Types of items that are calls of tools, with the member that has the arguments: custom tools take a text instead of JSON.
+_CALL_ARGUMENTS = {"function_call": "arguments", "custom_tool_call": "input"}
+_RESULT_ITEMS = {"function_call_output", "custom_tool_call_output"}
+
+
 @dataclass(slots=True)
 class Conversation:
     # messages with a role and a text, the system prompt first
@@ -163,19 +168,20 @@ def read_input(document: JsonObject) -> Conversation:
     items = _objects(response_input)
     for item in items:
         _read_item(item, conversation)
-    if items and items[-1].get("type") == "function_call_output":
+    if items and str(items[-1].get("type")) in _RESULT_ITEMS:
         conversation.tool_use = ToolUse.RESULT
     return conversation
 
 
 def _read_item(item: dict[str, Any], conversation: Conversation) -> None:
+    kind = str(item.get("type"))
     if "role" in item:
         conversation.add(item["role"], text_of(item.get("content")))
         conversation.other_parts += other_parts(item.get("content"))
-    elif item.get("type") == "function_call":
+    elif kind in _CALL_ARGUMENTS:
         conversation.add("assistant", "")
-        conversation.extras.append(str(item.get("arguments")))
-    elif item.get("type") == "function_call_output":
+        conversation.extras.append(str(item.get(_CALL_ARGUMENTS[kind])))
+    elif kind in _RESULT_ITEMS:
         conversation.add("tool", "")
         conversation.extras.append(text_of(item.get("output")))
         conversation.other_parts += other_parts(item.get("output"))

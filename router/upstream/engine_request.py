@@ -102,8 +102,8 @@ _NOT_RESUMABLE = {
     "top_logprobs",
     "use_beam_search",
 }
-# Types of tools whose calls the caller answers; an engine runs the others itself, in several turns of one response.
-_CALLERS_TOOLS = {"function", "custom", "namespace"}
+# Types of tools that vLLM runs itself, in several turns of one response. Others are the caller's, or are never called.
+_ENGINES_TOOLS = {"web_search_preview", "code_interpreter", "mcp"}
 _OUTPUT_LOGPROBS = "message.output_text.logprobs"
 
 
@@ -291,6 +291,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         if self.resume_point is not None:
             changes["qarr_resume"] = _members_of(self.resume_point)
         changes |= dict.fromkeys(self.ignored_by(replica))
+        if self.path == MESSAGES and has_unreachable_budget(document):
+            changes.setdefault("thinking", _UNBOUNDED_THINKING)
         return changes
 
     def ignored_by(self, replica: Replica) -> tuple[str, ...]:
@@ -324,6 +326,23 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
 def _members_of(point: ResumePoint) -> dict[str, Any]:
     return {"token_ids": list(point.token_ids), "finish_reason": point.finish_reason}
+
+
+# vLLM's name for thoughts without a budget of their own.
+_UNBOUNDED_THINKING = {"type": "adaptive"}
+
+
+def has_unreachable_budget(document: JsonObject) -> bool:
+    """Tell whether a message may think for as long as it may be, or longer.
+
+    Anthropic's API allows that with interleaved thinking, where the budget is that of several answers. vLLM refuses it.
+    """
+    thinking = document.get("thinking")
+    if not isinstance(thinking, dict) or thinking.get("type") != "enabled":
+        return False
+    budget = as_integer(thinking.get("budget_tokens"))
+    max_tokens = as_integer(document.get("max_tokens"))
+    return budget is not None and max_tokens is not None and budget >= max_tokens > 0
 
 
 # Members for which a stream holds more than its text. With them, token ids could not be taken out again, or are not needed:
@@ -383,11 +402,11 @@ def may_response_be_resumed(document: JsonObject) -> bool:
     if document.get("include") and _OUTPUT_LOGPROBS in document.get("include"):
         return False
     tools = document.get("tools")
-    return not isinstance(tools, list) or all(map(_is_callers_tool, tools))
+    return not isinstance(tools, list) or not any(map(_is_engines_tool, tools))
 
 
-def _is_callers_tool(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("type", "function") in _CALLERS_TOOLS
+def _is_engines_tool(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") in _ENGINES_TOOLS
 
 
 def _has_plain_answer(document: JsonObject) -> bool:

@@ -15,6 +15,8 @@ from unittest.mock import patch
 import httpx
 
 from router.auth.api_keys import add_key
+from tests.agents.errand import CALL_PREFIX
+from tests.agents.stack import errand_of
 from tests.unit.router_stack import router_stack
 from tests.waiting import until
 
@@ -206,6 +208,116 @@ KEYED: dict[str, ContractRequest] = {
 }
 
 
+CALL_ID = f"{CALL_PREFIX}0"
+PARAMETERS = {"type": "object", "properties": {"file_path": {"type": "string"}}}
+FUNCTION = {"name": "read_file", "parameters": PARAMETERS}
+FUNCTION_CALL = {"name": "read_file", "arguments": '{"file_path": "a"}'}
+# What coding agents send (docs/openai.md): engines get all of it, and answer with thoughts and calls of tools.
+AGENTS: dict[str, ContractRequest] = {
+    "chat, an agent's turn": ContractRequest(
+        "POST",
+        "/v1/chat/completions",
+        {
+            **CHAT,
+            **STREAM,
+            "messages": [
+                {"role": "developer", "content": "Be brief."},
+                *CHAT["messages"],
+            ],
+            "max_tokens": 99,
+            "parallel_tool_calls": True,
+            "reasoning_effort": "low",
+            "store": False,
+            "tool_choice": "auto",
+            "tools": [{"type": "function", "function": FUNCTION}],
+        },
+        headers={"x-session-id": "s", "x-session-affinity": "s"},
+    ),
+    "chat, an agent's turn, whole": ContractRequest(
+        "POST",
+        "/v1/chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": FUNCTION}]},
+    ),
+    "message, an agent's turn": ContractRequest(
+        "POST",
+        "/v1/messages",
+        {
+            **MESSAGE,
+            "max_tokens": 1_000,
+            "metadata": {"user_id": "u"},
+            "stream": True,
+            "system": [
+                {
+                    "type": "text",
+                    "text": "Be brief.",
+                    "cache_control": {"type": "ephemeral"},
+                }
+            ],
+            # it exceeds max_tokens, as interleaved thinking allows
+            "thinking": {"type": "enabled", "budget_tokens": 2_000},
+            "tool_choice": {"type": "auto"},
+            "tools": [{"name": "read_file", "input_schema": PARAMETERS}],
+        },
+        params={"?": "beta=true"},
+        headers={
+            "anthropic-beta": "interleaved-thinking-2025-05-14",
+            "anthropic-version": "2023-06-01",
+        },
+    ),
+    "response, an agent's turn": ContractRequest(
+        "POST",
+        "/v1/responses",
+        {
+            "client_metadata": {"session_id": "s"},
+            "include": ["reasoning.encrypted_content"],
+            "input": [
+                {
+                    "type": "message",
+                    "role": "developer",
+                    "content": [{"type": "input_text", "text": "Be brief."}],
+                },
+                {"role": "user", "content": "hi"},
+            ],
+            "model": "auto",
+            "parallel_tool_calls": True,
+            "prompt_cache_key": "s",
+            "reasoning": {"summary": "auto"},
+            "store": False,
+            "stream": True,
+            "tools": [{"type": "function", **FUNCTION}, {"type": "web_search"}],
+        },
+    ),
+    "response, with the result of a custom tool": ContractRequest(
+        "POST",
+        "/v1/responses",
+        {
+            **RESPONSE,
+            "input": [
+                {"role": "user", "content": "hi"},
+                {
+                    "type": "reasoning",
+                    "id": "rs_0",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": "hm"}],
+                },
+                {
+                    "type": "custom_tool_call",
+                    "call_id": CALL_ID,
+                    "name": "apply_patch",
+                    "input": "*** Begin Patch",
+                },
+                {
+                    "type": "custom_tool_call_output",
+                    "call_id": CALL_ID,
+                    "output": "done",
+                },
+            ],
+            "tools": [{"type": "custom", "name": "apply_patch"}],
+        },
+    ),
+}
+
+
 USAGE = ContractRequest("GET", "/usage")
 
 
@@ -234,6 +346,10 @@ async def forms(folder: Path) -> dict[str, Form]:
         answers["trace"] = Form(
             request, await form_of(stack.client, stack.url, request)
         )
+    async with errand_of(folder, Path("/repository")) as errand:
+        for name, request in AGENTS.items():
+            form = await form_of(errand.stack.client, errand.stack.url, request)
+            answers[name] = Form(request, form)
     # Each of these has a router of its own, because failures open circuit breakers.
     for number, (name, request) in enumerate(BROKEN.items()):
         async with router_stack(folder / f"broken-{number}") as stack:

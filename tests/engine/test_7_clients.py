@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from ast import literal_eval
@@ -29,6 +27,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.engine.conftest import CAPITAL
 from tests.engine.examples import blocks, check_output, messages_in, served_by, text_in
+from tests.engine.node_project import node_project, program
 from tests.engine.scoring import forbid_tool_calls, forbid_whitespace
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from tests.engine.conftest import Up
 
 ROOT = Path(__file__).resolve().parents[2]
-NODE = Path(__file__).resolve().parents[1] / "clients/node"
 OPENAI = "docs/openai.md"
 QUESTION: list[Any] = [{"role": "user", "content": CAPITAL}]
 TOOL: Any = {
@@ -504,7 +502,7 @@ def test_the_jdks_client(up: Up) -> None:
     """Java's HttpClient with its defaults: whole and streamed answers, and a body in gzip."""
     client = Path(__file__).resolve().parents[1] / "clients/java/Client.java"
     process = subprocess.run(
-        [_program("java"), str(client), up.url],
+        [program("java"), str(client), up.url],
         capture_output=True,
         text=True,
         timeout=120,
@@ -643,10 +641,10 @@ def test_the_documents_python(up: Up) -> None:
 
 def test_the_documents_javascript(up: Up) -> None:
     code = blocks("js", OPENAI)[0].replace("http://localhost:8080", up.url)
-    script = _node_project() / "document.mjs"
+    script = node_project() / "document.mjs"
     script.write_text(code)
     process = subprocess.run(
-        [_program("node"), str(script)],
+        [program("node"), str(script)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -683,10 +681,10 @@ def _node_tests(
     """Run a file of Node's tests, and return what it reports; they have all passed."""
     process = subprocess.run(
         [
-            _program("node"),
+            program("node"),
             "--test",
             "--test-reporter=tap",
-            str(_node_project() / script),
+            str(node_project() / script),
         ],
         env={**os.environ, "QARR_URL": up.url, "LOGIT_BIAS": json.dumps(no_whitespace)},
         cwd=folder,
@@ -697,35 +695,6 @@ def _node_tests(
     )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
-
-
-def _node_project() -> Path:
-    """Return a folder in the cache where the SDK is installed, and install it first if it is missing."""
-    lock = (NODE / "package-lock.json").read_bytes()
-    cache = Path(os.environ.get("QARR_CACHE_DIR") or Path.home() / ".cache/qarr")
-    made = cache / "envs" / f"node-clients-{hashlib.sha256(lock).hexdigest()[:16]}"
-    if not (made / ".complete").exists():
-        made.mkdir(parents=True, exist_ok=True)
-        for name in ("package.json", "package-lock.json"):
-            shutil.copy(NODE / name, made)
-        subprocess.run(
-            [_program("npm"), "ci", "--no-fund", "--no-audit"],
-            cwd=made,
-            check=True,
-            timeout=300,
-        )
-        (made / ".complete").touch()
-    for script in NODE.glob("*.test.mjs"):
-        shutil.copy(script, made)
-    return made
-
-
-def _program(name: str) -> str:
-    path = shutil.which(name)
-    assert path, (
-        f"{name} is not installed: scripts/setup services, or apt-get install nodejs npm"
-    )
-    return path
 
 
 def _shell(command: str, env: dict[str, str]) -> str:

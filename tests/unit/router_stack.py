@@ -75,6 +75,7 @@ async def router_stack(
     model: str = "fake",
     models: Mapping[TierName, ThinkingModel] | None = None,
     wrap: Callable[[ASGIApp], ASGIApp] | None = None,
+    engine: Callable[[Behaviour], FakeEngine] = FakeEngine,
     **behaviours: Behaviour,
 ) -> AsyncIterator[Stack]:
     """Run a router in front of one fake engine a tier, which the real supervisor has made ready and warm.
@@ -82,6 +83,7 @@ async def router_stack(
     A tier whose ``replicas`` are set to 0 has no engine; a tier that the settings add has one, whatever its ``urls``. With
     ``twin``, the tier ``fast`` has a second replica, which behaves like it. With ``models``, engines answer as these do.
     ``wrap`` puts an application in front of each engine's.
+    ``engine`` makes another kind of fake.
     """
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
@@ -96,7 +98,7 @@ async def router_stack(
         for behaviour in twins:
             behaviour.root = behaviour.root or f"made/{TierName.FAST}"
         fakes = (*engines.values(), *twins)
-        apps = [FakeEngine(behaviour).app for behaviour in fakes]
+        apps = [engine(behaviour).app for behaviour in fakes]
         if models is not None:
             apps = [
                 ModelEngine(models[name], behaviour).app

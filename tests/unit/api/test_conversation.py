@@ -101,7 +101,15 @@ def test_what_tools_return_is_no_turn_of_the_user() -> None:
         input=[question, *[called, returned] * 3],
         tools=[{"type": "function", **TOOL}],
     )
-    for conversation in (messages, items):
+    # Custom tools take a text.
+    custom_call = {"type": "custom_tool_call", "call_id": "t", "input": "x " * 50}
+    custom_output = {"type": "custom_tool_call_output", "output": "sunny " * 50}
+    custom_items = read(
+        read_input,
+        input=[question, *[custom_call, custom_output] * 3],
+        tools=[{"type": "custom", "name": "weather"}],
+    )
+    for conversation in (messages, items, custom_items):
         prompt = conversation.prompt(EstimatingCounter())
         assert prompt.text.strip() == question["content"]
         assert prompt.messages == 7
@@ -198,6 +206,7 @@ FUNCTION_CALL = {
     "arguments": "{}",
 }
 OUTPUT = {"type": "function_call_output", "call_id": "t", "output": "4 degrees"}
+CUSTOM_OUTPUT = {**OUTPUT, "type": "custom_tool_call_output"}
 
 
 @pytest.mark.parametrize(
@@ -216,6 +225,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "t", "output": "4 degrees"}
         (read_input, {"input": [TALK[0], FUNCTION_CALL, OUTPUT]}, ToolUse.RESULT),
         (read_input, {"input": [TALK[0], FUNCTION_CALL, OUTPUT, TALK[2]]}, None),
         (read_input, {"input": [OUTPUT]}, ToolUse.RESULT),
+        (read_input, {"input": [TALK[0], CUSTOM_OUTPUT]}, ToolUse.RESULT),
     ],
 )  # fmt: skip
 def test_tools_are_told_by_structure(

@@ -109,15 +109,12 @@ async def test_thinking_of_a_model_that_does_not_think_is_left_out_and_said(
     """Clients of Anthropic's API ask every model for it; a model that does think is asked, and nothing is said."""
     thinking = {"type": "enabled", "budget_tokens": 1024}
     async with router_stack(tmp_path, balanced=Behaviour(thinks=True)) as stack:
-        answer = await ask(
-            stack, MESSAGES, model="fast", thinking=thinking, stream=stream
-        )
+        more = {"thinking": thinking, "stream": stream, "max_tokens": 1025}
+        answer = await ask(stack, MESSAGES, model="fast", **more)
         assert answer.status_code == 200
         assert answer.headers["x-qarr-ignored"] == "thinking"
         assert "thinking" not in asked(stack.engines[TierName.FAST], MESSAGES)[-1]
-        answer = await ask(
-            stack, MESSAGES, model="balanced", thinking=thinking, stream=stream
-        )
+        answer = await ask(stack, MESSAGES, model="balanced", **more)
         assert answer.status_code == 200
         assert ("x-qarr-ignored" in answer.headers) is False
         assert (

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from router.upstream.engine_request import EngineRequest, continuation_terms_of
+from router.upstream.engine_request import (
+    EngineRequest,
+    continuation_terms_of,
+    may_response_be_resumed,
+)
 from router.upstream.json_object import JsonObject
 from router.upstream.progress import ContinuationTerms
 from tiers.replica import Replica
@@ -52,6 +56,45 @@ def test_thinking_is_not_asked_of_a_model_that_does_not_think(
     unthinking = replica(takes_thinking=False)
     assert ("thinking" not in json.loads(asked.body(unthinking))) is is_left_out
     assert asked.ignored_by(unthinking) == (("thinking",) if is_left_out else ())
+
+
+@pytest.mark.parametrize(
+    ("budget", "max_tokens", "sent"),
+    [
+        (1024, 1025, {"type": "enabled", "budget_tokens": 1024}),
+        (32_000, 32_000, {"type": "adaptive"}),
+        (2048, 1000, {"type": "adaptive"}),
+        ("most", 1000, {"type": "enabled", "budget_tokens": "most"}),
+        (2048, 0, {"type": "enabled", "budget_tokens": 2048}),
+    ],
+)
+def test_a_budget_of_thoughts_that_cannot_be_reached_is_none(
+    budget: Any, max_tokens: int, sent: dict[str, Any]
+) -> None:
+    """vLLM would refuse it; it says best what is wrong with what is no number. A model that does not think is not asked."""
+    thinking = {"type": "enabled", "budget_tokens": budget}
+    body = {**CHAT, "max_tokens": max_tokens, "thinking": thinking}
+    asked = relay(body, path="/v1/messages")
+    assert json.loads(asked.body(replica(takes_thinking=True)))["thinking"] == sent
+    assert "thinking" not in json.loads(asked.body(replica(takes_thinking=False)))
+
+
+@pytest.mark.parametrize(
+    ("tools", "may_be"),
+    [
+        ([{"type": "function"}, {"type": "namespace"}, {"type": "custom"}], True),
+        ([{"type": "web_search"}], True),
+        ([{"type": "function"}, {"type": "web_search_preview"}], False),
+        ([{"type": "code_interpreter"}], False),
+        ([{"type": "mcp"}], False),
+    ],
+)
+def test_a_response_in_which_the_engine_calls_tools_is_not_resumed(
+    tools: list[dict[str, Any]], *, may_be: bool
+) -> None:
+    """It has several turns of the model."""
+    document = JsonObject.parse(json.dumps({"input": "hi", "tools": tools}).encode())
+    assert may_response_be_resumed(document) is may_be
 
 
 def test_all_but_the_model_are_the_callers_own_bytes() -> None:
