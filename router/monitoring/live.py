@@ -362,12 +362,15 @@ def _endings_by_tier(
 def _summary(endings: Sequence[Ending]) -> dict[str, Any]:
     errors = 0
     ttfts_ms = []
+    ttfas_ms = []
     tpots_ms = []
     sla_results = []
     for outcome, times, sla_met in endings:
         errors += outcome is Outcome.ERROR
         if times.ttft_ms is not None:
             ttfts_ms.append(times.ttft_ms)
+        if times.ttfa_ms is not None:
+            ttfas_ms.append(times.ttfa_ms)
         if times.tpot_ms is not None:
             tpots_ms.append(times.tpot_ms)
         if sla_met is not None:
@@ -376,6 +379,7 @@ def _summary(endings: Sequence[Ending]) -> dict[str, Any]:
         "requests": len(endings),
         "errors": errors,
         "ttft_ms": _percentiles(ttfts_ms),
+        "ttfa_ms": _percentiles(ttfas_ms),
         "tpot_ms": _percentiles(tpots_ms),
         "sla": {"asked": len(sla_results), "met": sum(sla_results)},
     }
