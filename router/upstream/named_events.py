@@ -190,7 +190,7 @@ def _answer_in(response: _ResponseObject) -> WholeAnswer | None:
     counts = _counts(usage)
     if any(item.type == "reasoning" for item in output):
         counts["completion_tokens_details"] = without_false_zero(
-            counts["completion_tokens_details"]
+            counts.get("completion_tokens_details")
         )
     if response.status == "incomplete":
         return "length", counts
@@ -208,19 +208,23 @@ def _counts(usage: _InputOutputUsage) -> dict[str, Any]:
     cache_written = usage.cache_creation_input_tokens
     prompt_tokens = (usage.input_tokens or 0) + (cache_read or 0) + (cache_written or 0)
     output_tokens = usage.output_tokens or 0
-    details_of_input = usage.input_tokens_details or {}
-    return {
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": details_of_input.get("cached_tokens", cache_read),
-            "created_cache_tokens": details_of_input.get(
-                "cache_write_tokens", cache_written
-            ),
-        },
-        "completion_tokens_details": usage.output_tokens_details,
     }
+    input_details = usage.input_tokens_details
+    if input_details is not None:
+        cache_read = input_details.get("cached_tokens")
+        cache_written = input_details.get("cache_write_tokens")
+    if cache_read is not None or cache_written is not None:
+        counts["prompt_tokens_details"] = {
+            "cached_tokens": cache_read,
+            "created_cache_tokens": cache_written,
+        }
+    if usage.output_tokens_details is not None:
+        counts["completion_tokens_details"] = usage.output_tokens_details
+    return counts
 
 
 _USUAL = re.compile(rb"event: [^\n]*+\ndata: \{[^\n]*+").fullmatch
