@@ -127,7 +127,7 @@ function tokensInWords(r) {
 /** The time to the first token, and below it the one to the first of the answer itself. */
 function firstTokens(r) {
   const answer = `The model thought first: its answer began after ${duration(r.ttfa_ms)}`;
-  return [duration(r.ttft_ms), thoughtFirst(r) ? el("small", { title: answer }, `answer ${duration(r.ttfa_ms)}`) : null];
+  return [duration(r.ttft_ms), thoughtFirst(r) ? el("small", { title: answer }, ` → ${duration(r.ttfa_ms)}`) : null];
 }
 
 /** Choose which requests are listed. */

@@ -122,12 +122,12 @@ function makeTier(tier) {
   return row.node;
 }
 
-/** One figure with its name, and below it a plot or a bar. */
+/** One figure with its name, and perhaps another figure besides, and below it a plot or a bar. */
 function figure(name, title) {
   const value = el("span", { class: "value" }), more = el("span", { class: "more" }), below = el("div", { class: "below" });
-  const head = el("dt", {}, name);
-  const node = el("div", { class: "figure", title }, head, el("dd", {}, value, more, below));
-  return { node, name: head, value, more, below };
+  const besides = el("span", { class: "besides" });
+  const node = el("div", { class: "figure", title }, el("dt", {}, name, besides), el("dd", {}, value, more, below));
+  return { node, besides, value, more, below };
 }
 
 function bar(parent, share) {
@@ -201,7 +201,7 @@ class TierRow {
     bar(load.below, limit ? inFlight / limit : 0);
     this.#times(ttft, tier.ttft_ms, this.series.ttft, this.series.ttft95);
     const thinks = tier.ttfa_ms?.p50 > tier.ttft_ms?.p50;
-    put(ttft.name, thinks ? `TTFT · answer ${duration(tier.ttfa_ms.p50)}` : "TTFT");
+    put(ttft.besides, thinks ? ` · answer ${duration(tier.ttfa_ms.p50)}` : "");
     this.#times(tpot, tier.tpot_ms, this.series.tpot, this.series.tpot95);
     this.series.speed.push(tier.tokens_per_s);
     put(speed.value, rate(tier.tokens_per_s));
