@@ -287,7 +287,7 @@ class EngineStream(EngineAnswer):
         self._tells_tokens = False
         self._latest_tokens = 0  # so many tokens were told together last
         self._thought: ThoughtTokens | None = None  # None: no reasoning has come
-        self._is_thinking = False
+        self._is_thinking = False  # whether the latest output was reasoning
         # when the answer itself began, after all reasoning; None: it has not
         self._answer_at: float | None = None
 
@@ -485,7 +485,7 @@ class EngineStream(EngineAnswer):
         )
         if tokens:
             self._note_opening_tokens(tokens)
-        if self._answer_at is None:
+        if self._answer_at is None and not self._is_thinking:
             self._look_for_answer(chunks)
         self._held_chunks += chunks
         return not (self._parser.ended or self._has_output)
@@ -515,7 +515,7 @@ class EngineStream(EngineAnswer):
             if now >= self._note_at:
                 self._report_tokens(now)
                 self._note_progress()
-        if self._answer_at is None:
+        if self._answer_at is None and not self._is_thinking:
             self._look_for_answer(chunks)
         assert self._pass_on is not None
         try:

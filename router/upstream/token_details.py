@@ -87,21 +87,19 @@ class ThoughtTokens:
 
         ``latest_tokens`` were told with this event, or just before it.
         """
+        waiting_tokens = latest_tokens
         if self.is_open:
-            self._waiting_tokens += len(chunk.token_ids)
-        else:
-            self._waiting_tokens = latest_tokens
+            waiting_tokens = self._waiting_tokens + len(chunk.token_ids)
         if chunk.reasoning:
-            self._count_event(holds_answer=bool(chunk.text))
-        elif chunk.text or chunk.other:
+            self._tokens += waiting_tokens
+            self._last_event_tokens = waiting_tokens
+            self._waiting_tokens = 0
+            self.is_open = not chunk.text
+            if not waiting_tokens or chunk.text:
+                self._is_known = False
+            return
+        self._waiting_tokens = waiting_tokens
+        if chunk.text or chunk.other:
+            self.is_open = False
             if self._last_event_tokens > 1:
                 self._is_known = False
-            self.is_open = False
-
-    def _count_event(self, *, holds_answer: bool) -> None:
-        if not self._waiting_tokens or holds_answer:
-            self._is_known = False
-        self._tokens += self._waiting_tokens
-        self._last_event_tokens = self._waiting_tokens
-        self._waiting_tokens = 0
-        self.is_open = not holds_answer
