@@ -335,7 +335,7 @@ def _open_requests(requests: Iterable[Mapping[str, Any]]) -> Table:
             request["class"].replace("_", " "),
             request["tier"] or request.get("overflow") or "-",
             request["replica"] or "-",
-            request["state"],
+            "thinking" if request.get("is_thinking") else request["state"],
             _number(request["age_ms"] / 1000),
             _tokens(request),
             request["request_id"],

@@ -402,6 +402,7 @@ def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
     output_tokens = 0
     if request.answer is not None:
         output_tokens = request.answer.output_tokens
+    part = request.now_on
     return {
         "request_id": context.request_id,
         "trace_id": context.trace_id,
@@ -410,6 +411,7 @@ def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
         "overflow": overflow,
         "replica": replica_id,
         "state": request.state,
+        "is_thinking": part is not None and part.is_thinking,
         "age_ms": round((now - context.arrived_at) * 1000, 1),
         "prompt_tokens": decision.query.tokens_to_read,
         "output_tokens": output_tokens,

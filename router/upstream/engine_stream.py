@@ -114,6 +114,7 @@ class EngineAnswer(ABC):
         tier: The tier that began the answer, with its replica ``replica_id``.
         predicted_cached_tokens: Tokens of the prompt that the replica was expected to hold; None: not known.
         token_details: What the engine reports of its tokens besides their number.
+        is_thinking: Whether the latest output was reasoning, as far as is seen.
         output_tokens: The engine's count, or until that comes what its chunks tell.
         ignored: Members of the caller's body that the engine was not asked.
         overflow: Name of the server outside of the fleet that answers; None: a tier does.
@@ -135,6 +136,7 @@ class EngineAnswer(ABC):
         self.ttft_ms: float | None = None
         self.usage: dict[str, int] = {}
         self.token_details: TokenDetails = NO_DETAILS
+        self.is_thinking = False
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
         self.ignored: tuple[str, ...] = ()
@@ -287,7 +289,6 @@ class EngineStream(EngineAnswer):
         self._tells_tokens = False
         self._latest_tokens = 0  # so many tokens were told together last
         self._thought: ThoughtTokens | None = None  # None: no reasoning has come
-        self._is_thinking = False  # whether the latest output was reasoning
         # when the answer itself began, after all reasoning; None: it has not
         self._answer_at: float | None = None
 
@@ -449,7 +450,7 @@ class EngineStream(EngineAnswer):
             if chunk_tokens:
                 self._tells_tokens = True
                 self._latest_tokens = chunk_tokens
-            if chunk.reasoning or self._is_thinking:
+            if chunk.reasoning or self.is_thinking:
                 self._note_thought(chunk)
             if chunk.text or chunk.other or chunk.finish_reason:
                 self._has_output = True
@@ -469,7 +470,7 @@ class EngineStream(EngineAnswer):
         if self._thought is None:
             self._thought = ThoughtTokens()
         self._thought.receive(chunk, self._latest_tokens)
-        self._is_thinking = self._thought.is_open
+        self.is_thinking = self._thought.is_open
 
     def _look_for_answer(self, chunks: Sequence[Chunk]) -> None:
         """Note when the answer itself begins: its text, or a tool call."""
@@ -485,7 +486,7 @@ class EngineStream(EngineAnswer):
         )
         if tokens:
             self._note_opening_tokens(tokens)
-        if self._answer_at is None and not self._is_thinking:
+        if self._answer_at is None and not self.is_thinking:
             self._look_for_answer(chunks)
         self._held_chunks += chunks
         return not (self._parser.ended or self._has_output)
@@ -515,7 +516,7 @@ class EngineStream(EngineAnswer):
             if now >= self._note_at:
                 self._report_tokens(now)
                 self._note_progress()
-        if self._answer_at is None and not self._is_thinking:
+        if self._answer_at is None and not self.is_thinking:
             self._look_for_answer(chunks)
         assert self._pass_on is not None
         try:

@@ -362,15 +362,18 @@ async def test_a_failed_request_opens_after_many_good_ones(
             await expect(page.locator("#requests tr")).to_have_count(1)
 
 
-async def test_requests_in_flight_are_listed(tmp_path: Path, opened: Opened) -> None:
+@pytest.mark.parametrize(("reasoning", "stage"), [(0, "writes"), (99, "thinks")])
+async def test_requests_in_flight_are_listed(
+    tmp_path: Path, opened: Opened, reasoning: int, stage: str
+) -> None:
     """A request is listed and counted while it is computed, and gone when it has ended."""
-    slow = Behaviour(answer=ANSWER)
+    slow = Behaviour(answer=ANSWER, reasoning=reasoning)
     async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url) as page:
         await live(page)
         slow.stall_after = 3
         asking = asyncio.create_task(stack.generate(prompt="hi", tier="fast"))
         await expect(page.locator("#flight li")).to_contain_text("fast")
-        await expect(page.locator("#flight li")).to_contain_text("writes")
+        await expect(page.locator("#flight li")).to_contain_text(stage)
         await expect(page.locator("#sum-flight")).to_have_text("1")
         await expect(tier(page, "fast")).to_contain_text("1 of 32")
         asking.cancel()

@@ -182,7 +182,7 @@ function showInFlight({ in_flight, in_flight_total }) {
         tier.dataset.tier = where;
         tier.replaceChildren(r.overflow ? where : r.tier ? tierName(r.tier) : "no tier yet");
       }
-      put(stage, `${STAGES[r.state] ?? r.state} · ${plural(r.state === "decode" ? r.output_tokens : r.prompt_tokens, "token")}`);
+      put(stage, `${r.is_thinking ? "thinks" : STAGES[r.state] ?? r.state} · ${plural(r.state === "decode" ? r.output_tokens : r.prompt_tokens, "token")}`);
       put(age, duration(r.age_ms));
     });
   const list = byId("flight-list"); // it keeps the height that it once had: what stands below does not jump
