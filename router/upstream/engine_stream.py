@@ -274,6 +274,7 @@ class EngineStream(EngineAnswer):
         # when both are to be noted next, by the monotonic clock in seconds
         self._note_at = 0.0
         self._wants_usage = request.wants_usage
+        self._is_continuation = request.continued_tokens > 0
         self._may_be_silent = request.may_be_silent
         self._parser = EventParser(request.answers)
         self._phase = StreamPhase.OPENING
@@ -296,8 +297,11 @@ class EngineStream(EngineAnswer):
     def reasoning_tokens(self) -> int | None:
         """Return the engine's count, or one of the tokens that it told with its reasoning; None: nobody knows.
 
-        An engine that counts no reasoning beside some that it sent does not count it at all.
+        An engine that counts no reasoning beside some that it sent does not count it at all. Of an answer that others have
+        continued, the last one tells.
         """
+        if self.parts:
+            return self.parts[-1].reasoning_tokens
         reported = self.token_details.reasoning
         if reported or self._thought is None:
             return reported
@@ -311,6 +315,13 @@ class EngineStream(EngineAnswer):
         if self._answer_at is None:
             return None
         return (self._answer_at - self.sent_at) * 1000
+
+    def _span_attributes(self, tpot_ms: float | None) -> dict[str, Any]:
+        attributes = super()._span_attributes(tpot_ms)
+        if self._is_continuation:
+            # counted for the whole answer, not for this engine's part of it
+            attributes["gen_ai.usage.reasoning.output_tokens"] = None
+        return attributes
 
     @property
     def progress(self) -> AnswerProgress:
