@@ -187,7 +187,7 @@ async def test_what_was_cached_is_not_charged_after_a_break(
         for messages in (first_turn, turns):
             fast.break_after = 2 if breaks and messages is turns else None
             headers = {"authorization": f"Bearer {at.names['ann']}"}
-            body = {"model": "fast", "messages": messages, "stream": True}
+            body = {"messages": messages, "stream": True, "qarr": {"tier": "fast"}}
             answer = await stack.client.post(
                 f"{stack.url}/v1/chat/completions", json=body, headers=headers
             )
