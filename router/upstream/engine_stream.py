@@ -251,6 +251,7 @@ class EngineStream(EngineAnswer):
         continuable: Whether another engine could go on from what the caller has.
         continuation: What lets another engine go on, set before the answer is relayed.
         failed_over: Whether the first engine did not end the answer.
+        thought: Counts the model's reasoning; None: none has come.
     """
 
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
@@ -289,7 +290,7 @@ class EngineStream(EngineAnswer):
         # Whether the engine tells each token's id. One that does is known not to compute while it sends nothing.
         self._tells_tokens = False
         self._latest_tokens = 0  # so many tokens were told together last
-        self._thought: ThoughtTokens | None = None  # None: no reasoning has come
+        self.thought: ThoughtTokens | None = None
         # when the answer itself began, after all reasoning; None: it has not
         self._answer_at: float | None = None
 
@@ -298,17 +299,17 @@ class EngineStream(EngineAnswer):
         """Return the engine's count, or one of the tokens that it told with its reasoning; None: nobody knows.
 
         An engine that counts no reasoning beside some that it sent does not count it at all. Of an answer that others have
-        continued, the last one tells.
+        continued, only the one that has ended it knows.
         """
-        if self.parts:
-            return self.parts[-1].reasoning_tokens
-        reported = self.token_details.reasoning
-        if reported or self._thought is None:
+        ending = self.parts[-1] if self.parts else self
+        reported = ending.token_details.reasoning
+        thought = ending.thought
+        if reported or thought is None:
             return reported
         # the tokens of several answers come mixed
-        if self.attempt.lease.sequences > 1:
+        if self.parts or self.attempt.lease.sequences > 1:
             return None
-        return self._thought.count
+        return thought.count
 
     @property
     def ttfa_ms(self) -> float | None:
@@ -478,10 +479,10 @@ class EngineStream(EngineAnswer):
 
     def _note_thought(self, chunk: Chunk) -> None:
         """Count an event's tokens, if they are reasoning."""
-        if self._thought is None:
-            self._thought = ThoughtTokens()
-        self._thought.receive(chunk, self._latest_tokens)
-        self.is_thinking = self._thought.is_open
+        if self.thought is None:
+            self.thought = ThoughtTokens()
+        self.thought.receive(chunk, self._latest_tokens)
+        self.is_thinking = self.thought.is_open
 
     def _look_for_answer(self, chunks: Sequence[Chunk]) -> None:
         """Note when the answer itself begins: its text, or a tool call."""
