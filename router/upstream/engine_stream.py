@@ -250,8 +250,8 @@ class EngineStream(EngineAnswer):
     Attributes:
         continuable: Whether another engine could go on from what the caller has.
         continuation: What lets another engine go on, set before the answer is relayed.
-        failed_over: Whether the first engine did not end the answer.
         thought: Counts the model's reasoning; None: none has come.
+        failed_over: Whether the first engine did not end the answer.
     """
 
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
