@@ -188,6 +188,14 @@ OVERVIEW: dict[str, tuple[Chart, ...]] = {
         Chart("Queue", COUNT, "By router, and what it may hold.",
               ((f"qarr_waiting_requests{{{J}}}", "{{instance}}"), (f"qarr_waiting_requests_limit{{{J}}}", "{{instance}} limit")), alerts=("QarrQueueGrowing",)),
     ),
+    "Thinking, and cached prompts": (
+        Chart("Time to the answer's first token", SECONDS, "Its first text or tool call: later than the first token by the time that the model thinks. By tier that served. Points are traces.",
+              quantiles("qarr_time_to_first_answer_token_seconds", "tier", "{{tier}}", "0.5", "0.95", "0.99"), traces=True),
+        Chart("Reasoning's share of the output", SHARE, "Of output tokens; where nobody knows the number, reasoning counts as answer.",
+              ((or_none(f"{rate('qarr_reasoning_tokens_total', 'tier')} / {rate('qarr_output_tokens_total', 'tier')}", "tier"), "{{tier}}"),)),
+        Chart("Prompt tokens in the prefix cache", SHARE, "Of prompt tokens, as engines report them.",
+              ((or_none(f"sum by (tier) (rate(qarr_cached_prompt_tokens_total{{{J}, source=\"reported\"}}[$__rate_interval])) / {rate('qarr_prompt_tokens_total', 'tier')}", "tier"), "{{tier}}"),)),
+    ),
     "What went wrong, and what it costs": (
         Chart("Refusals", PER_S, "By reason.", ((rate("qarr_refusals_total", "reason"), "{{reason}}"),), "stacked", 12, alerts=("QarrRefusing",)),
         Chart("Errors", PER_S, "Requests that ended in one, by the tier that had begun to answer.",

@@ -207,20 +207,30 @@ def usage_of(decision: Decision, answer: EngineAnswer) -> tuple[TierUsage, ...]:
         TierUsage(
             answer.tier,
             prompt=prompt_tokens,
-            cached=answer.cached_tokens or 0,
+            cached=_cached_tokens_of(answer),
             output=output_before,
         ),
     ]
     for part in parts:
         read_tokens = part.usage.get("prompt_tokens", prompt_tokens + output_before)
-        cached_tokens = part.cached_tokens or 0
         usage.append(
             TierUsage(
                 part.tier,
                 prompt=read_tokens,
-                cached=cached_tokens,
+                cached=_cached_tokens_of(part),
                 output=part.output_tokens,
             )
         )
         output_before += part.output_tokens
     return tuple(usage)
+
+
+def _cached_tokens_of(answer: EngineAnswer) -> int:
+    """Return the prompt tokens that an engine had cached, by its own word.
+
+    An engine tells that at the end. Where it did not come so far, those count that the replica was expected to hold.
+    """
+    has_ended_here = answer.complete and not answer.parts
+    if answer.cached_tokens is None and not has_ended_here:
+        return answer.predicted_cached_tokens or 0
+    return answer.cached_tokens or 0

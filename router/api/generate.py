@@ -445,21 +445,36 @@ async def _unstreamed(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
 def closing(answer: EngineStream) -> dict[str, Any]:
     """Return what is said of an answer at its end: its token counts, who served it, and its times."""
     members: dict[str, Any] = {
-        "usage": answer.usage,
+        "usage": _usage_of(answer),
         "finish_reason": answer.finish_reason,
         "tier": answer.tier,
     }
     if answer.overflow is not None:
-        members["usage"] = answer.usage or None  # a foreign server may count nothing
+        # a foreign server may count nothing
+        members["usage"] = _usage_of(answer) or None
         members["tier"] = None
         members["overflow"] = answer.overflow
     members["continued_on"] = [part.tier for part in answer.parts]
     members["ttft_ms"] = round(answer.ttft_ms or 0.0, 1)
+    ttfa_ms = answer.ttfa_ms
+    if ttfa_ms is not None:
+        ttfa_ms = round(ttfa_ms, 1)
+    members["ttfa_ms"] = ttfa_ms
     tpot_ms = answer.tpot_ms
     if tpot_ms is not None:
         tpot_ms = round(tpot_ms, 2)
     members["tpot_ms"] = tpot_ms
     return members
+
+
+def _usage_of(answer: EngineStream) -> dict[str, int]:
+    """Return an answer's token counts: of the prompt what was cached, and of the output what is reasoning, if known."""
+    usage = dict(answer.usage)
+    if usage and answer.cached_tokens is not None:
+        usage["cached_tokens"] = answer.cached_tokens
+    if usage and answer.reasoning_tokens is not None:
+        usage["reasoning_tokens"] = answer.reasoning_tokens
+    return usage
 
 
 GENERATE = Endpoint(

@@ -244,6 +244,7 @@ def _tiers(tiers: Iterable[Mapping[str, Any]]) -> tuple[Table, list[Text]]:
         "KV CACHE",
         "TOKENS/S",
         "TTFT p50/p95, ms",
+        "TTFA p50/p95, ms",
         "TPOT p50/p95, ms",
         "SLA MET",
         "FAILED",
@@ -269,6 +270,7 @@ def _add_tier_row(table: Table, tier: Mapping[str, Any]) -> None:
         "",
         f"{tier['tokens_per_s']:.0f}",
         _percentiles(tier["ttft_ms"], 0),
+        _percentiles(tier.get("ttfa_ms"), 0),
         _percentiles(tier["tpot_ms"], 1),
         met_share,
         Text(str(tier["errors"]), failed_style),
@@ -285,6 +287,7 @@ def _add_replica_row(
         f"{replica['in_flight']}/{limit}",
         _kv_cache(replica["kv_cache_usage"]),
         f"{replica.get('tokens_per_s') or 0:.0f}",
+        "",
         "",
         "",
         "",
@@ -332,7 +335,7 @@ def _open_requests(requests: Iterable[Mapping[str, Any]]) -> Table:
             request["class"].replace("_", " "),
             request["tier"] or request.get("overflow") or "-",
             request["replica"] or "-",
-            request["state"],
+            "thinking" if request.get("is_thinking") else request["state"],
             _number(request["age_ms"] / 1000),
             _tokens(request),
             request["request_id"],
@@ -346,6 +349,7 @@ def _ended_requests(records: Iterable[Mapping[str, Any]]) -> Table:
         "OUTCOME",
         "TIER",
         "TTFT, ms",
+        "TTFA, ms",
         "TPOT, ms",
         "TOTAL, s",
         "TOKENS",
@@ -361,6 +365,7 @@ def _ended_requests(records: Iterable[Mapping[str, Any]]) -> Table:
             Text(outcome.replace("_", " "), style=OUTCOME_STYLES.get(outcome, "")),
             record["served_by"] or record.get("overflow") or record["tier"] or "-",
             _number(record["ttft_ms"], 0),
+            _number(record.get("ttfa_ms"), 0),
             _number(record["tpot_ms"]),
             _number(duration_s, 2),
             _tokens(record),
@@ -387,7 +392,12 @@ def _state(state: str) -> Text:
 
 
 def _tokens(request: Mapping[str, Any]) -> str:
-    return f"{request['prompt_tokens']}+{request['output_tokens']}"
+    """Return the tokens of prompt and output, and how many of the output are reasoning, if any."""
+    tokens = f"{request['prompt_tokens']}+{request['output_tokens']}"
+    reasoning_tokens = request.get("reasoning_tokens")
+    if reasoning_tokens:
+        tokens += f" ({reasoning_tokens} thought)"
+    return tokens
 
 
 def _number(value: float | None, digits: int = 1) -> str:

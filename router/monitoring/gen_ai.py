@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -164,6 +165,12 @@ USED_CACHED = Instrument(
     text="Input tokens that the engine had cached.",
     attributes=(*CALL, MODALITY),
 )
+USED_REASONING = Instrument(
+    "gen_ai.client.inference.usage.reasoning.output_tokens",
+    TOKEN,
+    text="Output tokens that are the model's reasoning.",
+    attributes=(*CALL, MODALITY),
+)
 SERVER_DURATION = Instrument(
     "gen_ai.server.request.duration",
     SECOND,
@@ -206,6 +213,7 @@ INSTRUMENTS = (
     USED_INPUT,
     USED_OUTPUT,
     USED_CACHED,
+    USED_REASONING,
     SERVER_DURATION,
     SERVER_FIRST_TOKEN,
     SERVER_OUTPUT_TOKEN,
@@ -269,7 +277,8 @@ class GenAiMetrics(Collector):
         self._first_chunks = _Distribution(DURATION_S)
         self._input_tokens = _Distribution(TOKENS)
         self._output_tokens = _Distribution(TOKENS)
-        self._cached_tokens: dict[Values, int] = {}
+        self._cached_tokens: defaultdict[Values, int] = defaultdict(int)
+        self._reasoning_tokens: defaultdict[Values, int] = defaultdict(int)
         self._request_durations = _Distribution(DURATION_S)
         self._first_tokens = _Distribution(FIRST_TOKEN_S)
         self._times_per_token = _Distribution(OUTPUT_TOKEN_S)
@@ -296,8 +305,10 @@ class GenAiMetrics(Collector):
             self._output_tokens.add(attribute_values, output_tokens)
         cached_tokens = result.get("gen_ai.usage.cache_read.input_tokens")
         if cached_tokens:
-            cached_before = self._cached_tokens.get(attribute_values, 0)
-            self._cached_tokens[attribute_values] = cached_before + cached_tokens
+            self._cached_tokens[attribute_values] += cached_tokens
+        reasoning_tokens = result.get("gen_ai.usage.reasoning.output_tokens")
+        if reasoning_tokens:
+            self._reasoning_tokens[attribute_values] += reasoning_tokens
 
     def _observe_request(self, record: RequestRecord, hops: list[Hop]) -> None:
         attribute_values = self._served_by(record, hops)
@@ -331,6 +342,7 @@ class GenAiMetrics(Collector):
         yield _counter(USED_INPUT, self._input_tokens.totals(), UNKNOWN)
         yield _counter(USED_OUTPUT, self._output_tokens.totals(), TEXT)
         yield _counter(USED_CACHED, self._cached_tokens, UNKNOWN)
+        yield _counter(USED_REASONING, self._reasoning_tokens, TEXT)
         yield _histogram(SERVER_DURATION, self._request_durations)
         yield _histogram(SERVER_FIRST_TOKEN, self._first_tokens)
         yield _histogram(SERVER_OUTPUT_TOKEN, self._times_per_token)

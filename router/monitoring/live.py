@@ -362,12 +362,15 @@ def _endings_by_tier(
 def _summary(endings: Sequence[Ending]) -> dict[str, Any]:
     errors = 0
     ttfts_ms = []
+    ttfas_ms = []
     tpots_ms = []
     sla_results = []
     for outcome, times, sla_met in endings:
         errors += outcome is Outcome.ERROR
         if times.ttft_ms is not None:
             ttfts_ms.append(times.ttft_ms)
+        if times.ttfa_ms is not None:
+            ttfas_ms.append(times.ttfa_ms)
         if times.tpot_ms is not None:
             tpots_ms.append(times.tpot_ms)
         if sla_met is not None:
@@ -376,6 +379,7 @@ def _summary(endings: Sequence[Ending]) -> dict[str, Any]:
         "requests": len(endings),
         "errors": errors,
         "ttft_ms": _percentiles(ttfts_ms),
+        "ttfa_ms": _percentiles(ttfas_ms),
         "tpot_ms": _percentiles(tpots_ms),
         "sla": {"asked": len(sla_results), "met": sum(sla_results)},
     }
@@ -398,6 +402,7 @@ def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
     output_tokens = 0
     if request.answer is not None:
         output_tokens = request.answer.output_tokens
+    part = request.now_on
     return {
         "request_id": context.request_id,
         "trace_id": context.trace_id,
@@ -406,6 +411,7 @@ def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
         "overflow": overflow,
         "replica": replica_id,
         "state": request.state,
+        "is_thinking": part is not None and part.is_thinking,
         "age_ms": round((now - context.arrived_at) * 1000, 1),
         "prompt_tokens": decision.query.tokens_to_read,
         "output_tokens": output_tokens,

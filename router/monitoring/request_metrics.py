@@ -128,6 +128,11 @@ class RequestMetrics:
         )
         self._prompt_tokens = make.counter("prompt_tokens", "Tokens of prompts.", KIND)
         self._output_tokens = make.counter("output_tokens", "Tokens of answers.", KIND)
+        self._reasoning_tokens = make.counter(
+            "reasoning_tokens",
+            "Tokens of answers that are the model's reasoning, where they are known.",
+            KIND,
+        )
         self._cached_tokens = make.counter(
             "cached_prompt_tokens",
             "Prompt tokens in the engine's prefix cache, as predicted and as the engine reported them.",
@@ -154,6 +159,12 @@ class RequestMetrics:
         self._ttft = make.histogram(
             "time_to_first_token_seconds",
             "From a request to its first token.",
+            bounds=TTFT_S,
+            labels=KIND,
+        )
+        self._ttfa = make.histogram(
+            "time_to_first_answer_token_seconds",
+            "From a request to the first token of the answer itself: its text or a tool call, not reasoning.",
             bounds=TTFT_S,
             labels=KIND,
         )
@@ -231,6 +242,8 @@ class RequestMetrics:
         tokens = record.tokens
         self._prompt_tokens(prompt_class, tier).inc(tokens.prompt)
         self._output_tokens(prompt_class, tier).inc(tokens.output)
+        if tokens.reasoning:
+            self._reasoning_tokens(prompt_class, tier).inc(tokens.reasoning)
         if tokens.predicted_cached is not None:
             self._cached_tokens(tier, "predicted").inc(tokens.predicted_cached)
         if tokens.cached is not None:
@@ -252,6 +265,8 @@ class RequestMetrics:
             self._overhead.observe(times.overhead_ms / 1000, exemplar)
         if times.ttft_ms is not None:
             self._ttft(prompt_class, tier).observe(times.ttft_ms / 1000, exemplar)
+        if times.ttfa_ms is not None:
+            self._ttfa(prompt_class, tier).observe(times.ttfa_ms / 1000, exemplar)
         if times.tpot_ms is not None:
             self._tpot(prompt_class, tier).observe(times.tpot_ms / 1000, exemplar)
         if record.outcome is Outcome.OK:

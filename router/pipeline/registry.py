@@ -303,13 +303,17 @@ def _times_of(request: ActiveRequest, now: float) -> Times:
     if sent_at is not None:
         overhead_ms = max((sent_at - arrived) * 1000 - queue_ms, 0.0)
     ttft_ms = None
+    ttfa_ms = None
     tpot_ms = None
     answer = request.answer
     if answer is not None:
         tpot_ms = answer.tpot_ms
+        # The answer counts from when the request was sent, a record from its arrival.
+        earlier_ms = (answer.sent_at - arrived) * 1000
         if answer.ttft_ms is not None:
-            # The answer counts from when the request was sent, a record from its arrival.
-            ttft_ms = answer.ttft_ms + (answer.sent_at - arrived) * 1000
+            ttft_ms = answer.ttft_ms + earlier_ms
+        if answer.ttfa_ms is not None:
+            ttfa_ms = answer.ttfa_ms + earlier_ms
     duration_ms = (now - arrived) * 1000
     return Times(
         queue_ms=queue_ms,
@@ -317,6 +321,7 @@ def _times_of(request: ActiveRequest, now: float) -> Times:
         ttft_ms=ttft_ms,
         tpot_ms=tpot_ms,
         duration_ms=duration_ms,
+        ttfa_ms=ttfa_ms,
     )
 
 
@@ -332,6 +337,9 @@ def _tokens_of(answer: EngineAnswer | None, decision: Decision) -> Tokens:
         output=answer.output_tokens,
         cached=answer.cached_tokens,
         predicted_cached=answer.predicted_cached_tokens,
+        cache_written=answer.token_details.cache_written,
+        reasoning=answer.reasoning_tokens,
+        tool=answer.token_details.tool,
     )
 
 

@@ -202,6 +202,9 @@ class OutcomeRecord:
     output_tokens: int
     ttft_ms: float | None  # from the request's arrival, queue included
     tpot_ms: float | None
+    cached_tokens: int | None = None  # of the prompt, as the engine told
+    reasoning_tokens: int | None = None  # of the output; None: nobody knows
+    ttfa_ms: float | None = None  # to the first token that is no reasoning
     error: str | None = None  # the kind of error that it ended with
     kind: Literal["outcome"] = "outcome"
 

@@ -135,8 +135,10 @@ def _shown_fields(summary: Mapping[str, Any]) -> dict[str, Any]:
         "overflow_failure": summary.get("overflow_failure"),
         "queue": _shown_positive_ms(summary["queue_ms"]),
         "ttft": _shown_positive_ms(summary["ttft_ms"]),
+        "ttfa": _shown_ttfa(summary),
         "tpot": _shown_positive_ms(summary["tpot_ms"]),
         "tokens": f"{summary['prompt_tokens']}+{summary['output_tokens']}",
+        "reasoning": summary.get("reasoning_tokens"),
         "total": shown_ms(summary["duration_ms"]),
         "overhead": _shown_overhead(summary["overhead_ms"]),
         "sla": sla,
@@ -145,6 +147,14 @@ def _shown_fields(summary: Mapping[str, Any]) -> dict[str, Any]:
         "continued_on": ",".join(summary["continued_on"]),
         "key": summary["key"],
     }
+
+
+def _shown_ttfa(summary: Mapping[str, Any]) -> str:
+    """Return the time to the answer's own first token; nothing if the first token of all is one of the answer."""
+    ttfa_ms = summary.get("ttfa_ms")
+    if ttfa_ms == summary["ttft_ms"]:
+        return ""
+    return _shown_positive_ms(ttfa_ms)
 
 
 def _shown_tier(served_by: str | None, decided: str | None) -> str:

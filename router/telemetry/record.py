@@ -98,6 +98,18 @@ class Journey(Struct, eq=False):
     events: list[Event] = field(default_factory=list)
 
 
+def first_answer_token_at(hop: Hop) -> float | None:
+    """Return when the answer itself began after the model's reasoning; None: it did not, or there was no reasoning."""
+    ttft_ms = hop.result.get("qarr.ttft_ms")
+    ttfa_ms = hop.result.get("qarr.ttfa_ms")
+    if hop.first_token_at is None or ttft_ms is None or ttfa_ms is None:
+        return None
+    if ttfa_ms <= ttft_ms:
+        return None
+    thought_ms: float = ttfa_ms - ttft_ms
+    return hop.first_token_at + thought_ms / 1000
+
+
 def error_name(error: BaseException) -> str:
     """Return an error's name in metrics, spans and records: its class's name, for our own classes without "Error"."""
     kind = type(error)
@@ -140,15 +152,21 @@ class Tokens(NamedTuple):
 
     Attributes:
         prompt: Tokens of its prompt.
-        output: Tokens of its answers.
+        output: Tokens of its answers, reasoning included.
         cached: Prompt tokens that the engine found in its prefix cache; None: the engine does not report them.
         predicted_cached: Prompt tokens that were expected there when the request was sent; None: nothing was expected.
+        cache_written: Prompt tokens that the engine wrote to its prefix cache; None: the engine does not report them.
+        reasoning: Tokens of its answers that are the model's reasoning; None: nobody knows.
+        tool: Tokens that the engine's own tools returned to the model; None: the engine does not report them.
     """
 
     prompt: int
     output: int = 0
     cached: int | None = None
     predicted_cached: int | None = None
+    cache_written: int | None = None
+    reasoning: int | None = None
+    tool: int | None = None
 
 
 class Times(NamedTuple):
@@ -160,6 +178,7 @@ class Times(NamedTuple):
         ttft_ms: From its arrival to its first token, with the queue.
         tpot_ms: Mean time between tokens.
         duration_ms: From its arrival to its last byte.
+        ttfa_ms: From its arrival to the first token of the answer itself, which is text or a tool call, not reasoning.
     """
 
     queue_ms: float
@@ -167,6 +186,7 @@ class Times(NamedTuple):
     ttft_ms: float | None
     tpot_ms: float | None
     duration_ms: float
+    ttfa_ms: float | None = None
 
 
 class TierUsage(NamedTuple):
@@ -283,7 +303,10 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "prompt_tokens": tokens.prompt,
         "cached_prompt_tokens": tokens.cached,
         "predicted_cached_tokens": tokens.predicted_cached,
+        "cache_written_tokens": tokens.cache_written,
         "output_tokens": tokens.output,
+        "reasoning_tokens": tokens.reasoning,
+        "tool_tokens": tokens.tool,
         **{
             name: ms and int(ms * 100 + 0.5) / 100
             for name, ms in zip(Times._fields, record.times, strict=True)
@@ -321,6 +344,9 @@ def log_outcome(decisions: DecisionLog, record: RequestRecord) -> None:
             output_tokens=record.tokens.output,
             ttft_ms=_rounded(record.times.ttft_ms),
             tpot_ms=_rounded(record.times.tpot_ms, 3),
+            cached_tokens=record.tokens.cached,
+            reasoning_tokens=record.tokens.reasoning,
+            ttfa_ms=_rounded(record.times.ttfa_ms),
             error=error,
         )
     )

@@ -14,7 +14,14 @@ from classifier import PromptFeatures
 from router.policy.decide import fallbacks
 from router.policy.decision import Decision, TierEstimate
 from router.policy.explain import verdict
-from router.telemetry.record import Hop, Journey, KeptFor, Outcome, RequestRecord
+from router.telemetry.record import (
+    Hop,
+    Journey,
+    KeptFor,
+    Outcome,
+    RequestRecord,
+    first_answer_token_at,
+)
 from tiers.formats import shown_quantization
 
 KEY_ID = "qarr.key.id"  # A key's id is no secret.
@@ -97,6 +104,7 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
             "qarr.sla.met": record.sla_met,
             "error.type": record.error,
             "qarr.ttft_ms": times.ttft_ms,
+            "qarr.ttfa_ms": times.ttfa_ms,
             "qarr.tpot_ms": times.tpot_ms,
             "qarr.queue_ms": times.queue_ms,
             "qarr.overhead_ms": times.overhead_ms,
@@ -113,6 +121,8 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
             "qarr.reported_cached_tokens": tokens.cached,
             # Under the name gen_ai.usage, viewers would add these to the attempts' tokens.
             "qarr.output_tokens": tokens.output,
+            "qarr.reasoning_tokens": tokens.reasoning,
+            "qarr.tool_tokens": tokens.tool,
         }
     )
 
@@ -294,6 +304,11 @@ def _hop_span(hop: Hop, arrived: float, duration_ms: float) -> dict[str, Any]:
     if hop.first_token_at is not None:
         events.append(
             _event("qarr.first_token", (hop.first_token_at - arrived) * 1000, {})
+        )
+    answer_began_at = first_answer_token_at(hop)
+    if answer_began_at is not None:
+        events.append(
+            _event("qarr.first_answer_token", (answer_began_at - arrived) * 1000, {})
         )
     if hop.message:
         exception = {"exception.type": error, "exception.message": hop.message}

@@ -36,6 +36,7 @@ from router.telemetry.record import (
     Outcome,
     RequestRecord,
     error_name,
+    first_answer_token_at,
 )
 from router.telemetry.request_trace import (
     KEY_ID,
@@ -357,9 +358,13 @@ def end_span(hop: Hop, span: Span, error: Exception | None) -> None:
     Without ``error`` the span has no words of an error: they may quote the prompt.
     """
     hop.span = None
-    if hop.first_token_at is not None:
-        ago_ns = int((time.monotonic() - hop.first_token_at) * 1e9)
-        span.add_event("qarr.first_token", timestamp=time.time_ns() - ago_ns)
+    for name, at in (
+        ("qarr.first_token", hop.first_token_at),
+        ("qarr.first_answer_token", first_answer_token_at(hop)),
+    ):
+        if at is not None:
+            ago_ns = int((time.monotonic() - at) * 1e9)
+            span.add_event(name, timestamp=time.time_ns() - ago_ns)
     span.set_attributes(without_unknown(hop.result))
     if error is not None:
         span.record_exception(error)

@@ -29,7 +29,12 @@ from router.upstream.sse import (
     AnswerFormat,
     Chunk,
     EventParser,
-    cached_tokens_of,
+)
+from router.upstream.token_details import (
+    NO_DETAILS,
+    ThoughtTokens,
+    TokenDetails,
+    token_details_of,
 )
 from router.upstream.transport import Body, body_of
 from tiers.fleet import Lease
@@ -109,7 +114,8 @@ class EngineAnswer(ABC):
     Attributes:
         tier: The tier that began the answer, with its replica ``replica_id``.
         predicted_cached_tokens: Tokens of the prompt that the replica was expected to hold; None: not known.
-        cached_tokens: Tokens of the prompt that were in the prefix cache, as the engine reports; None: it did not.
+        token_details: What the engine reports of its tokens besides their number.
+        is_thinking: Whether the latest output was reasoning, as far as is seen.
         output_tokens: The engine's count, or until that comes what its chunks tell.
         ignored: Members of the caller's body that the engine was not asked.
         overflow: Name of the server outside of the fleet that answers; None: a tier does.
@@ -130,7 +136,8 @@ class EngineAnswer(ABC):
             self.predicted_cached_tokens = lease.sent.cached
         self.ttft_ms: float | None = None
         self.usage: dict[str, int] = {}
-        self.cached_tokens: int | None = None
+        self.token_details: TokenDetails = NO_DETAILS
+        self.is_thinking = False
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
         self.ignored: tuple[str, ...] = ()
@@ -156,6 +163,21 @@ class EngineAnswer(ABC):
     @property
     def media_type(self) -> str | None:
         return self._body.header(b"content-type")
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Return the tokens of the prompt that were in the prefix cache, as the engine reports; None: it did not."""
+        return self.token_details.cached
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Return the tokens of the output that are the model's reasoning; None: nobody knows."""
+        return self.token_details.reasoning
+
+    @property
+    def ttfa_ms(self) -> float | None:
+        """Return the time to the first token of the answer itself, not of reasoning; None: none was seen to come."""
+        return None
 
     @property
     def tpot_ms(self) -> float | None:
@@ -194,10 +216,14 @@ class EngineAnswer(ABC):
         finish_reasons = (self.finish_reason,) if self.finish_reason else None
         return {
             "qarr.ttft_ms": self.ttft_ms,
+            "qarr.ttfa_ms": self.ttfa_ms,
             "gen_ai.response.finish_reasons": finish_reasons,
             "gen_ai.usage.input_tokens": self.usage.get("prompt_tokens"),
             "gen_ai.usage.output_tokens": self.usage.get("completion_tokens"),
             "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
+            "gen_ai.usage.reasoning.output_tokens": self.reasoning_tokens,
+            "qarr.cache_written_tokens": self.token_details.cache_written,
+            "qarr.tool_tokens": self.token_details.tool,
             "qarr.cached_prompt_tokens": self.predicted_cached_tokens,
             "qarr.tpot_ms": tpot_ms,
         }
@@ -205,7 +231,7 @@ class EngineAnswer(ABC):
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
         self.usage = {name: int(usage.get(name) or 0) for name in USAGE}
         self.output_tokens = self.usage["completion_tokens"]
-        self.cached_tokens = cached_tokens_of(usage)
+        self.token_details = token_details_of(usage)
 
 
 class StreamPhase(Enum):
@@ -225,6 +251,7 @@ class EngineStream(EngineAnswer):
     Attributes:
         may_be_continued: Whether another engine may go on from what the caller has, if it can.
         continuation: What lets another engine go on, set before the answer is relayed.
+        thought: Counts the model's reasoning; None: none has come.
         failed_over: Whether the first engine did not end the answer.
         first_event: The first event of the answer, whatever it holds; empty: none has come.
         answer_usage: The engine's token counts as those of the answer: of one that it resumed, the earlier tokens are output
@@ -250,6 +277,7 @@ class EngineStream(EngineAnswer):
         # when both are to be noted next, by the monotonic clock in seconds
         self._note_at = 0.0
         self._wants_usage = request.wants_usage
+        self._is_continuation = request.continued_tokens > 0
         self._may_be_silent = request.may_be_silent
         takes_token_notes = request.wants_token_notes(replica)
         self._parser = EventParser(request.answers, takes_token_notes=takes_token_notes)
@@ -269,6 +297,40 @@ class EngineStream(EngineAnswer):
         self._has_output = False  # whether an event with output of the model has come
         # Whether the engine tells each token's id. One that does is known not to compute while it sends nothing.
         self._tells_tokens = False
+        self._latest_tokens = 0  # so many tokens were told together last
+        self.thought: ThoughtTokens | None = None
+        # when the answer itself began, after all reasoning; None: it has not
+        self._answer_at: float | None = None
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Return the engine's count, or one of the tokens that it told with its reasoning; None: nobody knows.
+
+        An engine that counts no reasoning beside some that it sent does not count it at all. Of an answer that others have
+        continued, only the one that has ended it knows.
+        """
+        ending = self.parts[-1] if self.parts else self
+        reported = ending.token_details.reasoning
+        thought = ending.thought
+        if reported or thought is None:
+            return reported
+        # the tokens of several answers come mixed
+        if self.parts or self.attempt.lease.sequences > 1:
+            return None
+        return thought.count
+
+    @property
+    def ttfa_ms(self) -> float | None:
+        if self._answer_at is None:
+            return None
+        return (self._answer_at - self.sent_at) * 1000
+
+    def _span_attributes(self, tpot_ms: float | None) -> dict[str, Any]:
+        attributes = super()._span_attributes(tpot_ms)
+        if self._is_continuation:
+            # counted for the whole answer, not for this engine's part of it
+            attributes["gen_ai.usage.reasoning.output_tokens"] = None
+        return attributes
 
     @property
     def progress(self) -> AnswerProgress:
@@ -304,6 +366,8 @@ class EngineStream(EngineAnswer):
         self._body.limit_reads(self.attempt.token_timeout_s)
         now = time.monotonic()
         self.attempt.hop.first_token_at = now
+        if self._answer_at is not None:
+            self._answer_at = now
         self.ttft_ms = (now - self.sent_at) * 1000
         if self._unreported_tokens:
             self._report_tokens(now)
@@ -405,6 +469,9 @@ class EngineStream(EngineAnswer):
             chunk_tokens = len(chunk.token_ids)
             if chunk_tokens:
                 self._tells_tokens = True
+                self._latest_tokens = chunk_tokens
+            if chunk.reasoning or self.is_thinking:
+                self._note_thought(chunk)
             if chunk.text or chunk.other or chunk.finish_reason:
                 self._has_output = True
                 chunk_tokens = chunk_tokens or self._untold_tokens
@@ -417,12 +484,28 @@ class EngineStream(EngineAnswer):
             return self._hold_back(chunks, tokens)
         return self._relay(chunks, tokens)
 
+    def _note_thought(self, chunk: Chunk) -> None:
+        """Count an event's tokens, if they are reasoning."""
+        if self.thought is None:
+            self.thought = ThoughtTokens()
+        self.thought.receive(chunk, self._latest_tokens)
+        self.is_thinking = self.thought.is_open
+
+    def _look_for_answer(self, chunks: Sequence[Chunk]) -> None:
+        """Note when the answer itself begins: its text, or a tool call."""
+        for chunk in chunks:
+            if chunk.text or (chunk.other and not chunk.reasoning):
+                self._answer_at = time.monotonic()
+                return
+
     def _hold_back(self, chunks: Sequence[Chunk], tokens: int) -> bool:
         """Keep chunks until there is a receiver; tell whether more is wanted before that."""
         if not self.first_event:
             self.first_event = _first_event_in(chunks)
         if tokens:
             self._note_opening_tokens(tokens)
+        if self._answer_at is None and not self.is_thinking:
+            self._look_for_answer(chunks)
         self._held_chunks += chunks
         return not (self._parser.ended or self._has_output)
 
@@ -451,6 +534,8 @@ class EngineStream(EngineAnswer):
             if now >= self._note_at:
                 self._report_tokens(now)
                 self._note_progress()
+        if self._answer_at is None and not self.is_thinking:
+            self._look_for_answer(chunks)
         assert self._pass_on is not None
         try:
             return self._pass_on(chunks) and not self._parser.ended
@@ -474,6 +559,8 @@ class EngineStream(EngineAnswer):
 
         def receive_continued(chunks: Sequence[Chunk]) -> bool:
             self._last_at = time.monotonic()
+            if self._answer_at is None:
+                self._look_for_answer(chunks)
             self.output_tokens += sum(len(chunk.token_ids) for chunk in chunks)
             return receive(chunks)
 

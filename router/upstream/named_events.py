@@ -19,6 +19,7 @@ from router.upstream.sse import (
     Count,
     WholeAnswer,
     decoded,
+    without_false_zero,
 )
 
 # Why an answer ended, in the words of chat completions, which records and traces use.
@@ -31,13 +32,19 @@ STOP_REASONS = {
 MESSAGE_OVER = "message_stop"
 RESPONSE_OVER = ("response.completed", "response.incomplete")
 _FAILURES = ("error", "response.failed")
+# the reasoning itself, and a summary of it
+_REASONING_EVENTS = ("response.reasoning_text.", "response.reasoning_summary_text.")
 
 
 class _InputOutputUsage(Struct):
+    """Token counts of both APIs: Anthropic's has the two of the cache, OpenAI's the details."""
+
     input_tokens: Count | None = None
     output_tokens: Count | None = None
     cache_read_input_tokens: Count | None = None
     cache_creation_input_tokens: Count | None = None
+    input_tokens_details: dict[str, Any] | None = None
+    output_tokens_details: dict[str, Any] | None = None
 
 
 class MessageDelta(Struct):
@@ -112,6 +119,7 @@ def read_message_event(raw: bytes) -> Chunk:
             raw,
             delta.text or "",
             other=bool(delta.thinking or delta.partial_json),
+            reasoning=bool(delta.thinking),
             detail=event,
         )
     if kind == "content_block_start":
@@ -163,7 +171,12 @@ def read_response_event(raw: bytes) -> Chunk:
     if event.type == "response.output_text.delta" and isinstance(event.delta, str):
         return Chunk(raw, event.delta, detail=event)
     has_other_output = event.type.endswith(".delta") and bool(event.delta)
-    return Chunk(raw, other=has_other_output, detail=event)
+    return Chunk(
+        raw,
+        other=has_other_output,
+        reasoning=has_other_output and event.type.startswith(_REASONING_EVENTS),
+        detail=event,
+    )
 
 
 def read_response(content: bytes) -> WholeAnswer | None:
@@ -187,7 +200,7 @@ def _data_of(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
     return event
 
 
-def _answer_in(response: ResponseObject) -> tuple[str, dict[str, int]] | None:
+def _answer_in(response: ResponseObject) -> WholeAnswer | None:
     """Return why a response ended, and its token counts; None for one that failed, or is none."""
     usage = response.usage
     output = response.output
@@ -198,6 +211,10 @@ def _answer_in(response: ResponseObject) -> tuple[str, dict[str, int]] | None:
     ):
         return None
     counts = _counts(usage)
+    if any(item.type == "reasoning" for item in output):
+        counts["completion_tokens_details"] = without_false_zero(
+            counts.get("completion_tokens_details")
+        )
     if response.status == "incomplete":
         return "length", counts
     if any(item.type == "function_call" for item in output):
@@ -205,18 +222,32 @@ def _answer_in(response: ResponseObject) -> tuple[str, dict[str, int]] | None:
     return "stop", counts
 
 
-def _counts(usage: _InputOutputUsage) -> dict[str, int]:
-    """Return token counts under OpenAI's older names. Anthropic's count of the input leaves out what the cache had."""
-    cached_tokens = (usage.cache_read_input_tokens or 0) + (
-        usage.cache_creation_input_tokens or 0
-    )
-    prompt_tokens = (usage.input_tokens or 0) + cached_tokens
+def _counts(usage: _InputOutputUsage) -> dict[str, Any]:
+    """Return token counts under the names of chat completions.
+
+    Anthropic's count of the input leaves out what the cache had, and what was written to it.
+    """
+    cache_read = usage.cache_read_input_tokens
+    cache_written = usage.cache_creation_input_tokens
+    prompt_tokens = (usage.input_tokens or 0) + (cache_read or 0) + (cache_written or 0)
     output_tokens = usage.output_tokens or 0
-    return {
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
     }
+    input_details = usage.input_tokens_details
+    if input_details is not None:
+        cache_read = input_details.get("cached_tokens")
+        cache_written = input_details.get("cache_write_tokens")
+    if cache_read is not None or cache_written is not None:
+        counts["prompt_tokens_details"] = {
+            "cached_tokens": cache_read,
+            "created_cache_tokens": cache_written,
+        }
+    if usage.output_tokens_details is not None:
+        counts["completion_tokens_details"] = usage.output_tokens_details
+    return counts
 
 
 _USUAL = re.compile(rb"event: [^\n]*+\ndata: \{[^\n]*+")

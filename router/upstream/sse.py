@@ -35,6 +35,7 @@ class _Usage(Struct):
     completion_tokens: Count | None = None
     total_tokens: Count | None = None
     prompt_tokens_details: Any = None
+    completion_tokens_details: Any = None
 
 
 class _Choice(Struct):
@@ -68,20 +69,10 @@ _INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _MEMBERS_WITH_TEXT = {"content", "reasoning", "reasoning_content"}
 # a delta with these alone holds nothing but the answer's text
 _MEMBERS_OF_PLAIN_TEXT = {"role", "content"}
+_MEMBERS_WITH_REASONING = ("reasoning", "reasoning_content")
 _EVENT = msgspec.json.Decoder(_ChunkEvent)
 _COMPLETION = msgspec.json.Decoder(_Completion)
 _IDS = msgspec.json.Decoder(_Ids)
-
-
-def cached_tokens_of(usage: Mapping[str, Any]) -> int | None:
-    """Return the prompt tokens found in the prefix cache; None: the engine does not tell (``prompt_tokens_details``)."""
-    details = usage.get("prompt_tokens_details")
-    if not isinstance(details, dict):
-        return None
-    cached_tokens = details.get("cached_tokens")
-    if isinstance(cached_tokens, int) and cached_tokens >= 0:
-        return cached_tokens
-    return None
 
 
 class Chunk(Struct, frozen=True):
@@ -96,7 +87,8 @@ class Chunk(Struct, frozen=True):
         finish_reason: Why a choice has ended; None: none has.
         stop_reason: What stopped it, in the engine's words: a string, a token id or None.
         other: Whether the event holds output that is not the answer's text: reasoning, or a tool call.
-        usage: The event's token counts, under OpenAI's names; None: it has none.
+        reasoning: Whether the event holds reasoning.
+        usage: The event's token counts, under the names of vLLM's chat completions; None: it has none.
         choice: Whether the event has a choice; the one with the final token counts has none.
         blank: Whether its choice has an empty delta.
         last: Whether it ends the stream, as ``[DONE]`` does where streams end with that.
@@ -111,6 +103,7 @@ class Chunk(Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: Any = None
     other: bool = False
+    reasoning: bool = False
     usage: Mapping[str, Any] | None = None
     choice: bool = False
     blank: bool = False
@@ -144,6 +137,7 @@ def parse_event(raw: bytes) -> Chunk:
         usage = msgspec.structs.asdict(event.usage)
     text = choice.text
     has_other_output = False
+    has_reasoning = False
     is_blank = False
     delta = choice.delta
     if delta is not None:
@@ -151,6 +145,7 @@ def parse_event(raw: bytes) -> Chunk:
         text = delta.get("content")
         if type(text) is not str or len(delta) > 1:
             text, has_other_output = _read_delta(delta)
+            has_reasoning = has_other_output and _has_reasoning(delta)
     chunk = Chunk(
         raw=raw,
         text=text or "",
@@ -159,6 +154,7 @@ def parse_event(raw: bytes) -> Chunk:
         finish_reason=finish_reason,
         stop_reason=choice.stop_reason,
         other=has_other_output,
+        reasoning=has_reasoning,
         usage=usage,
         choice=True,
         blank=is_blank,
@@ -221,6 +217,10 @@ def _read_delta(delta: Mapping[str, Any]) -> tuple[str, bool]:
     return delta.get("content") or "", has_other_output
 
 
+def _has_reasoning(members: Mapping[str, Any]) -> bool:
+    return any(map(members.get, _MEMBERS_WITH_REASONING))
+
+
 def decoded(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
     """Decode what an engine says; ``EngineBrokeError``: it is not what the decoder reads."""
     try:
@@ -241,7 +241,23 @@ def read_completion(content: bytes) -> WholeAnswer | None:
         choice.message is None and choice.text is None for choice in completion.choices
     ):
         return None
-    return completion.choices[0].finish_reason, msgspec.structs.asdict(completion.usage)
+    usage = msgspec.structs.asdict(completion.usage)
+    if any(_has_reasoning(choice.message or {}) for choice in completion.choices):
+        usage["completion_tokens_details"] = without_false_zero(
+            usage["completion_tokens_details"]
+        )
+    return completion.choices[0].finish_reason, usage
+
+
+def without_false_zero(output_details: Any) -> Any:
+    """Return the details of an answer with reasoning; without a count of 0, which says that a parser counts none.
+
+    Many of vLLM's reasoning parsers do not count (``count_reasoning_tokens`` of its ``ReasoningParser`` returns 0), and
+    others count none where the tag that begins a thought is part of the prompt (``BaseThinkingReasoningParser``).
+    """
+    if isinstance(output_details, dict) and not output_details.get("reasoning_tokens"):
+        return {**output_details, "reasoning_tokens": None}
+    return output_details
 
 
 @dataclass(frozen=True, slots=True)

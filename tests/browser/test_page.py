@@ -303,6 +303,36 @@ async def test_a_request_appears_and_opens_into_its_trace(
             ).to_be_visible()
 
 
+async def test_a_thought_is_shown_apart_from_the_answer(
+    tmp_path: Path, opened: Opened
+) -> None:
+    """A tier, the list and a request say how much was thought, and when the answer itself began."""
+    fast = Behaviour(reasoning=4, delay_s=0.05, cached_tokens=6)
+    async with router_stack(tmp_path, fast=fast) as stack:
+        body = {"model": "fast", "messages": [{"role": "user", "content": "hi"}]}
+        for stream in (True, False):
+            answer = await stack.client.post(
+                f"{stack.url}/v1/chat/completions", json={**body, "stream": stream}
+            )
+            assert answer.status_code == 200
+        async with opened(stack.url) as page:
+            await live(page)
+            thought = page.locator("#requests tr", has_text="4 thought")
+            await expect(thought).to_have_count(1)
+            await expect(thought.locator(".first")).to_contain_text("→")
+            await expect(tier(page, "fast")).to_contain_text("TTFT · answer")
+            await expect(tier(page, "precise")).not_to_contain_text("answer")
+            await thought.get_by_role("button").click()
+            details = page.get_by_role("dialog")
+            await expect(details).to_contain_text(
+                "10 in the prompt, 6 of them cached; 7 in the answer, 4 of them thought"
+            )
+            await expect(details).to_contain_text("of them thinking")
+            await expect(
+                details.locator(".event", has_text="first answer token")
+            ).to_be_visible()
+
+
 async def test_a_failed_request_opens_after_many_good_ones(
     tmp_path: Path, opened: Opened
 ) -> None:
@@ -332,15 +362,18 @@ async def test_a_failed_request_opens_after_many_good_ones(
             await expect(page.locator("#requests tr")).to_have_count(1)
 
 
-async def test_requests_in_flight_are_listed(tmp_path: Path, opened: Opened) -> None:
+@pytest.mark.parametrize(("reasoning", "stage"), [(0, "writes"), (99, "thinks")])
+async def test_requests_in_flight_are_listed(
+    tmp_path: Path, opened: Opened, reasoning: int, stage: str
+) -> None:
     """A request is listed and counted while it is computed, and gone when it has ended."""
-    slow = Behaviour(answer=ANSWER)
+    slow = Behaviour(answer=ANSWER, reasoning=reasoning)
     async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url) as page:
         await live(page)
         slow.stall_after = 3
         asking = asyncio.create_task(stack.generate(prompt="hi", tier="fast"))
         await expect(page.locator("#flight li")).to_contain_text("fast")
-        await expect(page.locator("#flight li")).to_contain_text("writes")
+        await expect(page.locator("#flight li")).to_contain_text(stage)
         await expect(page.locator("#sum-flight")).to_have_text("1")
         await expect(tier(page, "fast")).to_contain_text("1 of 32")
         asking.cancel()

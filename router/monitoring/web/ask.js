@@ -133,7 +133,7 @@ async function receive(response, began, expected) {
 function closing(facts, done, first, whole, id) {
   const tier = [done.tier ? tierName(done.tier) : `overflow: ${done.overflow}`, ...(done.continued_on ?? []).flatMap((t) => [" → ", tierName(t)])];
   const parts = [
-    plural(done.usage?.completion_tokens ?? 0, "token"), `TTFT ${duration(done.ttft_ms)}`, `TPOT ${duration(done.tpot_ms)}`,
+    plural(done.usage?.completion_tokens ?? 0, "token"), ...(done.usage?.reasoning_tokens ? [`${count(done.usage.reasoning_tokens)} of them thought`] : []), `TTFT ${duration(done.ttft_ms)}`, `TPOT ${duration(done.tpot_ms)}`,
     `first token here after ${duration(first)}`, `${duration(whole)} in all`, ...(done.finish_reason === "length" ? ["cut at max tokens"] : []),
   ];
   facts.replaceChildren(...tier, ` · ${parts.join(" · ")} `);

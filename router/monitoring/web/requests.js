@@ -114,6 +114,22 @@ function briefly({ reason }) {
 /** Times of a request; an answer that is not streamed has no first token that anyone sees, but a speed. */
 const wholeSpeed = (r) => (known(r.ttft_ms) || !r.output_tokens || !r.duration_ms ? null : `${rate((1000 * r.output_tokens) / r.duration_ms)} tokens/s`);
 
+/** Whether the model thought before it answered, as far as anybody saw. */
+const thoughtFirst = (r) => known(r.ttfa_ms) && known(r.ttft_ms) && r.ttfa_ms > r.ttft_ms;
+
+/** Tokens in words: of the prompt, how many the engine had cached, and of the answer, how many are reasoning. */
+function tokensInWords(r) {
+  const cached = known(r.cached_prompt_tokens) ? `, ${count(r.cached_prompt_tokens)} of them cached` : "";
+  const thought = r.reasoning_tokens ? `, ${count(r.reasoning_tokens)} of them thought` : "";
+  return `${count(r.prompt_tokens)} in the prompt${cached}; ${count(r.output_tokens)} in the answer${thought}`;
+}
+
+/** The time to the first token, and below it the one to the first of the answer itself. */
+function firstTokens(r) {
+  const answer = `The model thought first: its answer began after ${duration(r.ttfa_ms)}`;
+  return [duration(r.ttft_ms), thoughtFirst(r) ? el("small", { title: answer }, ` → ${duration(r.ttfa_ms)}`) : null];
+}
+
 /** Choose which requests are listed. */
 function showOnly(filter) {
   const chosen = byId("filter");
@@ -143,9 +159,10 @@ function makeRequest(r) {
     cell("class", "Class", r.class.replaceAll("_", " "), doubtful ? "?" : "", complexity ? el("small", {}, ` ${complexity}`) : null),
     cell("which", "Tier", tierCell(r)),
     cell("why", "Reason", el("span", { title: r.reason }, [...detours(r), why].join(" · "))),
-    cell("num tokens", "Tokens", `${count(r.prompt_tokens)} → ${count(r.output_tokens)}`),
+    cell("num tokens", "Tokens", el("span", { title: tokensInWords(r) }, `${count(r.prompt_tokens)} → ${count(r.output_tokens)}`),
+      r.reasoning_tokens ? el("small", {}, `${count(r.reasoning_tokens)} thought`) : null),
     ...(speed ? [el("td", { role: "cell", class: "num speed", colspan: "2", "aria-colspan": "2", title: "not streamed: the answer came as a whole" }, speed)]
-      : [cell("num", "TTFT", duration(r.ttft_ms)), cell("num tpot", "TPOT", duration(r.tpot_ms))]),
+      : [cell("num first", "TTFT", ...firstTokens(r)), cell("num tpot", "TPOT", duration(r.tpot_ms))]),
     cell("num", "Total", duration(r.duration_ms)),
     cell("outcome", "Outcome", el("span", { class: `badge ${kind}` }, words)));
   row.addEventListener("click", () => { if (!String(getSelection())) openRequest(r); });
@@ -165,7 +182,7 @@ function showInFlight({ in_flight, in_flight_total }) {
         tier.dataset.tier = where;
         tier.replaceChildren(r.overflow ? where : r.tier ? tierName(r.tier) : "no tier yet");
       }
-      put(stage, `${STAGES[r.state] ?? r.state} · ${plural(r.state === "decode" ? r.output_tokens : r.prompt_tokens, "token")}`);
+      put(stage, `${r.is_thinking ? "thinks" : STAGES[r.state] ?? r.state} · ${plural(r.state === "decode" ? r.output_tokens : r.prompt_tokens, "token")}`);
       put(age, duration(r.age_ms));
     });
   const list = byId("flight-list"); // it keeps the height that it once had: what stands below does not jump

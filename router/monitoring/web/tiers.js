@@ -122,11 +122,12 @@ function makeTier(tier) {
   return row.node;
 }
 
-/** One figure with its name, and below it a plot or a bar. */
+/** One figure with its name, and perhaps another figure besides, and below it a plot or a bar. */
 function figure(name, title) {
   const value = el("span", { class: "value" }), more = el("span", { class: "more" }), below = el("div", { class: "below" });
-  const node = el("div", { class: "figure", title }, el("dt", {}, name), el("dd", {}, value, more, below));
-  return { node, value, more, below };
+  const besides = el("span", { class: "besides" });
+  const node = el("div", { class: "figure", title }, el("dt", {}, name, besides), el("dd", {}, value, more, below));
+  return { node, besides, value, more, below };
 }
 
 function bar(parent, share) {
@@ -150,7 +151,7 @@ class TierRow {
     this.figures = {
       load: figure("In flight", "Requests on the engine, and how many it takes at once"),
       speed: figure("Tokens/s", "Output tokens in the last second"),
-      ttft: figure("TTFT", "Time to the first token: median, and 95th percentile"),
+      ttft: figure("TTFT", "Time to the first token: median, and 95th percentile; then, if models think, the median time to the first token of the answer itself"),
       tpot: figure("TPOT", "Time for each further token: median, and 95th percentile"),
       sla: figure("SLA met", "Requests with bounds on TTFT or TPOT that were kept"),
       kv: figure("KV cache", "Use of the fullest replica's KV cache"),
@@ -199,6 +200,8 @@ class TierRow {
     put(load.more, ` of ${count(limit)}`);
     bar(load.below, limit ? inFlight / limit : 0);
     this.#times(ttft, tier.ttft_ms, this.series.ttft, this.series.ttft95);
+    const thinks = tier.ttfa_ms?.p50 > tier.ttft_ms?.p50;
+    put(ttft.besides, thinks ? ` · answer ${duration(tier.ttfa_ms.p50)}` : "");
     this.#times(tpot, tier.tpot_ms, this.series.tpot, this.series.tpot95);
     this.series.speed.push(tier.tokens_per_s);
     put(speed.value, rate(tier.tokens_per_s));

@@ -170,6 +170,37 @@ async def test_failover_is_charged_at_most_what_was_reserved(tmp_path: Path) -> 
         assert continued.engine_us > plain.engine_us
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_what_was_cached_is_not_charged_after_a_break(
+    tmp_path: Path, *, breaks: bool
+) -> None:
+    """An engine that breaks cannot tell what it had cached; then what it was expected to hold counts as cached."""
+    first_turn = [{"role": "user", "content": "What flows through Paris? " * 40}]
+    turns = [
+        *first_turn,
+        {"role": "assistant", "content": "The Seine. " * 40},
+        {"role": "user", "content": "And through Rome?"},
+    ]
+    async with shop(tmp_path, {"ann": {"engine_seconds_per_day": PLENTY}}) as at:
+        (stack,) = at.stacks
+        fast = stack.engines[TierName.FAST]
+        for messages in (first_turn, turns):
+            fast.break_after = 2 if breaks and messages is turns else None
+            headers = {"authorization": f"Bearer {at.names['ann']}"}
+            body = {"messages": messages, "stream": True, "qarr": {"tier": "fast"}}
+            answer = await stack.client.post(
+                f"{stack.url}/v1/chat/completions", json=body, headers=headers
+            )
+            assert answer.text.endswith("[DONE]\n\n")
+            await ended(at.stacks)
+        record = stack.pipeline.registry.kept()[-1]
+        assert record.tokens.predicted_cached
+        assert bool(record.served.continued_on) is breaks
+        assert record.tokens.cached is None
+        expected = record.tokens.predicted_cached if breaks else 0
+        assert record.usage[0].cached == expected
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
 async def test_two_routers_never_exceed_a_budget(
     kind: str, tmp_path: Path, redis_server: RedisServer

@@ -67,12 +67,14 @@ async def test_top_in_a_terminal(tmp_path: Path) -> None:
 
 async def test_once_is_text(tmp_path: Path) -> None:
     """Tiers with what is wrong, and the last requests with their reasons; nothing acts on the terminal."""
-    async with own_router(tmp_path) as router:
+    thinking = [Behaviour(reasoning=3) for _ in range(3)]
+    async with own_router(tmp_path, thinking) as router:
         assert (await router.generate(stream=False)).status_code == 200
         once = await router.qarr("top", "--once")
         assert once.returncode == 0
         assert "\x1b" not in once.stdout
-        for part in ("3/3 tiers ready", "fast-0", "0/", "ENDED", "small talk, trivial"):
+        parts = ("3/3 tiers ready", "fast-0", "0/", "ENDED", "small talk, trivial")
+        for part in (*parts, "TTFA", "10+7 (3 thought)"):
             assert part in once.stdout
 
 

@@ -29,6 +29,7 @@ OF_THIS_RELEASE = {
     "gen_ai_client_inference_usage_input_tokens",
     "gen_ai_client_inference_usage_output_tokens",
     "gen_ai_client_inference_usage_cache_read_input_tokens",
+    "gen_ai_client_inference_usage_reasoning_output_tokens",
     "gen_ai_server_request_duration_seconds",
     "gen_ai_server_time_to_first_token_seconds",
     "gen_ai_server_time_per_output_token_seconds",

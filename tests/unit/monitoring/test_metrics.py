@@ -54,6 +54,8 @@ RECORDS = [
         decision=decision(BALANCED, PromptClass.CODE),
         tier=BALANCED,
         priority="batch",
+        ttfa_ms=1500.5,
+        reasoning=5,
     ),
     record(
         trace_id="b2",

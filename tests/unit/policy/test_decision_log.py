@@ -36,6 +36,9 @@ ENDED = OutcomeRecord(
     output_tokens=7,
     ttft_ms=12.5,
     tpot_ms=None,
+    cached_tokens=16,
+    reasoning_tokens=5,
+    ttfa_ms=250.5,
     error="EngineFailed",
 )
 

@@ -171,6 +171,16 @@ def test_a_line_has_the_whole_record(
     assert ("why: the cheapest" in text) is (ended is BAD)
 
 
+def test_a_thought_stands_in_the_line_apart_from_the_answer() -> None:
+    """Where nothing was thought, the line is as short as before."""
+    thoughtful = render_summary(record(ttfa_ms=1500.0, reasoning=5))
+    assert " ttft=235ms ttfa=1500ms tpot=" in request_line(thoughtful)
+    assert " tokens=20+7 reasoning=5 total=" in request_line(thoughtful)
+    plain = request_line(render_summary(record(ttfa_ms=235.0, reasoning=0)))
+    assert "ttfa" not in plain
+    assert "reasoning" not in plain
+
+
 @pytest.mark.parametrize(
     "took",
     [0.0, 0.004, 0.016, 1.0, 2.345678, 235.12345, 99.994, 99.996, 640_000.987, 1e12],

@@ -163,9 +163,11 @@ def test_tokens_from_a_cache_are_counted() -> None:
     chunk = read_message_event(
         event({"type": "message_delta", "delta": {}, "usage": usage}).strip()
     )
-    assert chunk.usage == COUNTS
+    details = {"cached_tokens": 5, "created_cache_tokens": 1}
+    counts = {**COUNTS, "prompt_tokens_details": details}
+    assert chunk.usage == counts
     message = {"content": [], "stop_reason": "stop_sequence", "usage": usage}
-    assert read_message(json.dumps(message).encode()) == ("stop", COUNTS)
+    assert read_message(json.dumps(message).encode()) == ("stop", counts)
 
 
 @pytest.mark.parametrize("read", [read_message_event, read_response_event])
