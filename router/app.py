@@ -151,6 +151,7 @@ class App:
             direct=entry_points.direct,
             local_names=entry_points.local_names,
             origins=settings.server.cors_origins,
+            max_bodies_bytes=settings.server.max_bodies_bytes,
         )
         self.asgi = telemetry.instrument(self._outermost(settings.server.cors_origins))
 
@@ -387,6 +388,7 @@ class App:
             self._entry.use(
                 entry_points.app, entry_points.direct, entry_points.local_names
             )
+            self._entry.bodies.max_bytes = settings.server.max_bodies_bytes
             self._streams.bounds = settings.server
             pipeline.policy.use(settings.policy)
             pipeline.charging.use(settings)

@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from router.api.asgi import (
     CONTEXT,
-    LARGE_BODY,
     apart,
     body_message,
     cancel_on_disconnect,
@@ -36,6 +35,7 @@ from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import ActiveRequest
 from router.pipeline.request import Call, RequestContext
 from router.policy.decision import Decision
+from router.server.large_bodies import LARGE_BODY_BYTES
 from router.server.responder import OUT, Responder
 from router.settings import Settings
 from router.telemetry.settings import TelemetrySettings
@@ -88,7 +88,7 @@ class Endpoint:
     ) -> Call:
         """Parse a body, and cut its prompt if it fits no context and its caller has asked for that."""
         size = len(body)
-        if size > LARGE_BODY:
+        if size > LARGE_BODY_BYTES:
             call = await apart(size, self.parse, body, context, service)
         else:  # saves most requests a coroutine
             call = self.parse(body, context, service)

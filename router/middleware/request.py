@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.asgi import (
     CONTEXT,
+    HELD,
     ForeignHostError,
     ForeignPageError,
     body_message,
@@ -28,6 +29,7 @@ from router.auth.api_keys import (
 )
 from router.lifecycle import ServerPhase, ServerState
 from router.pipeline.request import RequestContext
+from router.server.large_bodies import HeldBody, LargeBodies
 from router.server.responder import OUT, Responder
 from router.telemetry.logs import CLIENT_ERROR, begin_request, log_failure
 from router.telemetry.tracing import ANSWERED, Telemetry
@@ -49,6 +51,7 @@ class RequestMiddleware:
         local_names: Names besides localhost under which a router on loopback serves; None: it does not listen on
             loopback, and serves under any name.
         origins: Whose pages may send requests without a key.
+        max_bodies_bytes: Most bytes of large bodies together.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class RequestMiddleware:
         direct: Mapping[str, ASGIApp],
         local_names: Collection[str] | None = None,
         origins: Collection[str] = (),
+        max_bodies_bytes: int,
     ) -> None:
         self._origins = origins
+        self.bodies = LargeBodies(max_bodies_bytes)
         self._keys = keys
         self._telemetry = telemetry
         self._server_state = server_state
@@ -97,6 +102,8 @@ class RequestMiddleware:
         out.server_state = self._server_state
         out.task = task
         self._server_state.active_requests.add(task)
+        held_body = HeldBody(self.bodies)
+        scope[HELD] = held_body
         try:
             app = await self._admit(scope)
             try:
@@ -117,6 +124,7 @@ class RequestMiddleware:
                 await _end_with_error(scope, receive, out)
         finally:
             self._server_state.active_requests.discard(task)
+            held_body.release()
             if not out.begun or out.early:
                 out.stop_waiting()
             out.close()

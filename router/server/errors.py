@@ -9,6 +9,13 @@ class BodyTooLargeError(Exception):
         self.limit = limit
 
 
+class TooManyBodiesError(Exception):
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"the large bodies of all requests have more than {limit} bytes together: try again later"
+        )
+
+
 class HeadTooLargeError(Exception):
     def __init__(self, max_bytes: int, max_headers: int) -> None:
         super().__init__(

@@ -49,7 +49,16 @@ class ServerSettings(
         description="Origins whose web pages may send requests, as in `https://chat.example.com`; `*`: all, with a key.",
     )
     max_body_bytes: int = Field(
-        1 << 20, ge=1024, description="Request bodies over this are refused unread."
+        32 << 20,
+        ge=1024,
+        description="Request bodies over this are refused unread. 32 MiB is what Anthropic's API takes; images are sent in "
+        "the body.",
+    )
+    max_bodies_bytes: int = Field(
+        512 << 20,
+        ge=1024,
+        description="Most bytes of all request bodies over 64 KiB together, until their answers are complete; further ones "
+        "get 503. Up to three times as much memory is taken.",
     )
     max_header_bytes: int = Field(
         32_768,

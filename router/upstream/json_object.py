@@ -78,18 +78,16 @@ class JsonObject:
     def parse(body: bytes) -> JsonObject:
         """Read an object; ``NotJsonError``: it is not UTF-8, not JSON, nested too deep, or not an object."""
         try:
+            # It refuses what is nested too deep itself.
             values = from_json(body, allow_inf_nan=False, cache_strings="keys")
         except (
             ValueError
         ):  # Python's decoder takes lone surrogates, and says what is wrong
             values = _decoded(body)
+            if isinstance(values, dict) and _nested(values.values()) >= MAX_NESTED:
+                raise NotJsonError(f"nested more than {MAX_NESTED} deep") from None
         if not isinstance(values, dict):
             raise NotJsonError("not a JSON object")
-        if (
-            body.count(b"[") + body.count(b"{") > MAX_NESTED
-            and _nested(values.values()) >= MAX_NESTED
-        ):
-            raise NotJsonError(f"nested more than {MAX_NESTED} deep")
         return JsonObject(body, values)
 
     @cached_property
