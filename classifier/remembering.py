@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-from classifier.features import TokenCounter
+from classifier.features import PIECE_CHARS, TokenCounter
 from classifier.tokens import ModelTokenCounter, pieces_of
 
 # Counting a shorter text takes little longer than finding its count.
@@ -53,6 +53,8 @@ class RememberingCounter(TokenCounter):
         """Return what the model's counter returns for a text; of a long one, each piece is remembered by itself."""
         if len(text) < SHORTEST_CHARS:
             return self._counter.count(text)
+        if len(text) <= PIECE_CHARS:
+            return self._count_piece(text)
         pieces = pieces_of(text)
         if not pieces:
             return self._counter.count(text)
