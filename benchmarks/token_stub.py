@@ -142,9 +142,7 @@ CONTEXT = int(os.environ.get("STUB_CONTEXT", "8192"))
 _COUNTED = b'{"count":3,"max_model_len":%d,"tokens":[1,2,3]}' % CONTEXT
 _LISTED = {
     "object": "list",
-    "data": [
-        {"id": MODEL, "object": "model", "root": MODEL, "max_model_len": CONTEXT}
-    ],
+    "data": [{"id": MODEL, "object": "model", "root": MODEL, "max_model_len": CONTEXT}],
 }
 _LOAD = (
     b'vllm:num_requests_running{model_name="stub"} 0.0\nvllm:num_requests_waiting{model_name="stub"} 0.0\n'

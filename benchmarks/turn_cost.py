@@ -9,7 +9,8 @@ are not streamed and have eight tokens, so that the prompt is nearly all of the 
 
 All routers get the same conversations, one after the other and in turns, in every pass another set of them. Routers have the
 first core; the stub engine and the client share the last one. CPU time is the kernel's (/proc/PID/task/*/schedstat: user and
-system, of all threads and children). Trust ratios of one run first.
+system, of all threads and children), less what the router uses in the same time when nobody asks it anything, such as to watch
+engines. Trust ratios of one run first.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ MAX_BODY_BYTES = 32 << 20
 IMAGE_BYTES = 5_000_000  # as base64
 IMAGE_TOKENS = 10_000  # of the conversation that has the image
 TIMEOUT_S = 60.0
+IDLE_S = 4.0  # for which CPU time is read while nobody asks
 SYSTEM_PROMPT = (
     "You are a coding agent. You work in the user's repository with the tools that you are given. Read before you write, "
     "change as little as the task needs, run the tests, and say in the end what you have done. "
@@ -119,11 +121,11 @@ class Length:
 
 
 LENGTHS = {
-    "1k": Length("1,000 tokens", 1_000, 24),
-    "10k": Length("10,000 tokens", 10_000, 12),
-    "60k": Length("60,000 tokens", 60_000, 4),
-    "120k": Length("120,000 tokens", 120_000, 3),
-    "image": Length("10,000 tokens and an image of 5 MB", IMAGE_TOKENS, 3, IMAGE_BYTES),
+    "1k": Length("1,000 tokens", 1_000, 12),
+    "10k": Length("10,000 tokens", 10_000, 6),
+    "60k": Length("60,000 tokens", 60_000, 3),
+    "120k": Length("120,000 tokens", 120_000, 2),
+    "image": Length("10,000 tokens and an image of 5 MB", IMAGE_TOKENS, 2, IMAGE_BYTES),
 }
 KINDS = ("fresh", "growing")
 
@@ -220,7 +222,7 @@ class Sample:
 class Turns:
     """Turns of one pass and kind, as they are sent."""
 
-    cpu_ns: int = 0
+    cpu_ns: float = 0.0
     wall_ns: int = 0
     count: int = 0
     sent_bytes: int = 0
@@ -238,8 +240,9 @@ class Turns:
 class Client:
     """One kept-alive connection to a router, whose CPU time is read before and after each answer."""
 
-    def __init__(self, router: Started) -> None:
+    def __init__(self, router: Started, idle_share: float) -> None:
         self._router = router
+        self._idle_share = idle_share
         self._socket = socket.create_connection(("127.0.0.1", router.port), TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -249,8 +252,10 @@ class Client:
         began_ns = time.perf_counter_ns()
         self._socket.sendall(request)
         answer = self._read()
-        turns.wall_ns += time.perf_counter_ns() - began_ns
-        turns.cpu_ns += cpu_ns(self._router.process) - cpu_before_ns
+        wall_ns = time.perf_counter_ns() - began_ns
+        used_ns = cpu_ns(self._router.process) - cpu_before_ns
+        turns.wall_ns += wall_ns
+        turns.cpu_ns += used_ns - self._idle_share * wall_ns
         turns.count += 1
         turns.sent_bytes += len(request)
         if not answer.startswith(b"HTTP/1.1 200") or answer.count(WORD) != WHOLE_TOKENS:
@@ -288,6 +293,16 @@ def cpu_ns(root: psutil.Process) -> int:
             with suppress(OSError):
                 total_ns += int(thread.read_text("ascii").split()[0])
     return total_ns
+
+
+def idle_shares(routers: dict[str, Started]) -> dict[str, float]:
+    """Return what share of a core each router uses while nobody asks it anything."""
+    before_ns = {name: cpu_ns(router.process) for name, router in routers.items()}
+    time.sleep(IDLE_S)
+    return {
+        name: (cpu_ns(router.process) - before_ns[name]) / (IDLE_S * 1e9)
+        for name, router in routers.items()
+    }
 
 
 def rss_mb(root: psutil.Process) -> float:
@@ -415,6 +430,7 @@ class Bench:
 
     routers: dict[str, Started]
     passes: int
+    idle_shares: dict[str, float]  # of a core, that each uses while nobody asks
 
     def measure(self, lengths: Sequence[str], run: Run) -> None:
         """Send every router the conversations of every pass; a first pass that is not counted warms all up."""
@@ -453,7 +469,7 @@ class Bench:
     ) -> None:
         """Send a conversation as it is, and then with a turn more each time."""
         model = "auto" if PROXIES.get(router, PROXIES[OURS]).ours else MODEL
-        client = Client(self.routers[router])
+        client = Client(self.routers[router], self.idle_shares[router])
         client.ask(conversation.request(model), turns["fresh"][router])
         for _ in range(TURNS):
             conversation.add()
@@ -556,7 +572,7 @@ def main() -> None:
             wanted_routers(options.beside), options.tokenizer, cores, run, stack
         )
         os.sched_setaffinity(0, {cores[-1]})
-        Bench(routers, options.passes).measure(lengths, run)
+        Bench(routers, options.passes, idle_shares(routers)).measure(lengths, run)
     print(run.text(), end="")
     if options.json:
         options.json.write_text(json.dumps(run.record(), indent=1) + "\n")

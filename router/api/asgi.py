@@ -14,9 +14,10 @@ import zstandard
 from starlette.types import Message, Receive, Scope
 
 from router.pipeline.request import RequestContext
-from router.server.errors import BodyTooLargeError
+from router.server.errors import BodyTooLargeError, TextTooLargeError
 from router.server.large_bodies import LARGE_BODY_BYTES, HeldBody
 from router.server.responder import HOLD, OUT, Responder
+from router.upstream.long_data import cut
 
 CONTEXT = "qarr.context"  # in a scope: what ``context_of`` returns
 HELD = "qarr.held_body"  # in a scope: what counts the body's bytes
@@ -50,13 +51,18 @@ def context_of(scope: Scope) -> RequestContext:
     return context
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(
+    scope: Scope, receive: Receive, limit: int, *, text_limit: int | None = None
+) -> bytes:
     """Read a request's body without its coding and byte order mark: at most ``limit`` bytes, coded and decoded.
+
+    ``text_limit``: most bytes of it besides images and other long data; None: as many as there may be.
 
     Raises:
         UnknownCodingError: The body has a coding that is not known here, or not the one that its head names.
         TooManyBodiesError: All bodies together are too large.
         BodyTooLargeError: The body is announced or turns out to be larger; what remains is not read.
+        TextTooLargeError: Its text is.
         ClientGoneError: The client went away before the body was complete.
     """
     context: RequestContext = scope[CONTEXT]
@@ -85,6 +91,10 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         body = _decode(body, context.header(b"content-encoding") or "", limit)
         if held is not None:
             held.grow_to(len(body))
+    if text_limit is not None and len(body) > text_limit:
+        shorter = await apart(len(body), cut, body)
+        if len(shorter.text) > text_limit:
+            raise TextTooLargeError(text_limit)
     return body.removeprefix(BYTE_ORDER_MARK)
 
 

@@ -113,7 +113,12 @@ class Answering:
         endpoint = self.endpoint
         context: RequestContext = scope[CONTEXT]
         server = service.settings.server
-        body = await read_body(scope, receive, server.max_body_bytes)
+        body = await read_body(
+            scope,
+            receive,
+            server.max_body_bytes,
+            text_limit=server.max_text_bytes,
+        )
         cancel_on_disconnect(scope)
         last_event_id = context.request_headers.get(b"last-event-id")
         # the client has sent the body again, which the stream does not need

@@ -9,6 +9,17 @@ class BodyTooLargeError(Exception):
         self.limit = limit
 
 
+class TextTooLargeError(BodyTooLargeError):
+    """A body is larger than it may be without images."""
+
+    def __init__(self, limit: int) -> None:
+        Exception.__init__(
+            self,
+            f"the request body is larger than {limit} bytes besides images and other long data in base64",
+        )
+        self.limit = limit
+
+
 class TooManyBodiesError(Exception):
     def __init__(self, limit: int) -> None:
         super().__init__(

@@ -83,6 +83,17 @@ async def test_a_decoded_body_counts_with_its_own_size(tmp_path: Path) -> None:
         first.cancel()
 
 
+async def test_text_is_bounded_apart_from_images(tmp_path: Path) -> None:
+    """A body of much text is refused with the bound; one of an image of the same size passes."""
+    bounds = {"server": {"max_text_bytes": IMAGE_BYTES // 2}}
+    async with router_stack(tmp_path, bounds) as stack:
+        assert (await ask(stack)).status_code == 200
+        refused = await ask(stack, user=" {}" * IMAGE_BYTES)
+        assert refused.status_code == 413
+        assert "besides images" in refused.json()["error"]["message"]
+        assert str(IMAGE_BYTES // 2) in refused.json()["error"]["message"]
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 400_000), st.booleans()),
