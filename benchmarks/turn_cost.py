@@ -417,9 +417,8 @@ def wanted_routers(beside: Path | None) -> dict[str, Proxy]:
     """Return the rows: the relay, vllm-router, the other checkout and this one."""
     routers = {RELAY: PROXIES[RELAY], BASE: PROXIES[BASE]}
     if beside is not None:
-        for name, proxy in of_checkout(beside.resolve()).items():
-            if not proxy.generate:
-                routers[name] = proxy
+        others = of_checkout(beside.resolve())
+        routers |= {name: proxy for name, proxy in others.items() if not proxy.generate}
     routers[OURS] = PROXIES[OURS]
     return routers
 

@@ -42,6 +42,7 @@ class RememberingCounter(TokenCounter):
 
     @property
     def exact(self) -> bool:
+        """Tell whether counts are the model's own."""
         return self._counter.exact
 
     @property

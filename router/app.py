@@ -151,8 +151,8 @@ class App:
             direct=entry_points.direct,
             local_names=entry_points.local_names,
             origins=settings.server.cors_origins,
-            max_bodies_bytes=settings.server.max_bodies_bytes,
         )
+        self._entry.bodies.max_bytes = settings.server.max_bodies_bytes
         self.asgi = telemetry.instrument(self._outermost(settings.server.cors_origins))
 
     def _wire(

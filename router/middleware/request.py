@@ -51,7 +51,6 @@ class RequestMiddleware:
         local_names: Names besides localhost under which a router on loopback serves; None: it does not listen on
             loopback, and serves under any name.
         origins: Whose pages may send requests without a key.
-        max_bodies_bytes: Most bytes of large bodies together.
     """
 
     def __init__(
@@ -65,10 +64,9 @@ class RequestMiddleware:
         direct: Mapping[str, ASGIApp],
         local_names: Collection[str] | None = None,
         origins: Collection[str] = (),
-        max_bodies_bytes: int,
     ) -> None:
         self._origins = origins
-        self.bodies = LargeBodies(max_bodies_bytes)
+        self.bodies = LargeBodies()
         self._keys = keys
         self._telemetry = telemetry
         self._server_state = server_state

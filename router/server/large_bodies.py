@@ -1,10 +1,13 @@
 """Bounds the memory that large request bodies take together, from their first bytes to the end of their answers.
 
-A body is kept while its answer is made, since another engine may have to be sent it. One body may have tens of megabytes, for
-images; as many of them as there may be connections would fill any memory.
+A body is kept while its answer is made, since another engine may have to be sent it. One body may have tens of megabytes,
+for images; as many of them as there may be connections would fill any memory.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 from router.server.errors import TooManyBodiesError
 
@@ -12,17 +15,17 @@ from router.server.errors import TooManyBodiesError
 LARGE_BODY_BYTES = 1 << 16
 
 
+@dataclass(slots=True)
 class LargeBodies:
     """The large bodies that one process holds.
 
     Attributes:
-        max_bytes: Most bytes of them together.
+        max_bytes: Most bytes of them together; the settings say it.
         held_bytes: Bytes of them at present.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.held_bytes = 0
+    max_bytes: float = math.inf
+    held_bytes: int = 0
 
 
 class HeldBody:
@@ -44,7 +47,7 @@ class HeldBody:
         if bodies.held_bytes > self._held_bytes and (
             bodies.held_bytes + added_bytes > bodies.max_bytes
         ):
-            raise TooManyBodiesError(bodies.max_bytes)
+            raise TooManyBodiesError(int(bodies.max_bytes))
         bodies.held_bytes += added_bytes
         self._held_bytes = size
 

@@ -76,7 +76,6 @@ class Doorway:
             answered=lambda *answer: self.answers.append(answer),
             direct={},
             local_names=self.local_names,
-            max_bodies_bytes=1 << 20,
         )
         await middleware(scope, receive, out.send)
         assert not self.state.active_requests

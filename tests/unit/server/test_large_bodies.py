@@ -104,7 +104,8 @@ def test_what_is_held_is_what_open_requests_hold(
     steps: list[tuple[int, int, bool]],
 ) -> None:
     """However requests grow, are refused and end, the sum is theirs, and beyond the bound only of one alone."""
-    bodies = LargeBodies(500_000)
+    bodies = LargeBodies()
+    bodies.max_bytes = 500_000
     open_requests = {number: HeldBody(bodies) for number in range(4)}
     sizes = dict.fromkeys(open_requests, 0)
     for number, size, ends in steps:
