@@ -7,10 +7,10 @@ Python's standard library. It is sent once as it is (*fresh*: no router has seen
 prompt and the tools), and then four times with 500 tokens more (*growing*). A token is taken to be four characters. Answers
 are not streamed and have eight tokens, so that the prompt is nearly all of the work.
 
-All routers get the same conversations, one after the other and in turns, in every pass another set of them. Routers have the
-first core; the stub engine and the client share the last one. CPU time is the kernel's (/proc/PID/task/*/schedstat: user and
-system, of all threads and children), less what the router uses in the same time when nobody asks it anything, such as to watch
-engines. Trust ratios of one run first.
+All routers get the same conversations, one after the other and in turns, in every pass another set of them. Routers have
+the first core; the stub engine and the client share the last one. CPU time is the kernel's (/proc/PID/task/*/schedstat: user
+and system, of all threads and children), less what the router uses in the same time when nobody asks it anything, such as to
+watch engines. Trust ratios of one run first.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Conversation:
     @classmethod
     def begin(cls, length: Length, seed: str) -> Conversation:
         """Return a conversation of a length; others with another seed share its system prompt and tools alone."""
-        source = random.Random(seed)  # noqa: S311  it makes texts, not keys
+        source = random.Random(seed)
         task = f"Task {seed}: find out why nested groups fail, and repair it."
         content: Any = task
         if length.image_bytes:
