@@ -34,6 +34,12 @@ PROMPT = (
     * 3
 )
 WHOLE_TOKENS, STREAM_TOKENS = 8, 64
+# settings of the router's that are inherited: benchmarks/turn_cost.py sets those of sizes
+KEPT_SETTINGS = {
+    "QARR_CACHE_DIR",
+    "QARR_SERVER__MAX_BODY_BYTES",
+    *(f"QARR_TIERS__{tier}__MAX_MODEL_LEN" for tier in ("FAST", "BALANCED", "PRECISE")),
+}
 NGINX = """worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log warn;
 events {{ worker_connections 4096; }}
 http {{
@@ -349,9 +355,11 @@ def _started_from(checkout: Path, place: Place) -> tuple[list[str], dict[str, st
     inherited = {
         n: v
         for n, v in os.environ.items()
-        if not n.startswith(("QARR_", "OTEL_")) or n == "QARR_CACHE_DIR"
+        if not n.startswith(("QARR_", "OTEL_")) or n in KEPT_SETTINGS
     }
     return argv, inherited | {
+        # an environment that is shared between checkouts imports another one's code
+        "PYTHONPATH": str(checkout),
         "QARR_ENGINE__LOG_DIR": str(place.folder),
         "QARR_POLICY__PROFILES": str(place.folder / "profiles"),
         # other proxies have no such limit, and bursts come to more than 256

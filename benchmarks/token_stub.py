@@ -1,6 +1,6 @@
 """A stub engine that sends every token by itself, as vLLM does: one write a token, at a pace that can be set.
 
-usage: python benchmarks/token_stub.py PORT...
+usage: [STUB_CONTEXT=8192] python benchmarks/token_stub.py PORT...
 
 One process, one loop over epoll, answers prepared beforehand; every port is an engine of its own to those who ask. A stream
 gets one token a turn of the loop, or one every so many microseconds (``POST /pace/5000``). It speaks what proxies ask of
@@ -10,6 +10,7 @@ vLLM, token ids and usage included, and takes traces (OTLP over HTTP), which it 
 from __future__ import annotations
 
 import json
+import os
 import re
 import select
 import socket
@@ -137,10 +138,11 @@ def _event(value: object) -> bytes:
     return _framed(b"data: " + _json(value) + b"\n\n")
 
 
-_COUNTED = b'{"count":3,"max_model_len":8192,"tokens":[1,2,3]}'
+CONTEXT = int(os.environ.get("STUB_CONTEXT", "8192"))
+_COUNTED = b'{"count":3,"max_model_len":%d,"tokens":[1,2,3]}' % CONTEXT
 _LISTED = {
     "object": "list",
-    "data": [{"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 8192}],
+    "data": [{"id": MODEL, "object": "model", "root": MODEL, "max_model_len": CONTEXT}],
 }
 _LOAD = (
     b'vllm:num_requests_running{model_name="stub"} 0.0\nvllm:num_requests_waiting{model_name="stub"} 0.0\n'
@@ -163,7 +165,8 @@ class Connection:
     __slots__ = ("at", "buffer", "closed", "due", "pieces", "sock", "unsent")
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.buffer, self.unsent, self.closed = sock, b"", b"", False
+        self.sock, self.unsent, self.closed = sock, b"", False
+        self.buffer = bytearray()
         self.pieces: tuple[bytes, ...] = ()
         self.at, self.due = 0, 0.0
 
@@ -172,7 +175,7 @@ class Connection:
         end = self.buffer.find(b"\r\n\r\n")
         if end < 0:
             return None
-        head, start = self.buffer[:end], end + 4
+        head, start = bytes(self.buffer[:end]), end + 4
         if _CHUNKED.search(head):
             last = self.buffer.find(b"0\r\n\r\n", start)
             if last < 0:
@@ -183,7 +186,8 @@ class Connection:
             stop = start + (int(length[1]) if length else 0)
         if len(self.buffer) < stop:
             return None
-        body, self.buffer = self.buffer[start:stop], self.buffer[stop:]
+        body = bytes(self.buffer[start:stop])
+        del self.buffer[:stop]
         return head.split(b" ", 2)[1], body
 
     def send(self, data: bytes) -> None:

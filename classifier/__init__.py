@@ -4,6 +4,7 @@ from classifier.errors import ClassifierError, TokenizerError, WeightsError
 from classifier.explanation import explain
 from classifier.features import EstimatingCounter, PromptFeatures, TokenCounter, extract
 from classifier.kinds import Complexity, PromptClass, ToolUse
+from classifier.remembering import RememberingCounter
 from classifier.second_look import SecondLook, load_second_look
 from classifier.tokens import ModelTokenCounter
 
@@ -14,6 +15,7 @@ __all__ = [
     "ModelTokenCounter",
     "PromptClass",
     "PromptFeatures",
+    "RememberingCounter",
     "SecondLook",
     "TokenCounter",
     "TokenizerError",

@@ -94,14 +94,10 @@ class ModelTokenCounter(TokenCounter):
         A long text is counted in pieces, each of which may count one token more: a library that reads it at once would
         keep other threads waiting, or overflow its stack. One that fits no context is estimated.
         """
-        if len(text) <= PIECE_CHARS:
-            return len(self.encode(text))
-        if len(text) > MAX_CHARS:
+        pieces = pieces_of(text)
+        if not pieces:
             return int(len(text) // CHARS_PER_TOKEN)
-        return sum(
-            len(self.encode(text[at : at + PIECE_CHARS]))
-            for at in range(0, len(text), PIECE_CHARS)
-        )
+        return sum([len(self.encode(piece)) for piece in pieces])
 
     def _encode_slowly(self, text: str) -> list[int]:
         without_surrogates = text.encode("utf-16", "surrogatepass").decode(
@@ -111,3 +107,12 @@ class ModelTokenCounter(TokenCounter):
             without_surrogates, add_special_tokens=False
         ).ids
         return ids
+
+
+def pieces_of(text: str) -> list[str]:
+    """Return the pieces in which a text is counted; none: it is so long that its tokens are estimated."""
+    if len(text) <= PIECE_CHARS:
+        return [text]
+    if len(text) > MAX_CHARS:
+        return []
+    return [text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS)]

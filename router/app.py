@@ -152,6 +152,7 @@ class App:
             local_names=entry_points.local_names,
             origins=settings.server.cors_origins,
         )
+        self._entry.bodies.max_bytes = settings.server.max_bodies_bytes
         self.asgi = telemetry.instrument(self._outermost(settings.server.cors_origins))
 
     def _wire(
@@ -387,6 +388,7 @@ class App:
             self._entry.use(
                 entry_points.app, entry_points.direct, entry_points.local_names
             )
+            self._entry.bodies.max_bytes = settings.server.max_bodies_bytes
             self._streams.bounds = settings.server
             pipeline.policy.use(settings.policy)
             pipeline.charging.use(settings)

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from measure import ROOT
 from proxies import BASE, OURS, OURS_GENERATE, PROXIES
 from side_by_side import BUSY, DIRECT, GATEWAY_LOADS, LOADS
+from turn_cost import RELAY
 
 from tiers.sizing.tier_format import format_words
 from tiers.spec import PRECISIONS, TierName
@@ -282,6 +283,43 @@ def router_load(to_results: str) -> str:
         "of it is the wait for the core. The rate at which a core is full is one second divided by the CPU time per answer. "
     )
     return table(head, rows) + "\n" + paragraph(words + run.source)
+
+
+def turn_costs(to_results: str) -> str:
+    """Return what a turn of a long conversation costs, beside vllm-router."""
+    run = read_json("turn_cost.json")
+    rows = []
+    for name, length in run["lengths"].items():
+        fresh = run["rows"][name]["fresh"]
+        growing = run["rows"][name]["growing"]
+        rows.append(
+            [
+                length["title"],
+                f"{growing[OURS]['ratio']:.1f}",
+                f"{fresh[OURS]['ratio']:.1f}",
+                f"{growing[OURS]['cpu_ms']:.1f} ms",
+                f"{fresh[OURS]['cpu_ms']:.1f} ms",
+                f"{growing[BASE]['cpu_ms']:.1f} ms",
+                f"{growing[RELAY]['cpu_ms']:.1f} ms",
+            ]
+        )
+    head = [
+        "conversation",
+        "later turn, times vllm-router",
+        "first turn, times vllm-router",
+        "QARR, later turn",
+        "QARR, first turn",
+        "vllm-router, later turn",
+        "a relay of bytes",
+    ]
+    command, commit, _, passes, *_ = run["head"]
+    words = (
+        "CPU time of one turn of a coding agent's conversation, with tools and their results, at four characters a token; "
+        "each later turn has 500 tokens more. vllm-router routes by prefix (cache_aware). "
+        f"`{command.removeprefix('$ ')}` ([all results]({to_results}/turn_cost.txt)): {commit}. {passes} QARR "
+        "counted prompt tokens with the model's tokenizer."
+    )
+    return table(head, rows) + "\n" + paragraph(words)
 
 
 def gateways(to_results: str) -> str:
@@ -1073,6 +1111,7 @@ FIGURES: dict[str, Callable[[str], str]] = {
     "predictions": predictions,
     "router-cost": router_cost,
     "router-load": router_load,
+    "turn-costs": turn_costs,
 }
 
 

@@ -14,11 +14,13 @@ import zstandard
 from starlette.types import Message, Receive, Scope
 
 from router.pipeline.request import RequestContext
-from router.server.errors import BodyTooLargeError
+from router.server.errors import BodyTooLargeError, TextTooLargeError
+from router.server.large_bodies import LARGE_BODY_BYTES, HeldBody
 from router.server.responder import HOLD, OUT, Responder
+from router.upstream.long_data import cut
 
 CONTEXT = "qarr.context"  # in a scope: what ``context_of`` returns
-LARGE_BODY = 1 << 16  # bytes
+HELD = "qarr.held_body"  # in a scope: what counts the body's bytes
 CODINGS = ("gzip", "deflate", "zstd")  # that a request's body may have
 MAX_CODINGS = 2  # undoing a long list would keep other requests waiting
 # what RFC 8878 recommends that decoders support, and no more
@@ -49,18 +51,25 @@ def context_of(scope: Scope) -> RequestContext:
     return context
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(
+    scope: Scope, receive: Receive, limit: int, *, text_limit: int | None = None
+) -> bytes:
     """Read a request's body without its coding and byte order mark: at most ``limit`` bytes, coded and decoded.
+
+    ``text_limit``: most bytes of it besides images and other long data; None: as many as there may be.
 
     Raises:
         UnknownCodingError: The body has a coding that is not known here, or not the one that its head names.
+        TooManyBodiesError: All bodies together are too large.
         BodyTooLargeError: The body is announced or turns out to be larger; what remains is not read.
+        TextTooLargeError: Its text is.
         ClientGoneError: The client went away before the body was complete.
     """
     context: RequestContext = scope[CONTEXT]
     announced = context.request_headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > limit:
         raise BodyTooLargeError(limit)
+    held: HeldBody | None = scope.get(HELD)
     parts: list[bytes] = []
     size = 0
     more_body = True
@@ -72,12 +81,20 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         size += len(part)
         if size > limit:
             raise BodyTooLargeError(limit)
+        if held is not None:
+            held.grow_to(size)
         parts.append(part)
         more_body = message.get("more_body", False)
     context.arrived_at = time.monotonic()
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     if b"content-encoding" in context.request_headers:
         body = _decode(body, context.header(b"content-encoding") or "", limit)
+        if held is not None:
+            held.grow_to(len(body))
+    if text_limit is not None and len(body) > text_limit:
+        shorter = await apart(len(body), cut, body)
+        if len(shorter.text) > text_limit:
+            raise TextTooLargeError(text_limit)
     return body.removeprefix(BYTE_ORDER_MARK)
 
 
@@ -154,7 +171,7 @@ def _decode_zstd(body: bytes, limit: int) -> bytes:
 
 async def apart(size: int, work: Callable[[*Args], T], *args: *Args) -> T:
     """Do work on a body of so many bytes: on a large one in a thread, so that other requests need not wait for it."""
-    if size > LARGE_BODY:
+    if size > LARGE_BODY_BYTES:
         return await asyncio.to_thread(work, *args)
     return work(*args)
 

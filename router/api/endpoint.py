@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from router.api.asgi import (
     CONTEXT,
-    LARGE_BODY,
     apart,
     body_message,
     cancel_on_disconnect,
@@ -36,6 +35,7 @@ from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import ActiveRequest
 from router.pipeline.request import Call, RequestContext
 from router.policy.decision import Decision
+from router.server.large_bodies import LARGE_BODY_BYTES
 from router.server.responder import OUT, Responder
 from router.settings import Settings
 from router.telemetry.settings import TelemetrySettings
@@ -88,7 +88,7 @@ class Endpoint:
     ) -> Call:
         """Parse a body, and cut its prompt if it fits no context and its caller has asked for that."""
         size = len(body)
-        if size > LARGE_BODY:
+        if size > LARGE_BODY_BYTES:
             call = await apart(size, self.parse, body, context, service)
         else:  # saves most requests a coroutine
             call = self.parse(body, context, service)
@@ -113,7 +113,12 @@ class Answering:
         endpoint = self.endpoint
         context: RequestContext = scope[CONTEXT]
         server = service.settings.server
-        body = await read_body(scope, receive, server.max_body_bytes)
+        body = await read_body(
+            scope,
+            receive,
+            server.max_body_bytes,
+            text_limit=server.max_text_bytes,
+        )
         cancel_on_disconnect(scope)
         last_event_id = context.request_headers.get(b"last-event-id")
         # the client has sent the body again, which the stream does not need

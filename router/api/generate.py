@@ -489,8 +489,12 @@ async def decision_alone(service: Service, request: Request) -> Response:
     """
     context = context_of(request.scope)
     pipeline = service.pipeline
+    server = service.settings.server
     body = await read_body(
-        request.scope, request.receive, service.settings.server.max_body_bytes
+        request.scope,
+        request.receive,
+        server.max_body_bytes,
+        text_limit=server.max_text_bytes,
     )
     call = await GENERATE.read(body, context, service)
     grant = await pipeline.quotas.enter(context.caller, 0, context.quota_headers)

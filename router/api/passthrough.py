@@ -107,8 +107,12 @@ class Passthrough:
         )
 
     async def _body(self, request: Request) -> bytes:
+        server = self.settings.server
         return await read_body(
-            request.scope, request.receive, self.settings.server.max_body_bytes
+            request.scope,
+            request.receive,
+            server.max_body_bytes,
+            text_limit=server.max_text_bytes,
         )
 
     async def _pass_on(

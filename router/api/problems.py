@@ -47,6 +47,7 @@ from router.server.errors import (
     HeadTooLargeError,
     NotHttpError,
     RequestTooSlowError,
+    TooManyBodiesError,
     TooManyConnectionsError,
 )
 from router.server.responder import CLIENT_GONE
@@ -642,6 +643,12 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
         503,
         "too-many-connections",
         "Too many connections are open",
+        retry_after_s=BUSY_RETRY_S,
+    ),
+    TooManyBodiesError: _plain(
+        503,
+        "too-many-bodies",
+        "Too many large requests are open",
         retry_after_s=BUSY_RETRY_S,
     ),
     UnknownStreamError: _plain(404, "stream-not-found", "There is no such stream"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from classifier import (
     EstimatingCounter,
     ModelTokenCounter,
+    RememberingCounter,
     TokenCounter,
     TokenizerError,
     extract,
@@ -573,10 +574,11 @@ def named_counter(folder: Path) -> TokenCounter:
 
 
 def make_counter(folder: Path | None) -> TokenCounter:
-    """Return a counter with a model folder's tokenizer; without one, an estimating counter."""
+    """Return a counter with a model folder's tokenizer that counts each text once; without one, an estimating counter."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return EstimatingCounter()
-    return ModelTokenCounter.from_file(folder / "tokenizer.json")
+    counter = ModelTokenCounter.from_file(folder / "tokenizer.json")
+    return RememberingCounter(counter)
 
 
 class LateCounter(TokenCounter):

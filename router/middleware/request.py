@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.asgi import (
     CONTEXT,
+    HELD,
     ForeignHostError,
     ForeignPageError,
     body_message,
@@ -28,6 +29,7 @@ from router.auth.api_keys import (
 )
 from router.lifecycle import ServerPhase, ServerState
 from router.pipeline.request import RequestContext
+from router.server.large_bodies import HeldBody, LargeBodies
 from router.server.responder import OUT, Responder
 from router.telemetry.logs import CLIENT_ERROR, begin_request, log_failure
 from router.telemetry.tracing import ANSWERED, Telemetry
@@ -64,6 +66,7 @@ class RequestMiddleware:
         origins: Collection[str] = (),
     ) -> None:
         self._origins = origins
+        self.bodies = LargeBodies()
         self._keys = keys
         self._telemetry = telemetry
         self._server_state = server_state
@@ -97,6 +100,8 @@ class RequestMiddleware:
         out.server_state = self._server_state
         out.task = task
         self._server_state.active_requests.add(task)
+        held_body = HeldBody(self.bodies)
+        scope[HELD] = held_body
         try:
             app = await self._admit(scope)
             try:
@@ -117,6 +122,7 @@ class RequestMiddleware:
                 await _end_with_error(scope, receive, out)
         finally:
             self._server_state.active_requests.discard(task)
+            held_body.release()
             if not out.begun or out.early:
                 out.stop_waiting()
             out.close()

@@ -9,6 +9,24 @@ class BodyTooLargeError(Exception):
         self.limit = limit
 
 
+class TextTooLargeError(BodyTooLargeError):
+    """A body is larger than it may be without images."""
+
+    def __init__(self, limit: int) -> None:
+        Exception.__init__(
+            self,
+            f"the request body is larger than {limit} bytes besides images and other long data in base64",
+        )
+        self.limit = limit
+
+
+class TooManyBodiesError(Exception):
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"the large bodies of all requests have more than {limit} bytes together: try again later"
+        )
+
+
 class HeadTooLargeError(Exception):
     def __init__(self, max_bytes: int, max_headers: int) -> None:
         super().__init__(

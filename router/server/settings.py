@@ -49,7 +49,22 @@ class ServerSettings(
         description="Origins whose web pages may send requests, as in `https://chat.example.com`; `*`: all, with a key.",
     )
     max_body_bytes: int = Field(
-        1 << 20, ge=1024, description="Request bodies over this are refused unread."
+        32 << 20,
+        ge=1024,
+        description="Request bodies over this are refused unread. 32 MiB is what Anthropic's API takes; images are sent in "
+        "the body.",
+    )
+    max_text_bytes: int = Field(
+        8 << 20,
+        ge=1024,
+        description="Request bodies are refused that are over this without their images and other long data in base64: "
+        "reading text and structure takes far more time and memory.",
+    )
+    max_bodies_bytes: int = Field(
+        512 << 20,
+        ge=1024,
+        description="Most bytes of all request bodies over 64 KiB together, until their answers are complete; further ones "
+        "get 503. They take about three times as much memory.",
     )
     max_header_bytes: int = Field(
         32_768,

@@ -16,6 +16,8 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
+from router.upstream.long_data import CutText, cut
+
 # depth of lists and objects that the parser of our own bodies (jiter) and vLLM's allow
 MAX_NESTED = 200
 
@@ -78,25 +80,30 @@ class JsonObject:
     def parse(body: bytes) -> JsonObject:
         """Read an object; ``NotJsonError``: it is not UTF-8, not JSON, nested too deep, or not an object."""
         try:
+            # It refuses what is nested too deep itself.
             values = from_json(body, allow_inf_nan=False, cache_strings="keys")
         except (
             ValueError
         ):  # Python's decoder takes lone surrogates, and says what is wrong
             values = _decoded(body)
+            if isinstance(values, dict) and _nested(values.values()) >= MAX_NESTED:
+                raise NotJsonError(f"nested more than {MAX_NESTED} deep") from None
         if not isinstance(values, dict):
             raise NotJsonError("not a JSON object")
-        if (
-            body.count(b"[") + body.count(b"{") > MAX_NESTED
-            and _nested(values.values()) >= MAX_NESTED
-        ):
-            raise NotJsonError(f"nested more than {MAX_NESTED} deep")
         return JsonObject(body, values)
 
     @cached_property
-    def members(self) -> Mapping[str, Any]:
-        """The values as they are written; rendered anew if one holds a lone surrogate, which only Python's decoder takes."""
+    def _cut(self) -> CutText:
+        return cut(self.raw)
+
+    @cached_property
+    def _members(self) -> Mapping[str, Any]:
+        """The values as they are written, without long data.
+
+        They are rendered anew if one holds a lone surrogate, which only Python's decoder takes.
+        """
         try:
-            return _MEMBERS.decode(self.raw)
+            return _MEMBERS.decode(self._cut.text)
         except msgspec.DecodeError:
             return {
                 key: msgspec.Raw(json.dumps(value).encode())
@@ -107,23 +114,24 @@ class JsonObject:
         return self.values.get(key, default)
 
     def text_of(self, key: str) -> str:
-        return bytes(self.members.get(key, b"")).decode()
+        return self._cut.put_back(bytes(self._members.get(key, b""))).decode()
 
     def edited(self, changes: Mapping[str, Any]) -> bytes:
         """Return the object as JSON with members replaced, added, or, by None, left out; ``bytes`` are JSON already."""
-        members = dict(self.members)
+        members = dict(self._members)
         for key, value in changes.items():
             members.pop(key, None)
             if value is not None:
                 members[key] = msgspec.Raw(value) if isinstance(value, bytes) else value
         try:
-            return msgspec.json.encode(members)
+            text = msgspec.json.encode(members)
         except UnicodeEncodeError:  # a key has a lone surrogate
             texts = [
                 json.dumps(key).encode() + b":" + msgspec.json.encode(value)
                 for key, value in members.items()
             ]
-            return b"{%b}" % b",".join(texts)
+            text = b"{%b}" % b",".join(texts)
+        return self._cut.put_back(text)
 
 
 def _decoded(body: bytes) -> Any:

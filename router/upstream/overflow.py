@@ -42,7 +42,14 @@ from router.upstream.errors import (
 from router.upstream.json_object import JsonObject, read_json
 from router.upstream.settings import OverflowSettings, UpstreamSettings
 from router.upstream.sse import COMPLETION_FORMAT, WholeAnswer, decoded
-from router.upstream.transport import Body, EngineTransport, Origin, body_of, json_post
+from router.upstream.transport import (
+    Body,
+    EngineTransport,
+    Message,
+    Origin,
+    body_of,
+    json_post,
+)
 from router.upstream.upstream import MAX_ERROR_BYTES, give_up, status_error
 from tiers.breaker import Breaker
 from tiers.spec import OVERFLOW, TierName, TierSpec
@@ -466,7 +473,7 @@ class OverflowClient:
     def _give_place_back(self) -> None:
         self.in_flight -= 1
 
-    def _post(self, request: EngineRequest, content: bytes) -> tuple[Origin, bytes]:
+    def _post(self, request: EngineRequest, content: bytes) -> tuple[Origin, Message]:
         media_type = (
             b"text/event-stream" if request.is_streamed else b"application/json"
         )

@@ -42,11 +42,15 @@ KEEP_ALIVE_S = 4.0
 NEXT_ADDRESS_S = 0.25
 # a connection is closed if the end of a body does not follow a stream's last event within that time
 LAST_CHUNK_S = 1.0
+# a body of a request with more bytes is not copied to stand behind the head
+LARGE_CONTENT_BYTES = 1 << 16
 _SWITCHING_PROTOCOLS = 101
 _OK = 200
 
 Origin = tuple[str, str, int]  # scheme, host, port
 Headers = Sequence[tuple[bytes, bytes]]
+# a request as it is sent: its head and its body in one, or the body by itself where copying it would take time
+Message = Sequence[bytes]
 # takes a part of a body as it comes; tells whether it takes more now
 Sink = Callable[[bytes], bool]
 
@@ -399,7 +403,7 @@ class Connection(asyncio.Protocol):
         self.paused = False
 
     def send(
-        self, message: bytes, *, head_only: bool, limit_s: float | None = None
+        self, message: Message, *, head_only: bool, limit_s: float | None = None
     ) -> Body:
         """Send a request on an idle connection; ``limit_s`` is for the whole answer, or until ``Body.limit_reads``.
 
@@ -410,7 +414,7 @@ class Connection(asyncio.Protocol):
             raise httpx.ReadError("the engine closed the connection at once")
         self.state = ConnectionState.ACTIVE
         self.answer = Body(self, head_only=head_only, limit_s=limit_s)
-        self._transport.write(message)
+        self._transport.writelines(message)
         return self.answer
 
     def rest(self) -> bool:
@@ -602,7 +606,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
     async def send(
         self,
         origin: Origin,
-        message: bytes,
+        message: Message,
         times: Mapping[str, float | None],
         *,
         head_only: bool = False,
@@ -652,7 +656,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
     async def _send_on_kept(
         self,
         connection: Connection,
-        message: bytes,
+        message: Message,
         *,
         head_only: bool,
         limit_s: float | None,
@@ -807,7 +811,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 del self._idle[connection.origin]
 
 
-def json_post(url: str, headers: Headers, content: bytes) -> tuple[Origin, bytes]:
+def json_post(url: str, headers: Headers, content: bytes) -> tuple[Origin, Message]:
     """Return where a POST request with a JSON body goes, and its bytes; ``httpx.LocalProtocolError``: see ``_message``."""
     origin, target, host = _address(url)
     own_headers = (
@@ -865,13 +869,15 @@ def _origin(url: httpx.URL) -> Origin:
     return url.scheme, url.host, url.port or default_port
 
 
-def _message(head: bytes, headers: Headers, content: bytes) -> bytes:
+def _message(head: bytes, headers: Headers, content: bytes) -> Message:
     """Return a request as it is sent; ``httpx.LocalProtocolError``: a header holds a line break or a NUL."""
     for header in headers:
         head += b"\r\n%b: %b" % header
     if head.count(b"\n") + head.count(b"\r") != 2 * len(headers) or b"\0" in head:
         raise httpx.LocalProtocolError("a header holds a line break or a NUL")
-    return b"%b\r\n\r\n%b" % (head, content)
+    if len(content) > LARGE_CONTENT_BYTES:
+        return (head + b"\r\n\r\n", content)
+    return (b"%b\r\n\r\n%b" % (head, content),)
 
 
 async def body_of(body: Body, limit: int | None = None) -> bytes:

@@ -43,7 +43,14 @@ from router.upstream.errors import (
 )
 from router.upstream.json_object import read_json
 from router.upstream.settings import UpstreamSettings
-from router.upstream.transport import Body, EngineTransport, Origin, body_of, json_post
+from router.upstream.transport import (
+    Body,
+    EngineTransport,
+    Message,
+    Origin,
+    body_of,
+    json_post,
+)
 from tiers.choice import Candidate
 from tiers.fleet import Fleet, Lease
 from tiers.replica import Replica
@@ -346,7 +353,7 @@ class Upstream:
 
     def _post(
         self, replica: Replica, request: EngineRequest, hop: Hop
-    ) -> tuple[Origin, bytes]:
+    ) -> tuple[Origin, Message]:
         # Each attempt has an id of its own, since an engine mixes up requests that share one. Callers repeat their ids,
         # several routers share engines, and an engine may still hold an attempt that was given up.
         attempt_id = f"{request.request_id}-{self._id}-{next(self._attempt_numbers):x}"

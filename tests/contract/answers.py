@@ -146,7 +146,7 @@ REFUSED: dict[str, ContractRequest] = {
         "POST", "/generate", {**HI, "tier_policy": "require", "sla": {"ttft_ms": 0.001}}
     ),
     "generate, too large": ContractRequest(
-        "POST", "/generate", raw=b'{"prompt": "' + b"x" * 1_100_000 + b'"}'
+        "POST", "/generate", raw=b'{"prompt": "' + b"x" * 9_000_000 + b'"}'
     ),
     "generate, unknown event": ContractRequest(
         "POST", "/generate", HI, headers={"last-event-id": "none.1"}

@@ -337,9 +337,12 @@ async def test_errors_have_the_form_of_their_api(tmp_path: Path, path: str) -> N
     full = {"max_in_flight": 1}
     tiers = dict.fromkeys(("fast", "balanced", "precise"), full)
     text = next(iter(BODIES[path]))
-    async with router_stack(
-        tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}
-    ) as stack:
+    settings = {
+        "tiers": tiers,
+        "admission": {"max_waiting": 0},
+        "server": {"max_body_bytes": 1 << 20},
+    }
+    async with router_stack(tmp_path, settings) as stack:
 
         def long(words: int) -> dict[str, Any]:
             return {text: [{"role": "user", "content": "word " * words}]}

@@ -422,9 +422,12 @@ async def test_errors_of_our_own_have_openais_form(tmp_path: Path) -> None:
     """Too long, too large, full, not ready, unknown path and wrong method: each has OpenAI's object."""
     full = {"max_in_flight": 1}
     tiers = dict.fromkeys(STANDARD_TIERS, full)
-    async with router_stack(
-        tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}
-    ) as stack:
+    settings = {
+        "tiers": tiers,
+        "admission": {"max_waiting": 0},
+        "server": {"max_body_bytes": 1 << 20},
+    }
+    async with router_stack(tmp_path, settings) as stack:
         long = await chat(stack, messages=[{"role": "user", "content": "word " * 9000}])
         assert long.status_code == 400
         assert long.json()["error"]["code"] == "context_length_exceeded"

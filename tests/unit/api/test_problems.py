@@ -104,7 +104,7 @@ UNRECORDED = {
     "stream-not-found", "replica-not-found", "trace-not-found", "model-not-found", "embeddings-not-served",
     "response-not-stored", "method-not-allowed", "too-slow", "resumed-elsewhere", "not-possible", "not-reloaded",
     "stream-gone", "body-too-large", "unknown-coding", "foreign-host", "head-too-large", "draining",
-    "too-many-connections", "issuer-away",
+    "too-many-connections", "too-many-bodies", "issuer-away",
 }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def connection_with_request(
     wire = Wire()
     connection = Connection(("http", "engine", 80), lambda _: None, release)
     connection.connection_made(wire)
-    connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=head_only)
+    connection.send((b"GET / HTTP/1.1\r\n\r\n",), head_only=head_only)
     return connection, wire
 
 

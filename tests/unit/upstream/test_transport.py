@@ -203,7 +203,7 @@ async def test_a_connection_that_was_closed_before_its_request_is_an_error() -> 
     connection.connection_made(wire)
     connection.connection_lost(None)
     with pytest.raises(httpx.ReadError):
-        connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=False)
+        connection.send((b"GET / HTTP/1.1\r\n\r\n",), head_only=False)
 
 
 async def test_an_answer_that_was_read_late_leaves_no_connection(
