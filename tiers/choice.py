@@ -300,13 +300,10 @@ def _cheapest(
 def _supposed_cached(
     tier: TierSnapshot, able: Sequence[int], demand: Demand
 ) -> list[int]:
-    """Return the cached tokens to count for each replica: those known, and on a session's own replica a share of the others.
-
-    The session counts only where what is known does not tell the able replicas apart.
-    """
+    """Return the cached tokens that count for each replica: those known, and for a session's own one a share of the rest."""
     cached = list(tier.cached or ())
     home = tier.home
-    if home in able and not tell_apart([cached[position] for position in able]):
+    if home in able:
         cached[home] += int(HOME_SHARE * (demand.prompt_tokens - cached[home]))
     return cached
 

@@ -595,7 +595,7 @@ class Fleet:
             return TierSnapshot(spec, states, output_tokens, preparing=preparing)
         cached = tuple([replica.cached_tokens(prefix) for replica in members])
         home = -1
-        if len(members) > 1 and prefix.session and not tell_apart(cached):
+        if len(members) > 1 and prefix.session and _is_home_needed(prefix, cached):
             home = _home_of(prefix, members)
         return TierSnapshot(
             spec, states, output_tokens, preparing=preparing, cached=cached, home=home
@@ -733,6 +733,15 @@ def _is_current(chosen: Candidate, members: Sequence[Replica], now: float) -> bo
     if now - chosen.snapshot_at > FRESH_S or chosen.position >= len(members):
         return False
     return members[chosen.position].state is chosen.replica
+
+
+def _is_home_needed(prefix: Prefix, cached: Sequence[int]) -> bool:
+    """Tell whether the session decides between replicas: they hold as much of the prompt, or none holds the conversation.
+
+    The second is so where replicas have evicted it. What is left there is a system prompt that conversations share. If that
+    decided, all of them would go to one replica, and drive each other out of its cache again and again.
+    """
+    return not tell_apart(cached) or max(cached) < prefix.turn_tokens
 
 
 def _home_of(prefix: Prefix, members: Sequence[Replica]) -> int:

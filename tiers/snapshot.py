@@ -246,7 +246,8 @@ class TierSnapshot(Struct, frozen=True):
         output_tokens: Output tokens to come on each replica, of this router's requests.
         preparing: What the tier needs before it serves for the first time; None: nothing.
         cached: Tokens of the request's prompt that each replica's prefix cache is likely to hold; None: not known.
-        home: Position of the session's own replica, where no replica is known to hold more of the prompt; -1: none is.
+        home: Position of the session's own replica, where no replica is known to hold more of the prompt, or none holds its
+            conversation; -1: none is.
     """
 
     spec: TierSpec
