@@ -73,13 +73,14 @@ def test_one_speed_that_is_not_known_under_load_makes_all_count_tokens() -> None
         assert preferred([Replica(700, 1, 640, speed=SPEED), Replica(speed=speed)]) == 1
 
 
-def test_a_session_counts_only_where_caches_tell_nothing() -> None:
-    """Its own replica is taken for one that holds half of the rest; a replica that is known to hold more is preferred."""
+def test_a_sessions_own_replica_counts_as_one_that_holds_half_of_the_rest() -> None:
+    """A replica that is known to hold more than that is preferred."""
     share = int(HOME_SHARE * REQUEST.prompt_tokens)
     for waiting, found in ((share - 1, 1), (share + 1, 0)):
         assert preferred([Replica(), Replica(waiting, 1, home=True)]) == found
     assert preferred([Replica(cached=128), Replica(cached=128, home=True)]) == 1
-    assert preferred([Replica(cached=128), Replica(home=True)]) == 0
+    assert preferred([Replica(cached=128), Replica(home=True)]) == 1
+    assert preferred([Replica(cached=share + 1), Replica(home=True)]) == 0
 
 
 @given(
