@@ -115,6 +115,7 @@ def _demand(query: RoutingQuery, fleet: FleetSnapshot) -> Demand:
         query.sequences,
         output_share=fleet.output_share,
         long_prompt_tokens=fleet.long_prompt_tokens,
+        answer_tokens=fleet.answer_tokens,
     )
 
 
