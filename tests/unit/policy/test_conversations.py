@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from pydantic import TypeAdapter
 
 from classifier import PromptClass
 from router.policy.decide import decide
@@ -17,6 +18,7 @@ from router.policy.decision import (
     RoutingQuery,
     Sla,
 )
+from router.policy.decision_log import LoggedFleet, LoggedQuery
 from tests.unit.policy.fleets import (
     BALANCED,
     FAST,
@@ -256,3 +258,24 @@ def test_engine_time_alone_moves_no_tool_loop_of_the_best_fleet() -> None:
     decision: Decision = decide(question, there, table)
     assert decision.tier is BALANCED
     assert "balanced takes less engine time" in decision.reason
+
+
+@pytest.mark.parametrize("in_tool_loop", [True, False])
+@pytest.mark.parametrize("held", [BALANCED, PRECISE])
+def test_a_logged_decision_on_a_conversation_is_made_again(
+    held: TierName, *, in_tool_loop: bool
+) -> None:
+    """The log has all that it was made from."""
+    there = structs.replace(
+        holding({held: HELD}, loads={PRECISE: waiting(60_000)}), answer_tokens=250.0
+    )
+    asked = turn(in_tool_loop=in_tool_loop)
+    fleets: TypeAdapter[FleetSnapshot] = TypeAdapter(LoggedFleet)
+    queries: TypeAdapter[RoutingQuery] = TypeAdapter(LoggedQuery)
+    read_fleet = fleets.validate_json(fleets.dump_json(there))
+    read_query = queries.validate_json(queries.dump_json(asked))
+    made = decide(asked, there, TABLE)
+    again = decide(read_query, read_fleet, TABLE)
+    assert again.tier is made.tier
+    assert again.reason == made.reason
+    assert again.basis is made.basis

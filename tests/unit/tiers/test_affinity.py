@@ -279,3 +279,23 @@ def test_a_conversation_stays_though_its_session_has_another_home() -> None:
     for turns in (2, 3):
         with sent(fleet, agents_turn("a", turns)) as lease:
             assert lease.replica.id != home.id
+
+
+def test_an_answer_is_expected_to_be_no_longer_than_recent_ones() -> None:
+    """Whatever a request allows: an agent allows thousands of tokens, and its answers are as short as others."""
+    fleet = make_fleet(1)
+    assert fleet.demand(100, 4000).output_tokens == 4000
+    assert fleet.snapshot().answer_tokens is None
+    for answer_tokens, sequences in ((50, 1), (100, 2)):
+        with sent(fleet, None, 100, max_tokens=200, sequences=sequences) as lease:
+            lease.first_token()
+            lease.finished(None, answer_tokens)
+    assert fleet.demand(100, 4000).output_tokens == pytest.approx(50)
+    assert fleet.demand(100, 4000, 3).output_tokens == pytest.approx(150)
+    assert fleet.snapshot().answer_tokens == pytest.approx(50)
+    share = fleet.output_share
+    assert fleet.demand(100, 20).output_tokens == pytest.approx(share * 20)
+    with sent(fleet, None, 100, max_tokens=200) as lease:
+        lease.first_token()
+        lease.finished(None, 150)
+    assert fleet.demand(100, 4000).output_tokens == pytest.approx(55)
