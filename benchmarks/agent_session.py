@@ -231,8 +231,8 @@ def command(folder: Path, code: Path, *, affinity: bool) -> Path:
 
 def run_setting(
     session: AgentSession, options: argparse.Namespace, code: Path, *, affinity: bool
-) -> list[Turn]:
-    """Run one setting on engines of its own."""
+) -> tuple[list[Turn], float]:
+    """Run one setting on engines of its own; return the turns, and by how much an engine fell behind its clock at most."""
     simulation = Simulation(
         slower=options.slower,
         max_num_seqs=options.max_num_seqs,
@@ -255,8 +255,8 @@ def run_setting(
     ):
         give_speeds(running, speeds(options.slower))
         turns = asyncio.run(replay(running.url, session, options))
-        note(f"engines fell behind by {lost_s(engines):.1f} s")
-    return turns
+        behind_s = lost_s(engines)
+    return turns, behind_s
 
 
 def lost_s(engines: Engines) -> float:
@@ -340,6 +340,12 @@ def settings_of(options: argparse.Namespace) -> list[tuple[str, bool, Path]]:
     return settings
 
 
+def commit_of(checkout: Path) -> str:
+    """Return the commit that a checkout has."""
+    argv = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return check_output(argv, cwd=checkout, text=True).strip()
+
+
 def main() -> None:
     """Run as the arguments say."""
     parser = argparse.ArgumentParser(
@@ -359,21 +365,24 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=30, help="of each agent at most")
     parser.add_argument("--before", type=Path, help="checkout of an earlier commit")
     options = parser.parse_args()
-    arguments = [each for each in sys.argv[1:] if not each.startswith("/")]
+    arguments = ["FOLDER" if each.startswith("/") else each for each in sys.argv[1:]]
     print(f"$ python benchmarks/agent_session.py {' '.join(arguments)}".rstrip())
-    commit = check_output(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True
-    )
+    commit = commit_of(ROOT)
+    if options.before is not None:
+        commit += f", before {commit_of(options.before)}"
     print(
-        f"commit {commit.strip()}; H100, Llama 3.1 8B, simulated {options.slower:g} times slower; {options.replicas}"
+        f"commit {commit}; H100, Llama 3.1 8B, simulated {options.slower:g} times slower; {options.replicas}"
         f" replicas of each tier, {options.max_num_seqs} sequences each; {options.agents} agents, other requests"
         f" {options.quiet:g}/s and {options.busy:g}/s in turns; * goes on with a tool's result"
     )
     session = AgentSession.read()
     results = {}
+    behind = []
     for name, affinity, code in settings_of(options):
         note(name)
-        results[name] = run_setting(session, options, code, affinity=affinity)
+        results[name], behind_s = run_setting(session, options, code, affinity=affinity)
+        behind.append(f"{name} {behind_s:.1f} s")
+    print(f"engines fell behind their clocks by at most: {', '.join(behind)}")
     report(results, options)
 
 

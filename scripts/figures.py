@@ -1083,7 +1083,7 @@ def agent_session(to_results: str) -> str:
             row = result.match(number, AGENT_ROW, "a row of a setting")
             rows.append(
                 [
-                    f"{line.removeprefix(AGENT_TABLES)}: {row['setting']}",
+                    f"{line.removeprefix(AGENT_TABLES + 'of ')}: {row['setting']}",
                     row["turns"],
                     f"{row['tier']} ({row['in_loop']})",
                     row["replica"],
@@ -1104,7 +1104,7 @@ def agent_session(to_results: str) -> str:
     ]
     source = paragraph(
         f"`{result.command}` ([every turn with its reason]({to_results}/agent_session.txt)). TTFT is of all turns but the "
-        "first, by the simulated GPU's clock."
+        'first, by the simulated GPU\'s clock. "Before" is the router of the commit before these rules.'
     )
     return f"{table(head, rows)}\n{source}"
 
