@@ -75,11 +75,34 @@ class Simulation:
         slower: How many times slower than the GPU; 1 is real time.
         max_num_seqs: Sequences of one engine, and requests that the router admits to it.
         stream_interval: Tokens of an event after the first.
+        max_model_len: Longest context of an engine, in tokens.
+        chars_a_token: Characters that the engine counts as a token.
+        prefix_cache: Whether the engines keep what prompts begin with.
     """
 
     slower: float = 1.0
     max_num_seqs: int = 128
     stream_interval: int = 32
+    max_model_len: int = 8192
+    chars_a_token: int = 4
+    prefix_cache: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        """Return the engine's arguments."""
+        figures = {
+            "slower": self.slower,
+            "max-num-seqs": self.max_num_seqs,
+            "stream-interval": self.stream_interval,
+            "max-model-len": self.max_model_len,
+            "chars-a-token": self.chars_a_token,
+        }
+        arguments = []
+        for name, figure in figures.items():
+            arguments += [f"--{name}", str(figure)]
+        if self.prefix_cache:
+            arguments.append("--prefix-cache")
+        return arguments
 
 
 @contextlib.contextmanager
@@ -162,11 +185,10 @@ def simulated_engines(
         for tier in tiers:
             port = free_port()
             argv = [sys.executable, "-m", "tiers.simulated.engine", str(port), tier]
-            argv += ["--slower", str(simulation.slower), "--max-num-seqs", str(seqs)]
-            argv += ["--stream-interval", str(simulation.stream_interval)]
+            argv += simulation.arguments
             urls = engines.urls.setdefault(tier, [])
             engines.tiers[tier] = {
-                "max_model_len": 8192,
+                "max_model_len": simulation.max_model_len,
                 "max_num_seqs": seqs,
                 "max_in_flight": seqs,
             }

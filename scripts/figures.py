@@ -1094,7 +1094,61 @@ def verification_faults(to_results: str) -> str:
     )
 
 
+# The recorded session of an agent.
+
+AGENT_ROW = (
+    r"(?P<setting>[a-z, ]+?) +(?P<turns>\d+) +(?P<failed>\d+) +(?P<tier>\d+) +(?P<in_loop>\d+) +(?P<replica>\d+)"
+    r" +(?P<cached>\d+%) +(?P<p50>\d+) ms +(?P<p95>\d+) ms"
+)
+AGENT_HEAD = (
+    r"setting +turns +failed +precision +in loop +replica +cached +TTFT p50 +p95"
+)
+AGENT_TABLES = "switches and times "
+
+
+def agent_session(to_results: str) -> str:
+    """Return switches, cached tokens and TTFT of the recorded session and of all agents, by setting."""
+    result = TextResult.read("agent_session.txt")
+    rows = []
+    for start, line in enumerate(result.lines):
+        if not line.startswith(AGENT_TABLES):
+            continue
+        result.match(start + 1, AGENT_HEAD, "the head of a table")
+        number = start + 2
+        while number < len(result.lines) and re.fullmatch(
+            AGENT_ROW, result.lines[number]
+        ):
+            row = result.match(number, AGENT_ROW, "a row of a setting")
+            rows.append(
+                [
+                    f"{line.removeprefix(AGENT_TABLES + 'of ')}: {row['setting']}",
+                    row["turns"],
+                    f"{row['tier']} ({row['in_loop']})",
+                    row["replica"],
+                    row["cached"].replace("%", " %"),
+                    f"{row['p50']} ms",
+                    f"{row['p95']} ms",
+                ]
+            )
+            number += 1
+    head = [
+        "",
+        "turns",
+        "switches of precision (in a tool loop)",
+        "switches of replica",
+        "prompt tokens cached",
+        "TTFT, median",
+        "95th percentile",
+    ]
+    source = paragraph(
+        f"`{result.command}` ([every turn with its reason]({to_results}/agent_session.txt)). TTFT is of all turns but the "
+        'first, by the simulated GPU\'s clock. "Before" is the router of the commit before these rules.'
+    )
+    return f"{table(head, rows)}\n{source}"
+
+
 FIGURES: dict[str, Callable[[str], str]] = {
+    "agent-session": agent_session,
     "verification-errors": verification_errors,
     "verification-faults": verification_faults,
     "big-fleet": big_fleet,

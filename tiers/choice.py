@@ -98,6 +98,7 @@ def expected_demand(
     *,
     output_share: float,
     long_prompt_tokens: int,
+    answer_tokens: float | None = None,
 ) -> Demand:
     """Return what a request needs, with the output that recent requests let one expect.
 
@@ -107,10 +108,15 @@ def expected_demand(
         sequences: Answers computed at the same time.
         output_share: Recent output tokens over those that requests allowed, 0..1.
         long_prompt_tokens: Prompts of more tokens are too long for a replica whose KV cache is nearly full.
+        answer_tokens: Mean output tokens of recent answers; None: not known. Agents allow thousands of tokens and use few,
+            so that a share of what they allow would be far too many.
     """
+    output_tokens = output_share * max_tokens
+    if answer_tokens is not None:
+        output_tokens = min(output_tokens, answer_tokens)
     return Demand(
         prompt_tokens=prompt_tokens,
-        output_tokens=output_share * max_tokens * sequences,
+        output_tokens=output_tokens * sequences,
         sequences=sequences,
         is_long=prompt_tokens > long_prompt_tokens,
         output_share=output_share,
@@ -282,31 +288,43 @@ def _cheapest(
     are_speeds_known = all(
         _is_known_under_load(tier.replicas[position].speed) for position in able
     )
+    held_tokens = _held_tokens(tier, able)
     ranked = []
     for position in able:
         replica = tier.replicas[position]
         tokens = replica.prompt_tokens + tier.output_tokens[position]
         uncached_tokens = demand.prompt_tokens - cached[position]
+        lost_tokens = max(held_tokens - cached[position], 0)
         if are_speeds_known:
             cost = _answer_ms(
                 tier, position, max(uncached_tokens, 0), demand=demand, fleet=fleet
             )
+            if lost_tokens and replica.speed is not None:
+                cost += replica.speed.prefill_ms_per_token * lost_tokens
         else:
-            cost = tokens + uncached_tokens
+            cost = tokens + uncached_tokens + lost_tokens
         ranked.append((cost, tokens, replica.load.sequences, position))
     return min(ranked)[-1]
+
+
+def _held_tokens(tier: TierSnapshot, able: Sequence[int]) -> int:
+    """Return the most tokens that an able replica holds of the prompt's conversation; 0: none holds the conversation.
+
+    To compute them again elsewhere delays the requests there as well as this one, and so counts twice.
+    """
+    if not tier.conversation_tokens or tier.cached is None:
+        return 0
+    most_tokens = max([tier.cached[position] for position in able])
+    return most_tokens if most_tokens >= tier.conversation_tokens else 0
 
 
 def _supposed_cached(
     tier: TierSnapshot, able: Sequence[int], demand: Demand
 ) -> list[int]:
-    """Return the cached tokens to count for each replica: those known, and on a session's own replica a share of the others.
-
-    The session counts only where what is known does not tell the able replicas apart.
-    """
+    """Return the cached tokens that count for each replica: those known, and for a session's own one a share of the rest."""
     cached = list(tier.cached or ())
     home = tier.home
-    if home in able and not tell_apart([cached[position] for position in able]):
+    if home in able:
         cached[home] += int(HOME_SHARE * (demand.prompt_tokens - cached[home]))
     return cached
 

@@ -197,6 +197,7 @@ class Lease(Struct, eq=False):
             self._fleet.output_share += (1 - OUTPUT_MEMORY) * (
                 used_share - self._fleet.output_share
             )
+            self._fleet.note_answer(output_tokens / self.sequences)
 
     def _correct_cached(self, cached_tokens: int) -> None:
         """Use the cached tokens that the engine reports instead of those expected, and forget blocks that it has evicted."""
@@ -283,6 +284,7 @@ class Fleet:
     Attributes:
         specs: The tiers, by rising precision: by measured loss where it is known, else by the bits of a weight.
         output_share: Recent output tokens over those that requests allowed, 0..1.
+        answer_tokens: Mean output tokens of recent answers; None: there was none.
         speeds: By tier, where they were profiled under load.
         losses: Mean loss of each measured tier, 0..1.
         machine: Name of the machine that the router, and engines started by it, run on.
@@ -302,6 +304,7 @@ class Fleet:
     replicas: list[Replica] = field(default_factory=list)
     template: TemplateTokens = field(default_factory=TemplateTokens)
     output_share: float = 1.0
+    answer_tokens: float | None = None
     speeds: Mapping[TierName, SpeedModel] = field(default_factory=dict)
     losses: Mapping[TierName, float] = field(default_factory=dict)
     machine: str = ""
@@ -562,7 +565,14 @@ class Fleet:
             sequences,
             output_share=self.output_share,
             long_prompt_tokens=self.options.long_prompt_tokens,
+            answer_tokens=self.answer_tokens,
         )
+
+    def note_answer(self, output_tokens: float) -> None:
+        """Note how long an answer was."""
+        if self.answer_tokens is None:
+            self.answer_tokens = output_tokens
+        self.answer_tokens += (1 - OUTPUT_MEMORY) * (output_tokens - self.answer_tokens)
 
     def _predict_unqueued_ms(
         self, replica: Replica, chosen: Candidate, uncached_tokens: int
@@ -595,10 +605,16 @@ class Fleet:
             return TierSnapshot(spec, states, output_tokens, preparing=preparing)
         cached = tuple([replica.cached_tokens(prefix) for replica in members])
         home = -1
-        if len(members) > 1 and prefix.session and not tell_apart(cached):
+        if len(members) > 1 and prefix.session and _is_home_needed(prefix, cached):
             home = _home_of(prefix, members)
         return TierSnapshot(
-            spec, states, output_tokens, preparing=preparing, cached=cached, home=home
+            spec,
+            states,
+            output_tokens,
+            preparing=preparing,
+            cached=cached,
+            home=home,
+            conversation_tokens=prefix.turn_tokens,
         )
 
     def refresh(self, now: float) -> None:
@@ -723,6 +739,7 @@ class Fleet:
             output_share=self.output_share,
             long_prompt_tokens=self.options.long_prompt_tokens,
             load=load,
+            answer_tokens=self.answer_tokens,
         )
 
 
@@ -733,6 +750,15 @@ def _is_current(chosen: Candidate, members: Sequence[Replica], now: float) -> bo
     if now - chosen.snapshot_at > FRESH_S or chosen.position >= len(members):
         return False
     return members[chosen.position].state is chosen.replica
+
+
+def _is_home_needed(prefix: Prefix, cached: Sequence[int]) -> bool:
+    """Tell whether the session decides between replicas: they hold as much of the prompt, or none holds the conversation.
+
+    The second is so where replicas have evicted it. What is left there is a system prompt that conversations share. If that
+    decided, all of them would go to one replica, and drive each other out of its cache again and again.
+    """
+    return not tell_apart(cached) or max(cached) < prefix.turn_tokens
 
 
 def _home_of(prefix: Prefix, members: Sequence[Replica]) -> int:

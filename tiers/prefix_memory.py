@@ -28,6 +28,8 @@ _BLOCK = struct.Struct(f"{BLOCK_BYTES}s")
 UNKNOWN_BLOCKS = 1024
 MAX_BLOCKS = 16_384  # about 2 MB for each replica, whatever its KV cache holds
 LONGEST_BLOCKS = 4096  # per prompt: 1 MB of text; what follows counts as not cached
+# Tokens by which less of a prompt may count as cached than was sent: a block of the memory, and the largest of vLLM's.
+BLOCK_SLACK = BLOCK_TOKENS + 128
 
 
 class Part(NamedTuple):
@@ -36,10 +38,12 @@ class Part(NamedTuple):
     Attributes:
         text: Its text, with whatever sets it apart, such as its role.
         tokens: Its tokens; an estimate where there is no tokenizer.
+        role: Who wrote it, as the request says; empty: it is no message.
     """
 
     text: str
     tokens: int
+    role: str = ""
 
 
 class Prefix(Struct, frozen=True):
@@ -50,11 +54,14 @@ class Prefix(Struct, frozen=True):
             are an array, to save memory: the last requests are kept.
         ends: Bytes and tokens up to the end of each part.
         session: What the prompt's caller names its conversation by; empty: nothing.
+        turn_tokens: A replica that holds so many tokens of it holds this conversation, and not only a system prompt that it
+            shares with others; 0: the conversation begins with this prompt, or is too short to tell.
     """
 
     blocks: Sequence[int]
     ends: tuple[tuple[int, float], ...]
     session: str = ""
+    turn_tokens: int = 0
 
     @classmethod
     def of(
@@ -78,7 +85,12 @@ class Prefix(Struct, frozen=True):
             ends.append((byte_count, token_count))
         if byte_count < BLOCK_BYTES:
             return None
-        return cls(_hash_blocks(b"".join(texts), salt), tuple(ends), session)
+        return cls(
+            _hash_blocks(b"".join(texts), salt),
+            tuple(ends),
+            session,
+            turn_tokens=_turn_tokens(parts, ends),
+        )
 
     def tokens(self, blocks: int) -> int:
         """Return the tokens of the first blocks, as if the tokens of a part were spread over its text evenly."""
@@ -114,6 +126,39 @@ class Prefix(Struct, frozen=True):
             for replica in replicas
         ]
         return ranks.index(max(ranks))
+
+
+def _turn_tokens(parts: Sequence[Part], ends: Sequence[tuple[int, float]]) -> int:
+    """Return ``Prefix.turn_tokens``: the middle between what a conversation begins with and the prompt of its turn before.
+
+    A replica that computed the turn before holds all of that turn's prompt, unless it has evicted its end. One that computed
+    another conversation holds at most what stands before the user's first words: the system prompt and the tools.
+    """
+    roles = [part.role for part in parts]
+    before_turn = start_of_turn(roles)
+    if not before_turn:
+        return 0
+    first_answer = roles.index("assistant")
+    if not first_answer:
+        return 0
+    opening_tokens = ends[first_answer - 1][1]
+    tokens_before = ends[before_turn - 1][1]
+    middle = (opening_tokens + tokens_before) / 2
+    return max(int(middle) - BLOCK_SLACK, 0)
+
+
+def start_of_turn(roles: Sequence[str]) -> int:
+    """Return how many of a prompt's first parts were the prompt of the turn before; 0: there was none.
+
+    What follows them is the model's last answer, of one part or several, and what is new in this turn.
+    """
+    is_answer = False
+    for position in range(len(roles) - 1, -1, -1):
+        if roles[position] == "assistant":
+            is_answer = True
+        elif is_answer:
+            return position + 1
+    return 0
 
 
 def _hash_blocks(data: bytes, salt: str) -> array[int]:

@@ -246,7 +246,10 @@ class TierSnapshot(Struct, frozen=True):
         output_tokens: Output tokens to come on each replica, of this router's requests.
         preparing: What the tier needs before it serves for the first time; None: nothing.
         cached: Tokens of the request's prompt that each replica's prefix cache is likely to hold; None: not known.
-        home: Position of the session's own replica, where no replica is known to hold more of the prompt; -1: none is.
+        home: Position of the session's own replica, where no replica is known to hold more of the prompt, or none holds its
+            conversation; -1: none is.
+        conversation_tokens: Cached tokens from which on a replica holds the prompt's conversation; 0: it begins with the
+            prompt, or that is not known.
     """
 
     spec: TierSpec
@@ -255,6 +258,7 @@ class TierSnapshot(Struct, frozen=True):
     preparing: Preparing | None = None
     cached: tuple[int, ...] | None = None
     home: int = -1
+    conversation_tokens: int = 0
 
     @property
     def ready(self) -> list[ReplicaState]:
@@ -306,6 +310,7 @@ class FleetSnapshot(Struct, frozen=True):
         output_share: Recent output tokens over those that requests allowed, 0..1.
         long_prompt_tokens: A replica whose KV cache is nearly full takes no prompts above this.
         load: How busy the fleet is; None: the replicas' states have their whole loads, as in a decision log.
+        answer_tokens: Mean output tokens of recent answers; None: not known.
     """
 
     tiers: tuple[TierSnapshot, ...]
@@ -313,6 +318,7 @@ class FleetSnapshot(Struct, frozen=True):
     output_share: float = 1.0
     long_prompt_tokens: int = 512
     load: FleetLoad | None = None
+    answer_tokens: float | None = None
 
     def tier(self, name: TierName) -> TierSnapshot:
         """Return one tier.

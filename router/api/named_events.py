@@ -60,7 +60,6 @@ from router.upstream.named_events import MESSAGE_FORMAT, MESSAGE_OVER, RESPONSE_
 from router.upstream.response_splicer import ResponseSplicer
 from router.upstream.splicing import Splicer
 from router.upstream.sse import SEPARATOR, AnswerFormat, Chunk, written
-from tiers.prefix_memory import Part
 
 # Types of Anthropic's blocks that are not counted as a part which is not text: they are read by themselves, or ignored.
 _NO_OTHER_PARTS = {
@@ -83,6 +82,8 @@ class Conversation:
     turns: list[dict[str, Any]] = field(default_factory=list)
     # further texts that are read: tools, calls of them, and what these returned
     extras: list[str] = field(default_factory=list)
+    # roles and texts of all of it, in the order in which a model reads it, as prefix caches see it
+    written: list[tuple[str, str]] = field(default_factory=list)
     # kinds of parts that are not text
     other_parts: list[str] = field(default_factory=list)
     # what its structure has to do with tools; None: nothing
@@ -90,6 +91,12 @@ class Conversation:
 
     def add(self, role: Any, text: str) -> None:
         self.turns.append({"role": role, "content": text})
+        self.written.append((str(role), text))
+
+    def add_extra(self, role: str, text: str) -> None:
+        """Add a text that is no message: of tools, of a call by the assistant, or of what a tool returned."""
+        self.extras.append(text)
+        self.written.append((role, text))
 
     @property
     def chat(self) -> Sequence[Any] | None:
@@ -102,10 +109,8 @@ class Conversation:
         """Return what routing reads of the conversation."""
         texts = [turn["content"] for turn in self.turns]
         parts = [
-            chat_part(turn["role"], turn["content"], counter.count(turn["content"]))
-            for turn in self.turns
+            chat_part(role, text, counter.count(text)) for role, text in self.written
         ]
-        parts += [Part(text, counter.count(text)) for text in self.extras]
         prompt_tokens = sum(part.tokens for part in parts) + PART_TOKENS * len(
             self.other_parts
         )
@@ -147,10 +152,12 @@ def _read_message(message: dict[str, Any], conversation: Conversation) -> None:
     role = message.get("role")
     if results and not text:
         role = "tool"
+    for result in results:
+        conversation.add_extra("tool", text_of(result.get("content")))
     conversation.add(role, text)
-    conversation.extras += [text_of(result.get("content")) for result in results]
     calls = [block for block in blocks if block.get("type") == "tool_use"]
-    conversation.extras += [str(tool_call.get("input")) for tool_call in calls]
+    for tool_call in calls:
+        conversation.add_extra("assistant", str(tool_call.get("input")))
     counted_blocks = [
         block for block in blocks if str(block.get("type")) not in _NO_OTHER_PARTS
     ]
@@ -180,10 +187,11 @@ def _read_item(item: dict[str, Any], conversation: Conversation) -> None:
         conversation.other_parts += other_parts(item.get("content"))
     elif kind in _CALL_ARGUMENTS:
         conversation.add("assistant", "")
-        conversation.extras.append(str(item.get(_CALL_ARGUMENTS[kind])))
+        arguments = item.get(_CALL_ARGUMENTS[kind])
+        conversation.add_extra("assistant", str(arguments))
     elif kind in _RESULT_ITEMS:
         conversation.add("tool", "")
-        conversation.extras.append(text_of(item.get("output")))
+        conversation.add_extra("tool", text_of(item.get("output")))
         conversation.other_parts += other_parts(item.get("output"))
 
 
@@ -194,7 +202,7 @@ def _begin(document: JsonObject, system_prompt: Any) -> Conversation:
     if system_text:
         conversation.add("system", system_text)
     if document.get("tools"):
-        conversation.extras.append(document.text_of("tools"))
+        conversation.add_extra("tools", document.text_of("tools"))
     if offers_tools(document):
         conversation.tool_use = ToolUse.OFFERED
     return conversation

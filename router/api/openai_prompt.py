@@ -5,23 +5,24 @@ Malformed parts read as empty: the engine gets the body unchanged and says best 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from classifier import TokenCounter, ToolUse
-from router.pipeline.request import PromptText, chat_part
+from router.pipeline.request import RESULT_ROLES, PromptText, chat_part
 from router.upstream.json_object import JsonObject
 from tiers.prefix_memory import Part
 
 # a shorter last turn ("and now in Rust?") is read together with the user's previous turn
 SHORT_CHARS = 200
+LATEST_TURNS = 2
+# What agents put into messages of the user, between tags of these names, with every turn: of Claude Code, Codex, Cline.
+ADDED_BY_AGENTS = ("system-reminder", "environment_context", "environment_details")
+_ADDED = re.compile(rf"<({'|'.join(ADDED_BY_AGENTS)})>.*?</\1>", re.DOTALL)
 # assumed for each part that is not text: no tier's tokenizer can count those
 PART_TOKENS = 1000
 SYSTEM_ROLES = ("system", "developer")
-RESULT_ROLES = (
-    "tool",
-    "function",
-)  # the role of a tool's result; the second is the older name
 # Known types of parts. Any other name is the caller's own text, which is not recorded.
 KINDS = (
     "image_url",
@@ -181,12 +182,23 @@ def last_turn(messages: Sequence[Mapping[str, Any]], texts: list[str]) -> str:
             turns[-1].append(text)
         elif message.get("role") == "assistant" and turns[-1]:
             turns.append([])
-    user_texts = ["\n\n".join(turn) for turn in turns if turn]
-    if not user_texts:
+    latest: list[str] = []
+    for turn in reversed(turns):
+        user_words = _own_words("\n\n".join(turn))
+        if user_words:
+            latest.insert(0, user_words)
+        if len(latest) == LATEST_TURNS or (latest and len(latest[0]) >= SHORT_CHARS):
+            break
+    if not latest:
         return "\n\n".join(texts[-1:])
-    if len(user_texts[-1]) < SHORT_CHARS:
-        return "\n\n".join(user_texts[-2:])
-    return user_texts[-1]
+    return "\n\n".join(latest)
+
+
+def _own_words(text: str) -> str:
+    """Return a user's text without what an agent has put into it for the model; the text itself where there is nothing."""
+    if not any(f"<{name}>" in text for name in ADDED_BY_AGENTS):
+        return text
+    return _ADDED.sub("", text).strip()
 
 
 def text_of(content: Any) -> str:

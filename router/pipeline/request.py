@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Literal
 
 from msgspec import Struct, field
@@ -28,6 +29,13 @@ NO_BOUNDS = Sla()
 Truncate = Literal["oldest", "middle"]
 SESSION_HEADER = b"x-session-id"
 LONGEST_SESSION = 256  # characters; what follows is ignored
+# A conversation without a name is named by the last characters of its user's first words, where agents put the task.
+NAMING_CHARS = 4096
+NAME_BYTES = 8
+RESULT_ROLES = (
+    "tool",
+    "function",
+)  # the role of a tool's result; the second is the older name
 # bound of token counts: far above any context or quota, and safe in every counter
 MAX_COUNT = 1 << 40
 
@@ -89,6 +97,18 @@ class PromptText(Struct, frozen=True):
     tool_use: ToolUse | None = None
     # a value of the caller's that keeps its prefix from being shared with others; empty: none
     salt: str = ""
+
+    @property
+    def continues_tool_loop(self) -> bool:
+        """Tell whether a tool's result is among what is new in this turn, so that the model goes on with what it began."""
+        if self.tool_use is ToolUse.RESULT:
+            return True
+        for part in reversed(self.parts):
+            if part.role in RESULT_ROLES:
+                return True
+            if part.role == "assistant":
+                return False
+        return False
 
     def classify(
         self, counter: TokenCounter, second: Sequence[float] = ()
@@ -175,8 +195,11 @@ class Call(Struct, frozen=True, kw_only=True):
         if prompt_tokens is None:
             prompt_tokens = features.tokens + prompt.system_tokens
         prefix = None
+        conversation_tokens = 0
         if affinity:
             prefix = self._prefix(features.tokens, template_tokens)
+        if prefix is not None:
+            conversation_tokens = prefix.turn_tokens
         return RoutingQuery(
             features,
             prompt_tokens=prompt_tokens + template_tokens,
@@ -194,6 +217,8 @@ class Call(Struct, frozen=True, kw_only=True):
             sort=options.sort,
             truncated=self.truncated,
             prefix=prefix,
+            conversation_tokens=conversation_tokens,
+            in_tool_loop=prompt.continues_tool_loop,
         )
 
     def _prefix(self, text_tokens: int, template_tokens: int) -> Prefix | None:
@@ -206,12 +231,33 @@ class Call(Struct, frozen=True, kw_only=True):
         if last.tokens < 0:
             parts = (*parts[:-1], Part(last.text, text_tokens))
         salt = f"{self.engine_request.adapter or ''}\x1f{prompt.salt}"
-        return Prefix.of(parts, added=template_tokens, salt=salt, session=self.session)
+        return Prefix.of(
+            parts, added=template_tokens, salt=salt, session=self._conversation_name()
+        )
+
+    def _conversation_name(self) -> str:
+        """Return what replicas are told apart by for a conversation; empty: nothing.
+
+        Agents seldom name their conversations, and many have one key. So with tools, a conversation that has no name but its
+        key is named by what its user asked for first. That stays the same from turn to turn, and each agent has its own.
+        """
+        key_id = self.context.caller.key_id
+        if self.session not in {"", key_id} or self.prompt.tool_use is None:
+            return self.session
+        task = ""
+        for part in self.prompt.parts:
+            if part.role == "assistant":
+                break
+            if part.role == "user":
+                task = part.text
+        words = task[-NAMING_CHARS:].encode("utf-8", "surrogatepass")
+        digest = blake2b(words, digest_size=NAME_BYTES).hexdigest()
+        return f"{key_id}\x1f{digest}"
 
 
 def chat_part(role: object, text: str, tokens: int) -> Part:
     """Return a message as a part of a prompt: role and text apart from all others."""
-    return Part(f"\x1e{role}\x1f{text}", tokens)
+    return Part(f"\x1e{role}\x1f{text}", tokens, role=str(role))
 
 
 def session_of(context: RequestContext, *named: Any) -> str:

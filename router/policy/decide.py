@@ -3,7 +3,8 @@
 Precedence: what is possible (context, readiness, free slots), then ``require``, then the SLA's bounds, then the hint, then
 the loss that is expected on prompts of this kind. Of the tiers whose loss is allowed, the one serves that should finish
 soonest for the caller; engine time decides between those whose finish differs by less than a person notices. Small talk goes
-to the lowest precision.
+to the lowest precision. A conversation stays on the tier that holds it, unless leaving saves more than it costs to
+compute the conversation again.
 
 If the objective is the best answer, the allowed loss rises with the load, from a negligible loss up to the loss budget: it
 is the value of engine time, which is nothing while engines idle. If it is the cheapest tier, the loss budget is allowed at
@@ -114,6 +115,7 @@ def _demand(query: RoutingQuery, fleet: FleetSnapshot) -> Demand:
         query.sequences,
         output_share=fleet.output_share,
         long_prompt_tokens=fleet.long_prompt_tokens,
+        answer_tokens=fleet.answer_tokens,
     )
 
 
@@ -123,6 +125,7 @@ class _Offer(Struct, frozen=True):
     tier: TierSnapshot
     candidate: Candidate
     obstacle: Obstacle | None
+    held_tokens: int
 
 
 class _Market(Struct, frozen=True):
@@ -152,7 +155,8 @@ def _compare_tiers(
         obstacle = _lasting_obstacle(
             checks, tier.spec, query, is_ready=best.replica is not None
         )
-        offers.append(_Offer(tier, best, obstacle))
+        held_tokens = _held_tokens(tier, query)
+        offers.append(_Offer(tier, best, obstacle, held_tokens))
     market = _market(query, table, offers)
     is_below_hint = query.hint is not None
     estimates = []
@@ -177,6 +181,14 @@ def _compare_tiers(
         estimates=tuple(estimates),
         bound=market.bound,
     )
+
+
+def _held_tokens(tier: TierSnapshot, query: RoutingQuery) -> int:
+    """Return the most tokens of a conversation that a replica of a tier holds; 0: none has computed its turn before."""
+    if not query.conversation_tokens or tier.cached is None:
+        return 0
+    most_tokens = max(tier.cached, default=0)
+    return most_tokens if most_tokens >= query.conversation_tokens else 0
 
 
 def _market(
@@ -274,6 +286,7 @@ def _estimate(
         candidate=best,
         finish_ms=_finish_ms(best.times, demand),
         unfitness=quality.unfitness,
+        held_tokens=offer.held_tokens,
     )
 
 
@@ -500,7 +513,7 @@ def _quality(
 
 def _serve(comparison: TierComparison, acceptable: Sequence[TierEstimate]) -> Decision:
     """Serve a request on one of the tiers that meet its bounds."""
-    chosen, basis = _choose(comparison.query, comparison.table, acceptable)
+    chosen, basis = _choose(comparison, acceptable)
     comparison = replace(comparison, chosen=chosen, basis=basis)
     degraded: tuple[Degraded, ...] = ()
     if basis is Basis.DEGRADED_QUALITY:
@@ -516,9 +529,11 @@ def _serve(comparison: TierComparison, acceptable: Sequence[TierEstimate]) -> De
 
 
 def _choose(
-    query: RoutingQuery, table: PolicyParameters, acceptable: Sequence[TierEstimate]
+    comparison: TierComparison, acceptable: Sequence[TierEstimate]
 ) -> tuple[TierEstimate, Basis]:
     """Choose among the tiers that meet the request's bounds: at least one, by rising precision."""
+    query = comparison.query
+    table = comparison.table
     if query.hint is not None:
         for estimate in acceptable:
             if estimate.tier is query.hint:
@@ -536,9 +551,81 @@ def _choose(
         chosen = _fastest_or_cheapest(allowed, table.objective)
     else:
         chosen = _lowest(allowed, table.max_slowdown)
+    own = comparison.conversation_tier
+    if own in fit and own is not chosen and _stays(comparison, own, chosen, allowed):
+        return own, Basis.CONVERSATION
     return chosen, _basis(
         chosen, fit, acceptable=acceptable, negligible_loss=table.negligible_loss
     )
+
+
+def _stays(
+    comparison: TierComparison,
+    own: TierEstimate,
+    chosen: TierEstimate,
+    allowed: Sequence[TierEstimate],
+) -> bool:
+    """Tell whether a conversation stays on its own tier, although another one would be chosen for the prompt alone.
+
+    Both are within the request's bounds and the loss budget. It stays unless leaving saves more than it costs, and
+    within a tool loop even if its own tier loses more than engine time is worth now: the model has begun something there.
+    """
+    table = comparison.table
+    recompute_ms = chosen.recompute_ms(own)
+    if _saves_time(own, chosen, recompute_ms):
+        return False
+    if own in allowed:
+        counts_engine_time = (
+            table.objective == "cheapest" or not comparison.query.in_tool_loop
+        )
+        price = table.prices.get(chosen.tier, 1.0)
+        return not counts_engine_time or not _saves_engine_time(
+            own, chosen, recompute_ms, price=price
+        )
+    if comparison.query.in_tool_loop:
+        return True
+    return own.loss.mean <= _allowed_to_stay(comparison, own, chosen, recompute_ms)
+
+
+def _saves_time(own: TierEstimate, chosen: TierEstimate, recompute_ms: float) -> bool:
+    """Tell whether leaving a conversation's own tier saves its caller more time than computing the conversation again takes.
+
+    That computing is in the predicted finish already, since it delays the caller. It delays the engine's other requests as
+    much, and so counts once more.
+    """
+    if not (own.is_known_under_load and chosen.is_known_under_load):
+        return False
+    saved_ms = own.finishes_in_ms - chosen.finishes_in_ms
+    is_noticed = is_noticeably_later(own.finishes_in_ms, chosen.finishes_in_ms)
+    return is_noticed and saved_ms > recompute_ms
+
+
+def _saves_engine_time(
+    own: TierEstimate, chosen: TierEstimate, recompute_ms: float, price: float
+) -> bool:
+    """Tell whether leaving saves more engine time than computing the conversation again takes, counted twice."""
+    if not (own.is_known_under_load and chosen.is_known_under_load):
+        return False
+    return own.order() - chosen.order() > recompute_ms / 1000 * price
+
+
+def _allowed_to_stay(
+    comparison: TierComparison,
+    own: TierEstimate,
+    chosen: TierEstimate,
+    recompute_ms: float,
+) -> float:
+    """Return the loss up to which a conversation stays on its own tier, 0..1.
+
+    The loss budget is what engine time is worth when all of it is wanted. Of a turn on another tier, the share that would go
+    into computing the conversation again is wasted, and worth that share of the budget even while engines idle.
+    """
+    table = comparison.table
+    wasted_share = 0.0
+    if chosen.finish_ms:
+        wasted_share = min(recompute_ms / chosen.finish_ms, 1.0)
+    spare_budget = max(table.budget(own.tier) - table.negligible_loss, 0.0)
+    return table.negligible_loss + max(comparison.scarcity, wasted_share) * spare_budget
 
 
 def _lowest_in_time(fit: Sequence[TierEstimate]) -> TierEstimate:

@@ -157,6 +157,9 @@ class RoutingQuery(Struct, frozen=True):
         over_budget: The key's budget is used up, so that of its tiers only those in ``allowed`` are left.
         prefix: Of its prompt, for prefix caches; None: not known. Nothing is decided from it, and it is not logged: what
             replicas hold of it is in the snapshot.
+        conversation_tokens: Cached tokens from which on a replica holds the conversation that the prompt belongs to; 0: the
+            conversation begins with it, or that is not known.
+        in_tool_loop: A tool's result is new in it, so that the model goes on with what it has begun.
     """
 
     features: PromptFeatures
@@ -176,6 +179,8 @@ class RoutingQuery(Struct, frozen=True):
     truncated: str = ""
     over_budget: bool = False
     prefix: Prefix | None = None
+    conversation_tokens: int = 0
+    in_tool_loop: bool = False
 
     def allows(self, tier: TierName) -> bool:
         return self.allowed is None or tier in self.allowed
@@ -206,6 +211,7 @@ class Basis(StrEnum):
     NEGLIGIBLE = "negligible"
     BUDGET = "budget"
     SMALL_TALK = "small_talk"
+    CONVERSATION = "conversation"
     DEGRADED_QUALITY = "degraded_quality"
     DEGRADED_LATENCY = "degraded_latency"
     DEGRADED_UNMEASURED = "degraded_unmeasured"
@@ -284,6 +290,8 @@ class TierEstimate(Struct, frozen=True):
         candidate: The replica that would serve it, or the first ready one.
         finish_ms: When the caller should have the whole answer.
         unfitness: Of several reasons, the first in the order of ``Unfitness``; None: the tier is fit.
+        held_tokens: The most tokens of the request's conversation that a replica of the tier holds, whichever replica would
+            serve it; 0: none holds the conversation.
     """
 
     tier: TierName
@@ -306,6 +314,7 @@ class TierEstimate(Struct, frozen=True):
     candidate: Candidate | None = None
     finish_ms: float | None = None
     unfitness: Unfitness | None = None
+    held_tokens: int = 0
 
     @property
     def is_unfit(self) -> bool:
@@ -347,6 +356,13 @@ class TierEstimate(Struct, frozen=True):
                 return self.times.tpot_ms
             case _:
                 assert_never(sort)
+
+    def recompute_ms(self, own: TierEstimate) -> float:
+        """Return the time that this tier takes to compute what only a conversation's own tier holds of it; 0: not known."""
+        if self.speed is None:
+            return 0.0
+        missing_tokens = (own.cached_tokens or 0) - (self.cached_tokens or 0)
+        return self.speed.prefill_ms_per_token * max(missing_tokens, 0)
 
     @property
     def rate(self) -> Rate | None:
@@ -404,6 +420,24 @@ class TierComparison(Struct, frozen=True):
         return [
             estimate for estimate in self.estimates if estimate.tier is self.query.hint
         ]
+
+    @property
+    def conversation_tier(self) -> TierEstimate | None:
+        """Return the tier that served the request's conversation last, as far as it holds it: the one that holds most of it.
+
+        None: the conversation begins with this request, no tier holds it any more, or several hold as much of it.
+        """
+        most_tokens = max(
+            [estimate.held_tokens for estimate in self.estimates], default=0
+        )
+        if not most_tokens:
+            return None
+        holders = [
+            estimate
+            for estimate in self.estimates
+            if estimate.held_tokens == most_tokens
+        ]
+        return holders[0] if len(holders) == 1 else None
 
     def rank(self, tier: TierName) -> int:
         """Return a tier's place by rising precision, from 0."""

@@ -61,7 +61,12 @@ def _fleet_line(fleet: FleetSnapshot) -> dict[str, Any]:
             for position in range(len(tier.replicas))
         ]
         tiers.append(
-            {"spec": tier.spec, "replicas": replicas, "preparing": tier.preparing}
+            {
+                "spec": tier.spec,
+                "replicas": replicas,
+                "preparing": tier.preparing,
+                "conversation_tokens": tier.conversation_tokens,
+            }
         )
     line = structs.asdict(fleet)
     del line["load"]

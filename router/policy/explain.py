@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, assert_never
 from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.decision import (
+    BY_CALLER,
     SURE_CONFIDENCE,
     Basis,
     Refusal,
@@ -100,12 +101,39 @@ def reason(comparison: TierComparison, chosen: TierEstimate) -> str:
         if not hinted.meets_bounds:
             against = _against(comparison, hinted)
         text = f"hint {query.hint} not taken: {against}; {text}"
+    leaving_text = _leaving_text(comparison, chosen)
+    if leaving_text is not None:
+        text += f"; {leaving_text}"
     if query.precisions is not None:
         precisions = ", ".join(sorted(query.precisions))
         text += f"; the request allows {precisions} only"
     if query.over_budget:
         return f"over budget, so only {chosen.tier} may serve; {text}"
     return text
+
+
+def _leaving_text(comparison: TierComparison, chosen: TierEstimate) -> str | None:
+    """Return why a conversation leaves the tier that holds it; None: it does not, or its caller says where it goes."""
+    own = comparison.conversation_tier
+    if own is None or own.tier is chosen.tier or comparison.basis in BY_CALLER:
+        return None
+    text = f"the conversation leaves {own.tier}, which holds {own.held_tokens} tokens of it: "
+    if own.obstacle is not None or not own.meets_bounds or own.is_unfit:
+        return f"{text}{own.tier} {_against(comparison, own)}"
+    recompute_ms = chosen.recompute_ms(own)
+    recompute_text = ""
+    if recompute_ms:
+        recompute_text = f", although it computes {_seconds(recompute_ms)} of it again"
+    if own.loss.mean > max(own.allowed_loss, chosen.loss.mean):
+        wrong_share = of_100(own.loss.stated_high)
+        return f"{text}{own.tier} may get up to {wrong_share} answers wrong, too many for the time that it saves"
+    if is_noticeably_later(own.finishes_in_ms, chosen.finishes_in_ms):
+        saved_ms = own.finishes_in_ms - chosen.finishes_in_ms
+        sooner_text = "sooner"
+        if math.isfinite(saved_ms):
+            sooner_text = f"{_seconds(saved_ms)} sooner"
+        return f"{text}{chosen.tier} finishes {sooner_text}{recompute_text}"
+    return f"{text}{chosen.tier} takes less engine time{recompute_text}"
 
 
 def refusal_reason(comparison: TierComparison, exceeded_context: int | None) -> str:
@@ -171,6 +199,8 @@ def _chosen_text(comparison: TierComparison, chosen: TierEstimate) -> str:
     """Return why a tier was chosen, to follow the prompt's kind."""
     if comparison.basis is Basis.SORT and comparison.query.sort is not None:
         return _sorted_text(chosen, comparison.query.sort)
+    if comparison.basis is Basis.CONVERSATION:
+        return f"{chosen.tier} holds {chosen.held_tokens} tokens of the conversation, which leaves it only if that pays"
     acceptable = [
         estimate for estimate in comparison.considered if estimate.meets_bounds
     ]

@@ -1,15 +1,19 @@
 """An engine with a GPU's timing, simulated: as much of vLLM's API as the router and its page use; the text is filler.
 
     python -m tiers.simulated.engine PORT PRECISION [--slower 1] [--max-num-seqs 256] [--stream-interval 16]
+        [--max-model-len 8192] [--chars-a-token 4] [--prefix-cache]
 
 ``--slower`` makes everything so many times slower than the GPU; 1 is real time. ``--stream-interval`` is vLLM's: the first
-token is sent at once, later ones in events of so many. ``GET /simulation`` tells what the GPU did.
+token is sent at once, later ones in events of so many. With ``--prefix-cache``, what prompts begin with alike is computed
+once, and answers tell their cached tokens, as vLLM's do with ``--enable-prompt-tokens-details``. ``GET /simulation`` tells
+what the GPU did.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import time
 from dataclasses import asdict, dataclass
@@ -82,8 +86,15 @@ class SimulatedEngine(Surface):
         slower: float = 1.0,
         max_num_seqs: int = 256,
         stream_interval: int = 16,
+        max_model_len: int = MAX_MODEL_LEN,
+        chars_a_token: int = CHARS_A_TOKEN,
+        *,
+        prefix_cache: bool = False,
     ) -> None:
         super().__init__(MODEL)
+        self._max_model_len = max_model_len
+        self._chars_a_token = chars_a_token
+        self._prefix_cache = prefix_cache
         self._slower = slower
         self._stream_interval = stream_interval
         self._scheduler = Scheduler(hardware, max_num_seqs)
@@ -119,27 +130,29 @@ class SimulatedEngine(Surface):
             "kv_cache_usage_perc": 1 - scheduler.free / scheduler.blocks,
             "prompt_tokens_total": self.work.prompt_tokens,
             "generation_tokens_total": self.work.output_tokens,
+            "prefix_cache_queries_total": scheduler.cache_queries,
+            "prefix_cache_hits_total": scheduler.cache_hits,
         }
         lines = [
             f"vllm:{name}{labels} {float(figure)}\n" for name, figure in figures.items()
         ]
         kv_tokens = scheduler.blocks * BLOCK
         lines.append(
-            f'vllm:cache_config_info{{kv_cache_size_tokens="{kv_tokens}"}} 1.0\n'
+            f'vllm:cache_config_info{{block_size="{BLOCK}",kv_cache_size_tokens="{kv_tokens}"}} 1.0\n'
         )
         return PlainTextResponse("".join(lines))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse(
-            {"object": "list", "data": [self._card(MODEL, MAX_MODEL_LEN)]}
+            {"object": "list", "data": [self._card(MODEL, self._max_model_len)]}
         )
 
     async def _tokenize(self, request: Request) -> Response:
-        tokens = list(range(_prompt_tokens(await request.json())))
+        tokens = list(range(self._prompt_tokens(await request.json())))
         return JSONResponse(
             {
                 "count": len(tokens),
-                "max_model_len": MAX_MODEL_LEN,
+                "max_model_len": self._max_model_len,
                 "tokens": tokens,
                 "token_strs": None,
             }
@@ -153,8 +166,9 @@ class SimulatedEngine(Surface):
         usual_tokens = _usual_tokens(body)
         is_cut_off = bool(body.get("ignore_eos")) or max_tokens <= usual_tokens
         job = Job(
-            prompt_tokens=max(_prompt_tokens(body), 1),
+            prompt_tokens=max(self._prompt_tokens(body), 1),
             tokens=max_tokens if is_cut_off else usual_tokens,
+            hashes=self._block_hashes(body),
         )
         finish_reason = "length" if is_cut_off else "stop"
         self._compute(job)
@@ -167,6 +181,29 @@ class SimulatedEngine(Surface):
         return await self._unless_disconnected(
             request, self._answer(job, finish_reason, chat=chat)
         )
+
+    def _prompt_tokens(self, body: dict[str, Any]) -> int:
+        """Estimate the tokens of a prompt, of a chat, or count those given as ids."""
+        prompt = body.get("prompt")
+        if isinstance(prompt, list):
+            return len(prompt)
+        tokens = len(_prompt_text(body)) // self._chars_a_token
+        if "messages" in body:
+            tokens += TEMPLATE_TOKENS
+        return tokens
+
+    def _block_hashes(self, body: dict[str, Any]) -> tuple[int, ...]:
+        """Return a hash of each whole block of a prompt with all text before it; none without a prefix cache."""
+        if not self._prefix_cache or isinstance(body.get("prompt"), list):
+            return ()
+        text = _prompt_text(body)
+        block_chars = BLOCK * self._chars_a_token
+        hashes = []
+        block_hash = 0
+        for end in range(block_chars, len(text) + 1, block_chars):
+            block_hash = hash((block_hash, text[end - block_chars : end]))
+            hashes.append(block_hash)
+        return tuple(hashes)
 
     async def _answer(self, job: Job, finish_reason: str, *, chat: bool) -> Response:
         """Return the whole answer of a job once it is computed."""
@@ -268,15 +305,18 @@ class SimulatedEngine(Surface):
         )
 
 
-def _prompt_tokens(body: dict[str, Any]) -> int:
-    """Estimate the tokens of a prompt, of a chat, or count those given as ids."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, list):
-        return len(prompt)
+def _prompt_text(body: dict[str, Any]) -> str:
+    """Return what the model reads of a body: a prompt, or tools and messages with their calls of tools."""
     if "messages" not in body:
-        return len(prompt or "") // CHARS_A_TOKEN
-    conversation = " ".join(str(message["content"]) for message in body["messages"])
-    return len(conversation) // CHARS_A_TOKEN + TEMPLATE_TOKENS
+        return str(body.get("prompt") or "")
+    texts = []
+    if body.get("tools"):
+        texts.append(json.dumps(body["tools"]))
+    for message in body["messages"]:
+        texts.append(str(message.get("content") or ""))
+        if message.get("tool_calls"):
+            texts.append(json.dumps(message["tool_calls"]))
+    return " ".join(texts)
 
 
 def _usual_tokens(body: dict[str, Any]) -> int:
@@ -292,12 +332,15 @@ def _text(start: int, tokens: int) -> str:
     return "".join(PIECES[place % len(PIECES)] for place in places)
 
 
-def _counts(job: Job) -> dict[str, int]:
-    return {
+def _counts(job: Job) -> dict[str, Any]:
+    counts: dict[str, Any] = {
         "prompt_tokens": job.prompt_tokens,
         "completion_tokens": job.produced,
         "total_tokens": job.prompt_tokens + job.produced,
     }
+    if job.hashes:
+        counts["prompt_tokens_details"] = {"cached_tokens": job.cached or 0}
+    return counts
 
 
 def main() -> None:
@@ -310,12 +353,18 @@ def main() -> None:
     parser.add_argument("--slower", type=float, default=1.0)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--stream-interval", type=int, default=16)
+    parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
+    parser.add_argument("--chars-a-token", type=int, default=CHARS_A_TOKEN)
+    parser.add_argument("--prefix-cache", action="store_true")
     options = parser.parse_args()
     engine = SimulatedEngine(
         HARDWARE[options.precision],
         slower=options.slower,
         max_num_seqs=options.max_num_seqs,
         stream_interval=options.stream_interval,
+        max_model_len=options.max_model_len,
+        chars_a_token=options.chars_a_token,
+        prefix_cache=options.prefix_cache,
     )
     uvicorn.run(
         engine.app,

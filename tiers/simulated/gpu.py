@@ -3,13 +3,15 @@
 A simulation, not a measurement. ``Scheduler`` batches as vLLM 0.32 does (``v1/core/sched/scheduler.py``): each step computes
 one token of every running sequence and prompt chunks of the rest, up to 8,192 tokens in all; running sequences come
 first, then waiting ones in order. KV cache is given out in blocks; where none is free, the youngest sequence is preempted
-and computed again later. There is no prefix cache. Times are those of the plan's roofline (``tiers.sizing.roofline``).
+and computed again later. Blocks of prompts stay in the cache, known by a hash of all text up to their end, until their room
+is needed (``v1/core/block_pool.py``); those of answers do not. Jobs without hashes share nothing. Times are those of the
+plan's roofline (``tiers.sizing.roofline``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -92,6 +94,9 @@ class Job:
         preempted: How often it was preempted.
         ready: Set when there is something to send.
         gone: The client has left.
+        hashes: Of each whole block of the prompt, with all text before it.
+        shared: Its first blocks that are in the prefix cache.
+        cached: Tokens of the prompt that were in the prefix cache when it was begun first; None: it was not begun yet.
     """
 
     prompt_tokens: int
@@ -102,6 +107,9 @@ class Job:
     preempted: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     gone: bool = False
+    hashes: tuple[int, ...] = ()
+    shared: int = 0
+    cached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,12 @@ class Scheduler:
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.preemptions = 0
+        # How many jobs use each block of the prefix cache. Those that none uses count as free, and come first in the order
+        # in which they are evicted.
+        self._users: dict[int, int] = {}
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        self.cache_queries = 0
+        self.cache_hits = 0
 
     def next_step(self) -> GpuStep | None:
         """Take blocks for the next step, and return it; None: there is nothing to compute."""
@@ -168,9 +182,13 @@ class Scheduler:
         budget = PREFILL_CHUNK_TOKENS - _tokens_of(parts)
         while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
             job = self.waiting[0]
-            tokens = min(job.prompt_tokens + job.produced, budget)
+            self._take_cached(job)
+            tokens = min(job.prompt_tokens + job.produced - job.computed, budget)
             if not self._holds(job, tokens):
+                self._free(job)
+                job.computed = 0
                 return
+            self._note_begun(job)
             self.running.append(self.waiting.popleft())
             parts.append((job, tokens))
             budget -= tokens
@@ -179,6 +197,7 @@ class Scheduler:
         """Note what a step has computed; sequences that are complete leave."""
         for job, tokens in step.parts:
             job.computed += tokens
+            self._share_computed(job)
             if job.computed == job.prompt_tokens + job.produced:
                 job.produced += 1
         self._drop_ended()
@@ -204,7 +223,43 @@ class Scheduler:
             return False
         job.blocks += more_blocks
         self.free -= more_blocks
+        while len(self._unused) > self.free:
+            evicted, _ = self._unused.popitem(last=False)
+            del self._users[evicted]
         return True
+
+    def _take_cached(self, job: Job) -> None:
+        """Give a job the first blocks of its prompt that are in the prefix cache; its last token is always computed."""
+        most_blocks = (job.prompt_tokens - 1) // BLOCK
+        for block in job.hashes[:most_blocks]:
+            if block not in self._users:
+                break
+            if not self._users[block]:
+                del self._unused[block]
+                self.free -= 1
+            self._users[block] += 1
+            job.shared += 1
+        job.blocks = job.shared
+        job.computed = job.shared * BLOCK
+
+    def _note_begun(self, job: Job) -> None:
+        """Count what the prefix cache had of a prompt that is begun for the first time."""
+        if job.cached is None:
+            job.cached = job.computed
+            self.cache_queries += job.prompt_tokens
+            self.cache_hits += job.cached
+
+    def _share_computed(self, job: Job) -> None:
+        """Add the blocks of a prompt that are computed by now to the prefix cache.
+
+        They end where another job has computed the same block meanwhile: vLLM keeps both, but finds one.
+        """
+        computed_blocks = job.computed // BLOCK
+        for block in job.hashes[job.shared : computed_blocks]:
+            if block in self._users:
+                return
+            self._users[block] = 1
+            job.shared += 1
 
     def _preempt(self, job: Job) -> None:
         """Take a job's blocks from it, and have it computed again as soon as there is room."""
@@ -216,8 +271,15 @@ class Scheduler:
         self.waiting.appendleft(job)
 
     def _free(self, job: Job) -> None:
-        self.free += job.blocks
+        """Free a job's blocks. Those of the prefix cache stay until their room is needed, the last ones first to go."""
+        self.free += job.blocks - job.shared
+        for block in reversed(job.hashes[: job.shared]):
+            self._users[block] -= 1
+            if not self._users[block]:
+                self._unused[block] = None
+                self.free += 1
         job.blocks = 0
+        job.shared = 0
 
 
 def _tokens_of(parts: list[tuple[Job, int]]) -> int:

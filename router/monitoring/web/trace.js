@@ -51,7 +51,7 @@ function facts(r) {
 
 const BASES = {
   hint: "the caller's hint", sort: "what the caller sorts tiers by", least_loss: "the least loss", negligible: "the soonest finish, among tiers that are as good", budget: "the soonest finish, within the loss budget",
-  small_talk: "small talk: the lowest precision will do",
+  small_talk: "small talk: the lowest precision will do", conversation: "the conversation that the tier holds",
   degraded_quality: "what was possible: quality gave way", degraded_latency: "what was possible: latency gave way",
   degraded_unmeasured: "what was possible: a bound is not known to be kept", refused: "refusal",
 };

@@ -236,3 +236,54 @@ def test_tools_are_told_by_structure(
     assert prompt.tool_use is tool_use
     is_tools = prompt.classify(EstimatingCounter()).prompt_class is PromptClass.TOOLS
     assert is_tools is (tool_use is not None)
+
+
+LOOP = {
+    read_messages: (
+        "messages",
+        [
+            {"role": "user", "content": "How warm is it in Oslo?"},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "I look."}, USE],
+            },
+            {"role": "user", "content": [RETURNED]},
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [RETURNED, {"type": "text", "text": "so?"}]},
+            {"role": "assistant", "content": "4 degrees."},
+            {"role": "user", "content": "And in Rome?"},
+        ],
+    ),
+    read_input: (
+        "input",
+        [
+            {"role": "user", "content": "How warm is it in Oslo?"},
+            FUNCTION_CALL,
+            OUTPUT,
+            FUNCTION_CALL,
+            OUTPUT,
+            {"role": "assistant", "content": "4 degrees."},
+            {"role": "user", "content": "And in Rome?"},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", LOOP, ids=["messages", "input"])
+def test_a_longer_conversation_begins_with_the_parts_of_the_shorter(
+    reader: Any,
+) -> None:
+    """Calls and results stand where a model reads them: so a prefix cache has all of the turn before."""
+    member, items = LOOP[reader]
+    parts: tuple[Any, ...] = ()
+    for length in range(1, len(items) + 1):
+        body = {member: items[:length], "tools": [TOOL]}
+        longer = read(reader, **body).prompt(EstimatingCounter()).parts
+        assert longer[: len(parts)] == parts
+        assert len(longer) > len(parts)
+        parts = longer
+    roles = [part.role for part in parts]
+    assert roles[0] == "tools"
+    assert roles[-1] == "user"
+    assert roles.count("tool") >= 2
+    assert "assistant" in roles

@@ -228,6 +228,47 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "4 degrees"}
 NAMED_CHOICE = {"type": "function", "function": {"name": "get_weather"}}
 
 
+REMINDER = "<system-reminder>\nThe list of things to do is empty. Do not mention it.\n</system-reminder>"
+
+
+@pytest.mark.parametrize(
+    ("added", "read"),
+    [
+        (user(REMINDER), "Fix the tides"),
+        (user(f"{REMINDER}\nAnd the moon\n{REMINDER}"), "Fix the tides\n\nAnd the moon"),
+        (user("<environment_context>\n<cwd>/x</cwd>\n</environment_context>"), "Fix the tides"),
+        (user(f"{LONG}<environment_details>{LONG}</environment_details>"), LONG.strip()),
+        (user("<system-reminder>is never closed"), "Fix the tides\n\n<system-reminder>is never closed"),
+        (user("a <b>bold</b> one"), "Fix the tides\n\na <b>bold</b> one"),
+    ],
+)  # fmt: skip
+def test_what_an_agent_adds_for_the_model_is_no_turn_of_the_user(
+    added: dict[str, Any], read: str
+) -> None:
+    """It says nothing of how hard the work is, and is counted as all else."""
+    messages = [user("Fix the tides"), CALL, RESULT]
+    prompt = chat(*messages, added, tools=TOOLS)
+    assert prompt.text == read
+    shorter = chat(*messages, tools=TOOLS)
+    assert prompt.prompt_tokens is not None
+    assert shorter.prompt_tokens is not None
+    assert prompt.prompt_tokens - shorter.prompt_tokens == COUNTER.count(
+        added["content"]
+    )
+
+
+def test_the_length_of_results_says_nothing_of_the_work() -> None:
+    """In a tool loop, the complexity is that of what the user asked for."""
+    first = chat(user("Rename the variable x to y."), tools=TOOLS).classify(COUNTER)
+    result = {**RESULT, "content": LONG * 100}
+    later = chat(user("Rename the variable x to y."), CALL, result, tools=TOOLS)
+    features = later.classify(COUNTER)
+    assert later.prompt_tokens is not None
+    assert later.prompt_tokens > 10_000
+    assert features.prompt_class is PromptClass.TOOLS
+    assert features.complexity is first.complexity
+
+
 @pytest.mark.parametrize(
     ("messages", "more", "tool_use"),
     [

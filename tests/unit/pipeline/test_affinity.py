@@ -11,7 +11,7 @@ from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
 from tests.waiting import until
 from tiers.prefix_memory import PrefixMemory
-from tiers.spec import TierName
+from tiers.spec import ReplicaStatus, TierName
 
 pytestmark = pytest.mark.anyio
 SYSTEM = {"role": "system", "content": "You answer in one word. " * 40}
@@ -205,3 +205,60 @@ async def test_a_failed_engine_hands_a_chat_over(tmp_path: Path) -> None:
         for count in (2, 3):
             assert (await ask(stack, turns("a", count)))["replica"] != first["replica"]
             broken.status = 200
+
+
+TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {}}}]
+
+
+def agents_turn(task: str, count: int) -> dict[str, Any]:
+    """Return an agent's body after some calls of a tool, each with its result."""
+    messages: list[dict[str, Any]] = [SYSTEM, {"role": "user", "content": task * 40}]
+    for number in range(count - 1):
+        call = {"name": "read", "arguments": f'{{"path": "{number}"}}'}
+        calls = [{"id": f"c{number}", "type": "function", "function": call}]
+        messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        result = f"line {number} of the file\n" * 40
+        messages.append(
+            {"role": "tool", "tool_call_id": f"c{number}", "content": result}
+        )
+    return {"messages": messages, "tools": TOOLS, "max_tokens": 4}
+
+
+async def agent_asks(
+    stack: Stack, task: str, count: int, model: str = "auto"
+) -> tuple[str, str]:
+    """Send a turn of an agent that names no conversation; return the tier that served it, and the reason."""
+    answer = await stack.client.post(
+        f"{stack.url}/v1/chat/completions",
+        json={**agents_turn(task, count), "model": model},
+    )
+    assert answer.status_code == 200
+    return answer.headers["x-qarr-tier"], answer.headers["x-qarr-reason"]
+
+
+async def test_a_tool_loop_keeps_its_precision_until_that_cannot_serve(
+    tmp_path: Path,
+) -> None:
+    """Another agent with the same system prompt and tools is not drawn there; a tier that drains is left, with the reason."""
+    async with router_stack(tmp_path) as stack:
+        usual, _ = await agent_asks(stack, "Mend the clock. ", 1)
+        assert usual == "precise"
+        await agent_asks(stack, "Mend the clocks. ", 1, model="balanced")
+        for count in (2, 3):
+            tier, reason = await agent_asks(stack, "Mend the clocks. ", count)
+            assert tier == "balanced"
+            assert "tokens of the conversation" in reason
+            tier, reason = await agent_asks(stack, "Mend the clock. ", count)
+            assert tier == usual
+            assert "leaves" not in reason
+        for replica in stack.fleet.replicas:
+            if replica.spec.name is TierName.BALANCED:
+                replica.mark(ReplicaStatus.DRAINING)
+        tier, reason = await agent_asks(stack, "Mend the clocks. ", 4)
+        assert tier == usual
+        assert "the conversation leaves balanced, which holds" in reason
+        assert reason.endswith("balanced is draining")
+        # It is held there now as well, by its last turn.
+        tier, reason = await agent_asks(stack, "Mend the clocks. ", 5)
+        assert tier == usual
+        assert "leaves" not in reason

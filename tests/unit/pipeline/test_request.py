@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from classifier import EstimatingCounter, PromptClass
+from classifier import EstimatingCounter, PromptClass, ToolUse
 from router.auth.api_keys import ANONYMOUS, BeyondKeyError, Caller
 from router.pipeline.request import (
     LONGEST_SESSION,
@@ -116,6 +117,91 @@ def test_a_session_has_the_first_name_that_it_is_given() -> None:
     assert session_of(plain) == "k1"
     assert session_of(RequestContext("r", "t")) == ""
     assert session_of(plain, "x" * 10_000) == "x" * LONGEST_SESSION
+
+
+def agents_prompt(task: str, *more: tuple[str, str], **changes: Any) -> PromptText:
+    """Return the prompt of an agent with tools: a system prompt, what its user asked for, and what followed."""
+    said = [("system", "You are an agent. " * 40), ("user", task), *more]
+    parts = tuple(chat_part(role, text, len(text) // 3) for role, text in said)
+    return structs.replace(
+        PromptText(
+            task,
+            900,
+            messages=len(parts),
+            system=True,
+            parts=parts,
+            tool_use=ToolUse.OFFERED,
+        ),
+        **changes,
+    )
+
+
+def session_in(prompt: PromptText, *, key_id: str = "k1", session: str = "") -> str:
+    """Return what replicas are told apart by for a prompt."""
+    asked = asked_for(prompt, Caller(key_id, "one"), session=session or key_id)
+    query = asked.query(prompt.classify(COUNTER), TEMPLATE, affinity=True)
+    assert query.prefix is not None
+    return query.prefix.session
+
+
+def test_an_agents_conversation_without_a_name_is_named_by_its_task() -> None:
+    """The same at each turn, another for another task or key; a name that was given counts, and so does a key without tools."""
+    first = session_in(agents_prompt("Fix the tides"))
+    later = agents_prompt("Fix the tides", ("assistant", "reads"), ("tool", "a file"))
+    asked_again = agents_prompt(
+        "Fix the tides", ("assistant", "done"), ("user", "and the moon")
+    )
+    assert first
+    assert session_in(later) == first
+    assert session_in(asked_again) == first
+    other_task = session_in(agents_prompt("Fix the moon"))
+    other_key = session_in(agents_prompt("Fix the tides"), key_id="k2")
+    assert len({first, other_task, other_key}) == 3
+    # What stands before the task is the same for all agents in a project.
+    beside_project = session_in(agents_prompt("project", ("user", "Fix the moon")))
+    assert beside_project == other_task
+    assert session_in(later, session="mine") == "mine"
+    assert session_in(agents_prompt("Fix the tides", tool_use=None)) == "k1"
+
+
+@pytest.mark.parametrize(
+    ("roles", "tool_use", "is_in_loop"),
+    [
+        (("assistant", "tool"), ToolUse.RESULT, True),
+        (("assistant", "tool", "user"), ToolUse.OFFERED, True),
+        (("assistant", "function", "user"), None, True),
+        (("assistant", "tool", "assistant", "user"), ToolUse.OFFERED, False),
+        (("assistant", "user"), ToolUse.OFFERED, False),
+        ((), ToolUse.OFFERED, False),
+    ],
+)
+def test_a_tool_loop_is_told_by_what_is_new(
+    roles: tuple[str, ...], tool_use: ToolUse | None, *, is_in_loop: bool
+) -> None:
+    """A result is new, also if the user has said something beside it; one that was answered is not."""
+    prompt = agents_prompt(
+        "Fix it", *((role, "x") for role in roles), tool_use=tool_use
+    )
+    asked = asked_for(prompt)
+    query = asked.query(prompt.classify(COUNTER), TEMPLATE)
+    assert query.in_tool_loop is is_in_loop
+    pictured = structs.replace(prompt, parts=(), other_parts=("image_url",))
+    assert pictured.continues_tool_loop is (tool_use is ToolUse.RESULT)
+
+
+def test_a_query_tells_a_conversation_from_how_it_begins() -> None:
+    """At its first turn there is none, and without affinity none is known."""
+    first = agents_prompt("Fix the tides. " * 200)
+    later = agents_prompt("Fix the tides. " * 200, ("assistant", "r"), ("tool", "x"))
+    features = first.classify(COUNTER)
+    assert (
+        asked_for(first).query(features, TEMPLATE, affinity=True).conversation_tokens
+        == 0
+    )
+    assert asked_for(later).query(features, TEMPLATE).conversation_tokens == 0
+    query = asked_for(later).query(features, TEMPLATE, affinity=True)
+    assert query.prefix is not None
+    assert query.conversation_tokens == query.prefix.turn_tokens > 500
 
 
 def test_counts_are_bounded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -225,3 +226,76 @@ def test_a_session_gives_way_to_load_and_to_a_replica_that_is_not_open() -> None
     busy.release()
     next(r for r in fleet.replicas if r.id == home.id).mark(ReplicaStatus.DRAINING)
     assert sent(fleet, prefix).replica is other
+
+
+def agents_turn(name: str, turns: int) -> Prefix:
+    """Return a turn of an agent: a long system prompt that all agents share, a task of its own, and calls with results."""
+    parts = [
+        Part("You are an agent. ".ljust(16 * BLOCK_BYTES, "."), 1024, "system"),
+        Part(f"task {name}".ljust(4 * BLOCK_BYTES, "."), 256, "user"),
+    ]
+    for turn in range(turns - 1):
+        call = f"{name} calls {turn}".ljust(BLOCK_BYTES, ".")
+        result = f"{name} gets {turn}".ljust(16 * BLOCK_BYTES, ".")
+        parts += [Part(call, 64, "assistant"), Part(result, 1024, "tool")]
+    made = Prefix.of(parts, session=name)
+    assert made is not None
+    return made
+
+
+def test_agents_that_share_a_system_prompt_do_not_share_one_replica() -> None:
+    """They do while its cache holds them all. Those that it has evicted go to their sessions' replicas, and stay there."""
+    fleet = make_fleet(2, SPEED)
+    for replica in fleet.replicas:
+        replica.note_gauges(
+            Gauges(0, 0, kv_cache_usage=0.0, kv_cache_tokens=20_000, kv_block_tokens=16)
+        )
+    names = [f"agent {number}" for number in range(6)]
+    places: dict[str, list[str]] = {name: [] for name in names}
+    cached: dict[str, int] = {}
+    for turns in range(1, 8):
+        for name in names:
+            with sent(fleet, agents_turn(name, turns)) as lease:
+                assert lease.sent is not None
+                cached[name] = lease.sent.cached
+                places[name].append(lease.replica.id)
+    first = places[names[0]][0]
+    assert all(place == first for each in places.values() for place in each[:4])
+    moved = [name for name in names if places[name][-1] != first]
+    assert 2 <= len(moved) <= 4
+    for name in moved:
+        moves = sum(before != after for before, after in pairwise(places[name]))
+        assert moves == 1
+        assert cached[name] >= 1024 + 256 + 5 * (64 + 1024)
+
+
+def test_a_conversation_stays_though_its_session_has_another_home() -> None:
+    """What a replica holds of it counts, and not where the session would have gone first."""
+    fleet = make_fleet(2, SPEED)
+    home = next_for(fleet, agents_turn("a", 1))
+    assert home is not None
+    with sent(fleet, agents_turn("a", 1), exclude={home.id}) as lease:
+        assert lease.replica.id != home.id
+    for turns in (2, 3):
+        with sent(fleet, agents_turn("a", turns)) as lease:
+            assert lease.replica.id != home.id
+
+
+def test_an_answer_is_expected_to_be_no_longer_than_recent_ones() -> None:
+    """Whatever a request allows: an agent allows thousands of tokens, and its answers are as short as others."""
+    fleet = make_fleet(1)
+    assert fleet.demand(100, 4000).output_tokens == 4000
+    assert fleet.snapshot().answer_tokens is None
+    for answer_tokens, sequences in ((50, 1), (100, 2)):
+        with sent(fleet, None, 100, max_tokens=200, sequences=sequences) as lease:
+            lease.first_token()
+            lease.finished(None, answer_tokens)
+    assert fleet.demand(100, 4000).output_tokens == pytest.approx(50)
+    assert fleet.demand(100, 4000, 3).output_tokens == pytest.approx(150)
+    assert fleet.snapshot().answer_tokens == pytest.approx(50)
+    share = fleet.output_share
+    assert fleet.demand(100, 20).output_tokens == pytest.approx(share * 20)
+    with sent(fleet, None, 100, max_tokens=200) as lease:
+        lease.first_token()
+        lease.finished(None, 150)
+    assert fleet.demand(100, 4000).output_tokens == pytest.approx(55)

@@ -30,7 +30,7 @@ class Replica(NamedTuple):
     trends: tuple[float, float] = (0.0, 0.0)
 
 
-def preferred(replicas: Sequence[Replica]) -> int:
+def preferred(replicas: Sequence[Replica], conversation_tokens: int = 0) -> int:
     """Return the position of the one that takes the request."""
     states = [
         ReplicaState(
@@ -49,6 +49,7 @@ def preferred(replicas: Sequence[Replica]) -> int:
         preparing=None,
         cached=cached,
         home=home,
+        conversation_tokens=conversation_tokens,
     )
     return choose_replica(tier, REQUEST, None)
 
@@ -73,13 +74,28 @@ def test_one_speed_that_is_not_known_under_load_makes_all_count_tokens() -> None
         assert preferred([Replica(700, 1, 640, speed=SPEED), Replica(speed=speed)]) == 1
 
 
-def test_a_session_counts_only_where_caches_tell_nothing() -> None:
-    """Its own replica is taken for one that holds half of the rest; a replica that is known to hold more is preferred."""
+def test_a_sessions_own_replica_counts_as_one_that_holds_half_of_the_rest() -> None:
+    """A replica that is known to hold more than that is preferred."""
     share = int(HOME_SHARE * REQUEST.prompt_tokens)
     for waiting, found in ((share - 1, 1), (share + 1, 0)):
         assert preferred([Replica(), Replica(waiting, 1, home=True)]) == found
     assert preferred([Replica(cached=128), Replica(cached=128, home=True)]) == 1
-    assert preferred([Replica(cached=128), Replica(home=True)]) == 0
+    assert preferred([Replica(cached=128), Replica(home=True)]) == 1
+    assert preferred([Replica(cached=share + 1), Replica(home=True)]) == 0
+
+
+def test_a_conversation_leaves_only_if_that_saves_more_than_it_costs() -> None:
+    """To compute it again delays others too, and counts twice. A prefix that is no conversation counts once, as ever."""
+    free = Replica()
+    for waiting, found in ((1279, 0), (1281, 1)):
+        assert preferred([Replica(waiting, 1, 640), free], 600) == found
+    assert preferred([Replica(641, 1, 640), free], 641) == 1
+    # In times: each sequence more delays the 100 tokens of the answer by 100 ms.
+    idle = Replica(speed=SPEED)
+    for sequences, once, twice in ((6, 0, 0), (7, 1, 0), (12, 1, 0), (13, 1, 1)):
+        busy = Replica(0, sequences, 640, speed=SPEED)
+        assert preferred([busy, idle]) == once
+        assert preferred([busy, idle], 600) == twice
 
 
 @given(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tiers.prefix_memory import (
     BLOCK_BYTES,
+    BLOCK_SLACK,
     BLOCK_TOKENS,
     LONGEST_BLOCKS,
     MAX_BLOCKS,
@@ -16,6 +18,7 @@ from tiers.prefix_memory import (
     Part,
     Prefix,
     PrefixMemory,
+    start_of_turn,
 )
 
 TEXTS = st.lists(st.text(max_size=600), max_size=4)
@@ -194,3 +197,58 @@ def test_sessions_are_spread_over_replicas() -> None:
     ]
     assert min(homes.count(n) for n in range(3)) >= 8
     assert prefix(blocks(1)).home(names) == -1
+
+
+ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "-": ""}
+
+
+@pytest.mark.parametrize(
+    ("roles", "before"),
+    [("", 0), ("su", 0), ("a", 0), ("sua", 2), ("suat", 2), ("-suaatt", 3), ("suatatu", 4), ("suatu", 2), ("aau", 0)],
+)  # fmt: skip
+def test_a_turn_begins_with_the_last_answer(roles: str, before: int) -> None:
+    """All before it was the prompt of the turn before; there is none before the first answer."""
+    assert start_of_turn([ROLES[role] for role in roles]) == before
+
+
+def test_a_conversation_is_known_by_more_than_how_it_begins() -> None:
+    """Half-way from its opening to the last turn's prompt, less what blocks may hide; at its first turn by nothing."""
+
+    def turn_tokens(roles: str, tokens: int = 1000) -> int:
+        parts = [Part(role * 3000, tokens, ROLES[role]) for role in roles]
+        made = Prefix.of(parts)
+        assert made is not None
+        return made.turn_tokens
+
+    assert turn_tokens("su") == 0
+    assert turn_tokens("suat") == 2000 - BLOCK_SLACK
+    assert turn_tokens("suatat") == 3000 - BLOCK_SLACK
+    assert turn_tokens("suat", 90) == 0
+    assert turn_tokens("sss") == 0
+
+
+@given(st.integers(1, 8), st.integers(1, 3000), st.integers(1, 3000))
+def test_a_replica_with_the_turn_before_holds_the_conversation(
+    turns: int, task: int, result: int
+) -> None:
+    """Whatever the lengths; and one with another agent's turns does not, where this agent's own words are long enough."""
+
+    def agent(name: str, count: int) -> Prefix:
+        parts = [
+            Part("s" * 9000, 3000, "system"),
+            Part(name * task, -(-task // 3), "user"),
+        ]
+        for number in range(count):
+            parts.append(Part(f"{name}{number}", 2, "assistant"))
+            parts.append(Part(f"{number}" * result, -(-result // 3), "tool"))
+        made = Prefix.of(parts)
+        assert made is not None
+        return made
+
+    memory, other = PrefixMemory(), PrefixMemory()
+    memory.note(agent("a", turns - 1), 1 << 20)
+    other.note(agent("b", turns + 3), 1 << 20)
+    prompt = agent("a", turns)
+    assert prompt.tokens(memory.matching(prompt)) >= prompt.turn_tokens
+    if task >= 3 * BLOCK_SLACK + BLOCK_BYTES:
+        assert prompt.tokens(other.matching(prompt)) < prompt.turn_tokens
