@@ -100,7 +100,8 @@ MinutesOption = Annotated[
     typer.Option(
         min=0.1,
         metavar="N",
-        help="Compare answers for so long at most, short ones first; by default until there is a verdict.",
+        help="Compare or save answers for so many minutes at most, short ones first; other stages take time of their own. "
+        "By default until there is a verdict, or all are saved.",
     ),
 ]
 ParallelOption = Annotated[
@@ -134,7 +135,8 @@ QuickOption = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="Compare likelihood by a few short texts, as before traffic; what goes wrong late in an answer is not found.",
+        help="Compare likelihood by seven short texts instead of twenty; what goes wrong late in an answer is not found. "
+        "Tasks are asked all the same: --max-tasks 0 leaves them out.",
     ),
 ]
 AllOption = Annotated[
@@ -232,7 +234,7 @@ def _exit_status(request: VerifyRequest) -> int:
     try:
         verification = asyncio.run(run_verification(request))
     except KeyboardInterrupt:
-        err.print("stopped")
+        err.print("stopped: there is no verdict, and nothing was written")
         return INTERRUPTED
     except EXPECTED_ERRORS as error:
         err.print(f"[bold red]could not run:[/] {plain(str(error))}")

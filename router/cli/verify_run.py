@@ -44,8 +44,13 @@ from router.verification.saved import (
     read_reference,
     write_reference,
 )
-from router.verification.task_order import order_by_digest
-from router.verification.verification import VerificationPlan, Verifier
+from router.verification.task_order import order_by_cost, order_by_digest
+from router.verification.verification import (
+    SAME_ENGINE_NOTE,
+    VerificationPlan,
+    Verifier,
+    is_same_engine,
+)
 from router.verification.wording import Stage, StageFinding, count_words
 
 MINUTE_S = 60.0
@@ -75,7 +80,8 @@ class VerifyRequest:
         tolerated_of_100: So many lost answers still count as the same.
         confidence_percent: How sure a verdict about answers has to be.
         max_tasks: Ask at most so many tasks; 0: compare no answers; None: ask all, if need be.
-        minutes: Compare answers for so long at most; None: until there is a verdict.
+        minutes: Compare answers for so long at most, and save some for so long at most; None: until there is a verdict, or
+            all are saved.
         parallel: Tasks at once.
         runs_code: Run programs that a model writes, in a sandbox, for tasks that need it.
         thinking: Whether and how long models are asked to think.
@@ -135,6 +141,8 @@ async def run_verification(request: VerifyRequest) -> Verification | None:
         if candidate_target is not None:
             candidate = await _find_engine(candidate_target, request, cleanup)
             console.print(engine_line("candidate", candidate.identity))
+            if is_same_engine(reference, candidate):
+                err.print(f"note: {SAME_ENGINE_NOTE}", style="yellow")
             console.print()
             tasks += _long_tasks(request, reference, candidate)
             plan = _plan(request, reference, tasks)
@@ -230,11 +238,13 @@ async def _find_engine(
 def _plan(
     request: VerifyRequest, reference: Reference, tasks: tuple[Task, ...]
 ) -> VerificationPlan:
+    known_tasks = tasks
     if isinstance(reference, SavedReference):
         reference.check_thinking(*request.thinking)
-        tasks = reference.knows(tasks)
+        known_tasks = reference.knows(tasks)
     return VerificationPlan(
-        tasks=tasks,
+        tasks=known_tasks,
+        unsaved_tasks=len(tasks) - len(known_tasks),
         answers=_answers_options(request),
         thinking=request.thinking,
         goes_on_after_fault=request.goes_on_after_fault,
@@ -244,17 +254,21 @@ def _plan(
 
 
 def _answers_options(request: VerifyRequest) -> AnswersOptions:
-    time_limit_s = None
-    if request.minutes is not None:
-        time_limit_s = request.minutes * MINUTE_S
     return AnswersOptions(
         tolerated=request.tolerated_of_100 / 100,
         confidence=request.confidence_percent / 100,
         parallel=request.parallel,
         max_tasks=request.max_tasks or None,
-        time_limit_s=time_limit_s,
+        time_limit_s=_time_limit_s(request),
         run_code=passes if request.runs_code else None,
     )
+
+
+def _time_limit_s(request: VerifyRequest) -> float | None:
+    """Return how long answers are compared or saved at most, in seconds; None: there is no limit."""
+    if request.minutes is None:
+        return None
+    return request.minutes * MINUTE_S
 
 
 class _Narrator:
@@ -306,17 +320,25 @@ async def _save(
     assert request.save_path is not None
     # Verifications ask these.
     chosen = order_by_digest(tasks)[: request.max_tasks]
+    if request.minutes is not None:
+        chosen = order_by_cost(chosen)
     await record(
         reference,
         chosen,
         request.thinking,
         listener,
         parallel=request.parallel,
+        time_limit_s=_time_limit_s(request),
     )
     tasks_name = SUITE if request.tasks_path == TASKS else request.tasks_path.name
     saved = reference.as_saved(tasks_name)
     write_reference(request.save_path, saved)
-    err.print(
-        f"saved: {request.save_path} ({count_words(len(saved.answers), 'answer')})",
-        markup=False,
-    )
+    answers = count_words(len(saved.answers), "answer")
+    err.print(f"saved: {request.save_path} ({answers})", markup=False)
+    missing = sum(task.digest not in saved.answers for task in chosen)
+    if missing:
+        err.print(
+            f"The time was used up: {count_words(missing, 'task')} of {len(chosen):,} have no answer in it. "
+            "Later verifications leave them out. Raise --minutes, or leave it out, to save all.",
+            markup=False,
+        )

@@ -177,7 +177,9 @@ async def connect(target: Target, client: httpx.AsyncClient) -> ComparedEngine:
             model=target.text if is_tier else target.model,
         )
     except ProbeError as error:
-        raise ProbeError(f"{target.option}: {error}{_remedy(target, error)}") from error
+        raise ProbeError(
+            f"{target.option}: {_first_line(error)}{_remedy(target, error)}"
+        ) from error
     if not is_tier:
         return engine
     build = await _build_of_tier(client, key, target.text)
@@ -241,6 +243,11 @@ def _all_of(values: Iterable[str | None]) -> str | None:
     return " and ".join(sorted({value for value in values if value})) or None
 
 
+def _first_line(error: ProbeError) -> str:
+    """Return an error without the rest of the page that a server other than vLLM has answered."""
+    return str(error).partition("\n")[0]
+
+
 def _remedy(target: Target, error: ProbeError) -> str:
     """Return what to do about an error, as the end of its text."""
     text = str(error)
@@ -252,6 +259,8 @@ def _remedy(target: Target, error: ProbeError) -> str:
         return (
             ". Is the router running? 'qarr up' starts one, --url names another address"
         )
+    if "HTTP 404" in text or "does not answer JSON" in text:
+        return ". This is no vLLM server, or not its address: give the URL up to the port, as in http://HOST:8000"
     if "ConnectError" in text or "ConnectTimeout" in text:
         return ". Is the engine running, and is this its address?"
     return ""

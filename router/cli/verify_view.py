@@ -53,6 +53,8 @@ STYLES = {
 }
 # Without a terminal, a line of progress is printed at most so often.
 LINE_EVERY_S = 15.0
+# After fewer steps nobody knows the pace: the first ones wait for engines to warm up.
+STEPS_FOR_PACE = 5
 WRITERS: tuple[Role, ...] = ("reference", "candidate")
 SHOWN_FAULTS = 4  # so many faults of likelihood are shown
 DIGITS = 2  # of gaps in nats
@@ -173,11 +175,14 @@ class LineProgress:
 def remaining_words(
     spent_s: float, done: int, total: int | None, remaining_s: float | None = None
 ) -> str:
-    """Return about how long a stage still takes, as it was estimated or at its pace so far; empty: nobody knows yet."""
+    """Return about how long a stage still takes, as it was estimated or at its pace so far.
+
+    It is empty while nobody knows, and once the stage is done.
+    """
+    if not total or done < STEPS_FOR_PACE or done >= total:
+        return ""
     if remaining_s is None:
-        if not total or not done:
-            return ""
-        remaining_s = max(spent_s * (total - done) / done, 0.0)
+        remaining_s = spent_s * (total - done) / done
     return f"about {duration_words(remaining_s)} more"
 
 

@@ -150,6 +150,7 @@ class _Comparison:
         self._options = options
         self._report_progress = report_progress
         self._needs_run = 0
+        self._beyond_max_tasks = 0
         self._tasks = self._tasks_in_order(tasks)
         self._workload = Workload(self._tasks, options.think_tokens)
         self._classes = {task.prompt_class for task in self._tasks}
@@ -179,6 +180,7 @@ class _Comparison:
             else:
                 possible.append(task)
         chosen = possible[: self._options.max_tasks]
+        self._beyond_max_tasks = len(possible) - len(chosen)
         if self._options.time_limit_s is None:
             return chosen
         return order_by_cost(chosen)
@@ -340,8 +342,15 @@ class _Comparison:
                 *self._interruptions(),
                 *unmeasured_sentences(self._counted, self._options.think_tokens),
             ),
+            unasked=self._unasked(),
             took_s=self._took_s(),
         )
+
+    def _unasked(self) -> int:
+        """Return how many tasks a limit of time or of their number has left out; 0 if an engine failed."""
+        if self._failing_role() is not None:
+            return 0
+        return len(self._tasks) - len(self._counted) + self._beyond_max_tasks
 
     def _by_class(self) -> list[AnswerComparison]:
         """Return each class that was asked, in the order of ``PromptClass``."""

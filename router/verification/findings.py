@@ -87,6 +87,7 @@ class AnswersFinding(FrozenFinding):
             them together hold with this confidence.
         worse_answers: The tasks that got worse, with both answers.
         not_measured: Sentences about what could not be measured, and what to raise.
+        unasked: Number of tasks that were left out by a limit of time or of their number.
         took_s: Time of the stage, in seconds.
     """
 
@@ -96,6 +97,7 @@ class AnswersFinding(FrozenFinding):
     by_class: tuple[AnswerComparison, ...]
     worse_answers: tuple[WorseAnswer, ...]
     not_measured: tuple[str, ...]
+    unasked: int = 0
     took_s: float
 
     @property

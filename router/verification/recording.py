@@ -26,15 +26,17 @@ async def record(
     listener: ProgressListener,
     *,
     parallel: int,
+    time_limit_s: float | None = None,
 ) -> None:
     """Have an engine tell its facts, write its texts and answer all tasks, as far as it has not done so yet.
 
     Args:
         reference: The engine. Its ``as_saved`` returns what it has told.
-        tasks: All of them are answered.
+        tasks: They are answered in this order, unless the time is used up first.
         wish: Whether and how long its model is asked to think.
         listener: Is told of progress.
         parallel: Number of tasks that are asked at a time.
+        time_limit_s: How long tasks are answered at most, in seconds; None: until all are answered.
 
     Raises:
         ProbeError: The engine stops answering.
@@ -50,7 +52,9 @@ async def record(
     if reference.settled_limits is None:
         context = reference.identity.max_model_len
         reference.settled_limits = await reference.find_limits(wish, context)
-    await _answer_all(reference, tasks, progress, parallel=parallel)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(time_limit_s):
+            await _answer_all(reference, tasks, progress, parallel=parallel)
     listener.finish(Stage.RECORDING, None)
 
 

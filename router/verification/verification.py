@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from router.profiling.tasks import Task
 from router.verification.answers import AnswersOptions
 
+SAME_ENGINE_NOTE = (
+    "Both options name the same engine, so this shows only how much its own answers vary. Unless you want that, correct one "
+    "of them."
+)
 QUICK_NOTE = "Likelihood: --quick compares a few short answers, so nothing is known of what goes wrong late in long ones."
 
 
@@ -47,6 +51,7 @@ class VerificationPlan:
         tasks: The tasks whose answers are compared; none: answers are not compared.
         answers: How they are compared.
         thinking: Whether and how long models are asked to think.
+        unsaved_tasks: Tasks that are left out because the saved reference has no answers to them.
         goes_on_after_fault: Run all stages, even after one that makes the later ones pointless.
         measures_speed: Compare speeds as well.
         is_quick: Both compare likelihood by few texts.
@@ -55,6 +60,7 @@ class VerificationPlan:
     tasks: tuple[Task, ...]
     answers: AnswersOptions
     thinking: ThinkingWish
+    unsaved_tasks: int = 0
     goes_on_after_fault: bool = False
     measures_speed: bool = False
     is_quick: bool = False
@@ -128,6 +134,8 @@ class Verifier:
             *_untold(self.reference.identity),
             *_untold(self.candidate.identity),
         ]
+        if is_same_engine(self.reference, self.candidate):
+            untold.insert(0, SAME_ENGINE_NOTE)
         finding = finding.model_copy(
             update={"not_checked": (*finding.not_checked, *untold)}
         )
@@ -192,10 +200,20 @@ class Verifier:
         finding = await compare_answers(
             self.reference, self.candidate, tasks, options, self._report_answers
         )
-        notes = (*finding.not_measured, *self._other_mode(limits.mode))
+        notes = (
+            *finding.not_measured,
+            *self._unsaved(),
+            *self._other_mode(limits.mode),
+        )
         finding = finding.model_copy(update={"not_measured": notes})
         self.listener.finish(Stage.ANSWERS, finding)
         return finding
+
+    def _unsaved(self) -> Iterator[str]:
+        """Yield that the saved reference does not have an answer to each task."""
+        if self.plan.unsaved_tasks:
+            unsaved = count_words(self.plan.unsaved_tasks, "task")
+            yield f"Left out: {unsaved} to which the saved reference has no answer."
 
     def _other_mode(self, mode: ThinkingMode) -> Iterator[str]:
         """Yield that the model can answer in another mode, which was not measured."""
@@ -209,9 +227,7 @@ class Verifier:
 
     def _report_answers(self, progress: AnswersProgress) -> None:
         counts = progress.test.counts
-        detail = (
-            f"{progress.tasks_done} tasks: {counts.worse} worse, {counts.better} better"
-        )
+        detail = f"{count_words(progress.tasks_done, 'task')}: {counts.worse} worse, {counts.better} better"
         total = progress.tasks_done + progress.tasks_expected
         self.listener.advance(progress.tasks_done, total, detail, progress.remaining_s)
 
@@ -241,6 +257,16 @@ class Verifier:
     def _report_speed(self, progress: SpeedProgress) -> None:
         detail = count_words(progress.streams, "stream")
         self.listener.advance(progress.turns_done, progress.turns_total, detail)
+
+
+def is_same_engine(reference: Reference, candidate: LiveEngine) -> bool:
+    """Tell whether an engine is compared with itself. A saved reference may have been served at the same address before."""
+    if not isinstance(reference, LiveEngine):
+        return False
+    return (reference.identity.name, reference.identity.model) == (
+        candidate.identity.name,
+        candidate.identity.model,
+    )
 
 
 def _untold(identity: EngineIdentity) -> Iterator[str]:

@@ -20,6 +20,7 @@ from tiers.verification.findings import (
 
 SHORT_S = 10.0  # shorter durations are said with a tenth of a second
 MINUTE_S = 60.0
+HOUR_MIN = 60
 # Below this many nats a token two sound engines differ by rounding alone.
 NOTABLE_GAP = 0.005
 # Two speeds that differ by less than this share count as equal.
@@ -46,13 +47,16 @@ def of_100(share: float) -> str:
 
 
 def duration_words(seconds: float) -> str:
-    """Return a duration as people say it: "4.2 s", "48 s", "3 min 20 s"."""
+    """Return a duration as people say it: "4.2 s", "48 s", "3 min 20 s", "2 h 5 min"."""
     if seconds < SHORT_S:
         return f"{seconds:.1f} s"
     whole_s = round(seconds)
     if whole_s < MINUTE_S:
         return f"{whole_s} s"
     minutes, rest_s = divmod(whole_s, int(MINUTE_S))
+    if minutes >= HOUR_MIN:
+        hours, minutes = divmod(round(whole_s / MINUTE_S), HOUR_MIN)
+        return f"{hours} h {minutes} min"
     return f"{minutes} min {rest_s} s"
 
 
@@ -142,13 +146,18 @@ def _next_step_after_answers(finding: AnswersFinding) -> str:
             f"{_worst_classes(finding)}; if such a loss is acceptable, name it with --tolerate."
         )
     overall = finding.overall
+    unasked = ""
+    if finding.unasked:
+        unasked = f" Not asked: {count_words(finding.unasked, 'task')}; raise --minutes or --max-tasks."
     if not overall.decisive:
-        return "Give easier tasks, best your own, with --tasks FILE."
+        return f"Give easier tasks, best your own, with --tasks FILE.{unasked}"
     if overall.both_wrong > overall.decisive:
         return (
             f"No fault was found, but neither engine solved {count_words(overall.both_wrong, 'task')}, which therefore tell "
-            f"nothing: give easier ones, best your own, with --tasks FILE, or tolerate more with --tolerate."
+            f"nothing: give easier ones, best your own, with --tasks FILE, or tolerate more with --tolerate.{unasked}"
         )
+    if unasked:
+        return f"No fault was found.{unasked}"
     return "No fault was found. To know more, give more tasks with --tasks FILE, or tolerate more with --tolerate."
 
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 from click.testing import Result
 
 from router.cli.verify_targets import TargetError, TargetKind, parse_target
 from router.policy.decision import PRIORITIES
+from router.profiling.model_answer import ModelAnswer
 from tests.fakes.engine import Behaviour
 from tests.fakes.model_engine import ModelEngine
 from tests.unit.cli.stub_router import qarr
 from tests.unit.router_stack import router_stack
 from tests.unit.verification.engine_pair import (
+    MANY,
     knowing_engine,
     serving_pair,
     write_tasks,
@@ -385,3 +390,99 @@ async def test_verifying_tiers_yields_to_the_requests_of_users(tmp_path: Path) -
         assert not stack.engines[TierName.BALANCED].requests
     (priority,) = priorities
     assert priority == PRIORITIES["batch"]
+
+
+async def test_an_engine_that_is_compared_with_itself_is_noted(tmp_path: Path) -> None:
+    """Whoever gives the same address twice by mistake would read "same"."""
+    tasks = write_tasks(tmp_path)
+    async with pair_of(knowing_engine()) as (reference, _):
+        url = reference.removeprefix("--reference=")
+        result = await verify(
+            reference, f"--candidate={url}/v1", f"--tasks={tasks}", "--json"
+        )
+    assert "note: Both options name the same engine" in result.stderr
+    notes = json.loads(result.stdout)["same_model"]["not_checked"]
+    assert any(note.startswith("Both options name the same engine") for note in notes)
+
+
+async def test_two_engines_and_a_saved_reference_are_not_taken_for_one(
+    tmp_path: Path,
+) -> None:
+    """Before an upgrade, the reference was served at the candidate's address."""
+    saved = tmp_path / "reference.json"
+    async with pair_of(knowing_engine()) as (reference, candidate):
+        two = await verify(reference, candidate, "--max-tasks=0", f"--save={saved}")
+        url = reference.removeprefix("--reference=")
+        upgraded = await verify(
+            f"--reference={saved}", f"--candidate={url}", "--max-tasks=0"
+        )
+    assert upgraded.exit_code == 2
+    assert "same engine" not in two.output + upgraded.output
+
+
+@pytest.mark.parametrize("path", ["/nothing-here", "/health"])
+async def test_a_page_that_is_not_vllms_is_said_in_a_line(path: str) -> None:
+    async with pair_of(knowing_engine()) as (reference, candidate):
+        result = await verify(f"{reference}{path}", candidate)
+    assert result.exit_code == 3
+    assert "give the URL up to the port" in " ".join(result.stderr.split())
+
+
+async def test_a_server_of_files_is_no_engine() -> None:
+    """Its page is not printed: it says nothing."""
+
+    class NoEngine(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_args: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoEngine) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        result = await verify(f"--reference={url}", f"--candidate={NOBODY}")
+        server.shutdown()
+    assert result.exit_code == 3
+    assert "HTTP 404" in result.stderr
+    assert "This is no vLLM server" in " ".join(result.stderr.split())
+    assert "<html" not in result.stderr
+
+
+async def test_tasks_that_a_limit_left_out_are_what_to_raise(tmp_path: Path) -> None:
+    """More tasks of one's own are not needed while there are others."""
+    tasks = write_tasks(tmp_path)
+    async with pair_of(knowing_engine()) as pair:
+        result = await verify(*pair, f"--tasks={tasks}", "--max-tasks=20")
+    last_line = result.stdout.splitlines()[-1]
+    assert last_line.endswith("Not asked: 380 tasks; raise --minutes or --max-tasks.")
+
+
+async def test_saving_ends_with_the_time_and_says_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    tasks = write_tasks(tmp_path)
+    saved = tmp_path / "reference.json"
+    engine = knowing_engine()
+    known_answer = engine.model.answer_to
+
+    def hang_from_now_on(body: Mapping[str, Any]) -> ModelAnswer:
+        if "Say the number" in str(body["messages"]):
+            engine.behaviour.hung = {"/v1/chat/completions"}
+        return known_answer(body)
+
+    engine.model.answer_to = hang_from_now_on
+    async with pair_of(knowing_engine(), engine) as (reference, candidate):
+        saving = await verify(
+            reference,
+            f"--tasks={tasks}",
+            f"--save={saved}",
+            "--minutes=0.1",
+            "--parallel=1",
+        )
+        answers = json.loads(saved.read_text())["answers"]
+        verifying = await verify(f"--reference={saved}", candidate, f"--tasks={tasks}")
+    missing = MANY - len(answers)
+    assert 0 < missing < MANY
+    assert f"The time was used up: {missing} tasks of 400" in saving.stderr
+    assert f"Left out: {missing} tasks to which the saved" in verifying.stdout

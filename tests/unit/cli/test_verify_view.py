@@ -195,8 +195,10 @@ def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     [
         (0, 10, ""),
         (5, None, ""),
+        (4, 8, ""),  # too few to know the pace
         (5, 10, "about 20 s more"),
-        (12, 10, "about 0.0 s more"),
+        (10, 10, ""),
+        (12, 10, ""),
     ],
 )
 def test_remaining_time_is_that_of_the_pace_so_far(

@@ -183,7 +183,13 @@ def test_an_end_below_zero_is_a_gain(low: float, high: float, said: str) -> None
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.04, "0.0 s"), (9.94, "9.9 s"), (48.4, "48 s"), (200.2, "3 min 20 s")],
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (48.4, "48 s"),
+        (200.2, "3 min 20 s"),
+        (7502.0, "2 h 5 min"),
+    ],
 )
 def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
     assert duration_words(seconds) == said
@@ -194,3 +200,20 @@ def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> Non
 )
 def test_estimates_are_rounded(count: int, said: int) -> None:
     assert about(count) == said
+
+
+def test_tasks_that_a_limit_left_out_come_before_other_tasks() -> None:
+    undecided = comparison(verdict=Verdict.CANNOT_TELL, tasks_needed=500)
+    limited = next_step(verification(answers=answers(undecided, unasked=650)))
+    assert (
+        limited
+        == "No fault was found. Not asked: 650 tasks; raise --minutes or --max-tasks."
+    )
+    assert "--tasks FILE" in next_step(verification(answers=answers(undecided)))
+
+
+def test_easier_tasks_and_those_left_out_are_both_named() -> None:
+    undecided = comparison(verdict=Verdict.CANNOT_TELL, both_right=0, worse=0, better=0)
+    step = next_step(verification(answers=answers(undecided, unasked=1)))
+    assert step.startswith("Give easier tasks")
+    assert step.endswith("Not asked: 1 task; raise --minutes or --max-tasks.")
