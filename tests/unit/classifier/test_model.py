@@ -228,7 +228,7 @@ def test_one_command_writes_the_same_files_twice(tmp_path: Path) -> None:
     ]
     for output in outputs:
         output.parent.mkdir()
-        subprocess.run([*command, output], check=True)
+        subprocess.run([*command, output], check=True, timeout=100)
     for name in (WEIGHTS_FILE.name, ABOUT_FILE):
         first, second = (output.with_name(name).read_bytes() for output in outputs)
         assert first == second
