@@ -334,7 +334,12 @@ def _unquantized_bytes(base: Path) -> int:
 
 def model_config(checkpoint: Path) -> dict[str, object]:
     """Read a checkpoint's ``config.json``, or the text part of a multimodal model's."""
-    config: dict[str, object] = json.loads((checkpoint / "config.json").read_bytes())
+    config_file = checkpoint / "config.json"
+    config = json.loads(config_file.read_bytes())
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{config_file}: a JSON object is expected, this is a {type(config).__name__}: fetch the file again"
+        )
     text_config = config.get("text_config")
     if isinstance(text_config, dict):
         return text_config

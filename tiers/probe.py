@@ -68,6 +68,8 @@ _REFUSALS: Mapping[int, type[ProbeError]] = {
     httpx.codes.TOO_MANY_REQUESTS: BusyError,
     httpx.codes.SERVICE_UNAVAILABLE: BusyError,
 }
+# With the value 1, in each answer of an engine that resumes answers, and in each request to resume one.
+RESUME_HEADER = "x-qarr-resume"
 SHOWN_CHARS = 500  # so much of an engine's answer is shown in an error
 
 
@@ -79,12 +81,14 @@ class ServedModel(NamedTuple):
         max_model_len: Its context, in tokens.
         root: Folder of the checkpoint on the engine's machine, or its id on the Hugging Face hub; None: not reported.
         adapters: Names of its LoRA adapters.
+        resumes: Whether it resumes answers that another engine has begun (``tiers/engine_plugin``).
     """
 
     name: str
     max_model_len: int
     root: str | None
     adapters: tuple[str, ...] = ()
+    resumes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +383,8 @@ class EngineProbe:
             ProbeError: The engine does not answer, or lists no model.
         """
         path = "/v1/models"
-        listed = self._checked(_ModelList, path, await self._json("GET", path, None))
+        content, headers = await self._content_and_headers("GET", path)
+        listed = self._checked(_ModelList, path, self._parsed(path, content))
         card = self._checked(_Card, path, listed.data[0])
         more_cards = [
             self._checked(_AdapterCard, path, entry) for entry in listed.data[1:]
@@ -390,6 +395,7 @@ class EngineProbe:
             max_model_len=card.max_model_len,
             root=card.root,
             adapters=tuple(sorted(adapters)),
+            resumes=headers.get(RESUME_HEADER) == "1",
         )
 
     async def models(self) -> tuple[ServedModel, ...]:
@@ -748,7 +754,22 @@ class EngineProbe:
         *,
         may_repeat: bool = True,
     ) -> bytes:
-        """Return the body of an answer of status 200.
+        """Return the body of an answer of status 200; the parameters are those of ``_content_and_headers``."""
+        content, _ = await self._content_and_headers(
+            method, path, body, timeout_s, may_repeat=may_repeat
+        )
+        return content
+
+    async def _content_and_headers(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        *,
+        may_repeat: bool = True,
+    ) -> tuple[bytes, httpx.Headers]:
+        """Return the body of an answer of status 200, and its headers.
 
         Args:
             method: HTTP method.
@@ -787,7 +808,7 @@ class EngineProbe:
                 response, content = await self._whole_answer(path, request)
         if response.status_code != httpx.codes.OK:
             raise self._refusal(path, response.status_code, content)
-        return content
+        return content, response.headers
 
     async def _whole_answer(
         self, path: str, request: httpx.Request

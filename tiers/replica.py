@@ -310,6 +310,7 @@ class Replica:
         fingerprint: The engine's own, from its answers.
         takes_priority: The engine schedules by priority; others refuse requests that have one.
         takes_thinking: The engine takes a bound on tokens of reasoning; others refuse it.
+        resumes: The engine resumes answers that others have begun, and tells its tokens in comments.
         source: Who names it; None: it was started here.
         output_tokens: Output of the router's requests that is still to come. It changes with every token, so it is not in
             ``state``.
@@ -327,6 +328,7 @@ class Replica:
     status: InitVar[ReplicaStatus] = ReplicaStatus.STARTING
     takes_priority: bool = True
     takes_thinking: bool = True
+    resumes: bool = False
     fingerprint: str | None = None
     source: str | None = None
     options: FleetOptions = field(default_factory=FleetOptions)

@@ -56,6 +56,7 @@ from router.pipeline.request import (
     session_of,
 )
 from router.policy.render import render_decision
+from router.upstream.chat_splicer import ChatSplicer
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
 from router.upstream.progress import ContinuationTerms
@@ -232,6 +233,7 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
             implied=_implied_by(body),
             continuation_terms=ContinuationTerms(max_tokens, sampling, priority),
             adapter=body.adapter,
+            splicer=ChatSplicer,
         ),  # always streamed from the engine, so that an engine that stalls is noticed
         max_tokens=max_tokens,
         is_limited=body.max_tokens is not None,

@@ -1,7 +1,8 @@
 """Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses``, routed. Bodies and events pass unchanged, both ways.
 
-Their streams are events with names. A broken stream cannot be continued by another engine, since these endpoints of vLLM
-send no token ids: after the first byte a fault ends a stream with an error event. Malformed parts of a body read as empty.
+Their streams are events with names. A broken stream is gone on with by another engine if both can resume answers
+(``tiers/engine_plugin``); otherwise a fault after the first byte ends it with an error event. Malformed parts of a body read
+as empty.
 """
 
 from __future__ import annotations
@@ -45,10 +46,19 @@ from router.pipeline.request import (
     chat_part,
     session_of,
 )
-from router.upstream.engine_request import EngineRequest, may_be_silent
+from router.upstream.engine_request import (
+    EngineRequest,
+    may_be_resumed,
+    may_be_silent,
+    may_response_be_resumed,
+)
+from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import UpstreamError
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
-from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
+from router.upstream.message_splicer import MessageSplicer
+from router.upstream.named_events import MESSAGE_FORMAT, MESSAGE_OVER, RESPONSE_FORMAT
+from router.upstream.response_splicer import ResponseSplicer
+from router.upstream.splicing import Splicer
 from router.upstream.sse import SEPARATOR, AnswerFormat, Chunk, written
 from tiers.prefix_memory import Part
 
@@ -190,6 +200,7 @@ def _objects(items: Any) -> list[dict[str, Any]]:
     return [item for item in items if isinstance(item, dict)]
 
 
+_MESSAGE_STOP = b'event: %b\ndata: {"type":"%b"}' % ((MESSAGE_OVER.encode(),) * 2)
 # Quotes in a JSON string are escaped, so this stands only where an event has such a member.
 _SEQUENCE_NUMBER = b'"sequence_number":'
 # Members that a body must not have: they need responses that are stored, and requests that are sent to whoever has them.
@@ -232,6 +243,10 @@ class _Api(NamedTuple):
     read: Callable[[JsonObject], Conversation]
     limit_member: str  # the body's member that bounds the output tokens
     answers: AnswerFormat  # how engines' answers are read
+    # joins resumed answers to what their callers have
+    splicer: Callable[[], Splicer]
+    # tells whether a body's streamed answer may be resumed
+    may_be_resumed: Callable[[JsonObject], bool]
 
 
 def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) -> Call:
@@ -252,6 +267,9 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
         max_tokens = service.settings.limits.default_max_tokens
     priority = priority_to_send(document, fields, context)
     is_streamed = as_boolean(document.get("stream"))
+    splicer = None
+    if is_streamed and api.may_be_resumed(document):
+        splicer = api.splicer
     return Call(
         context=context,
         prompt=conversation.prompt(service.pipeline.counter),
@@ -269,6 +287,7 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
             may_be_silent=may_be_silent(document),
             chat=conversation.chat,
             adapter=model_choice.adapter,
+            splicer=splicer,
         ),
         max_tokens=min(max(max_tokens, 1), MAX_COUNT),
         is_limited=named_limit is not None,
@@ -290,18 +309,31 @@ def _cannot_truncate(api: _Api) -> FieldProblem:
 class PassedEvents:
     """Passes a stream's events on as they are. Its last one waits until the answer is complete, and gets the report."""
 
-    __slots__ = ("_context", "_last_event", "_latest_sent", "_out", "_report")
+    __slots__ = (
+        "_answer",
+        "_context",
+        "_last_event",
+        "_latest_sent",
+        "_out",
+        "_report",
+    )
 
     def __init__(self, call: Call, active: ActiveRequest, out: Receiver) -> None:
+        assert isinstance(active.answer, EngineStream)
+        self._answer = active.answer
         self._context = call.context
         self._report = report_on(call, active)
         self._out = out
-        self._last_event = b""  # ends the stream, and is held back
+        # It ends the stream, and is held back. A message whose last event was lost ends like any other.
+        self._last_event = _MESSAGE_STOP
         self._latest_sent = b""  # an error's number follows the one in this event
 
     def encode(self, chunks: Sequence[Chunk]) -> bool:
-        events = [written(chunk.raw) for chunk in chunks if not chunk.last]
-        if chunks[-1].last:
+        # a chunk without an event tells only ids of tokens
+        events = [
+            written(chunk.raw) for chunk in chunks if chunk.raw and not chunk.last
+        ]
+        if chunks and chunks[-1].last:
             self._last_event = chunks[-1].raw
         for event in reversed(events):
             if not event.startswith(b":"):
@@ -310,10 +342,18 @@ class PassedEvents:
         return self._out.write(events)
 
     def end(self) -> list[bytes]:
+        """Return the events that end an answer. A comment, which clients skip, says which tiers have continued it."""
+        events = []
         last_event = self._last_event
-        if self._report is not None:
-            last_event = with_member(last_event, "qarr", self._report)
-        return [last_event + SEPARATOR]
+        report = self._report
+        tiers = [part.tier for part in self._answer.parts]
+        if tiers:
+            events.append(written(b": continued on " + " ".join(tiers).encode()))
+        if report is not None:
+            if tiers:
+                report = {**report, "continued_on": tiers}
+            last_event = with_member(last_event, "qarr", report)
+        return [*events, written(last_event)]
 
     def failure(self, error: UpstreamError) -> list[bytes]:
         form = error_form(self._context.route)
@@ -332,12 +372,21 @@ class PassedEvents:
 
 
 _APIS = (
-    _Api(MESSAGES, read_messages, limit_member="max_tokens", answers=MESSAGE_FORMAT),
+    _Api(
+        MESSAGES,
+        read_messages,
+        limit_member="max_tokens",
+        answers=MESSAGE_FORMAT,
+        splicer=MessageSplicer,
+        may_be_resumed=may_be_resumed,
+    ),
     _Api(
         RESPONSES,
         read_response_body,
         limit_member="max_output_tokens",
         answers=RESPONSE_FORMAT,
+        splicer=ResponseSplicer,
+        may_be_resumed=may_response_be_resumed,
     ),
 )
 NAMED_EVENT_ENDPOINTS = [

@@ -40,11 +40,13 @@ from router.pipeline.request import (
     priority_within,
     session_of,
 )
+from router.upstream.chat_splicer import ChatSplicer
 from router.upstream.engine_request import (
     DEFAULT_COMPLETION,
     EngineRequest,
     continuation_terms_of,
     may_ask_token_ids,
+    may_be_resumed,
     may_be_silent,
     messages_in,
     token_limit,
@@ -190,6 +192,7 @@ def _engine_request(
     is_streamed = as_boolean(document.get("stream"))
     continuation_terms = None
     asks_token_ids = False
+    splicer = None
     if is_streamed:
         continuation_terms = continuation_terms_of(
             document, priority or 0, choices=choices, chat=is_chat
@@ -197,6 +200,8 @@ def _engine_request(
         asks_token_ids = continuation_terms is not None or (
             is_chat and may_ask_token_ids(document)
         )
+        if may_be_resumed(document, choices=choices):
+            splicer = ChatSplicer
     return EngineRequest(
         document=document,
         path=path,
@@ -210,6 +215,7 @@ def _engine_request(
         may_be_silent=may_be_silent(document),
         continuation_terms=continuation_terms,
         adapter=adapter,
+        splicer=splicer,
     )
 
 

@@ -118,6 +118,9 @@ class RelayedEvents:
         """Return the event for a chunk as its caller is to see it; None if the caller is not to see it."""
         event: bytes | None = chunk.raw
         if not event:
+            if not chunk.text and chunk.finish_reason is None:
+                # it holds only ids of tokens
+                return None
             return self._continued_event(chunk)
         if chunk.usage and not chunk.choice:
             self._has_sent_usage = self._wants_usage

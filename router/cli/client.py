@@ -80,9 +80,11 @@ class RouterApiClient:
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise OperationError(why_unauthorized(response))
         try:
-            answer: dict[str, Any] = response.json()
+            answer = response.json()
         except ValueError as error:
             raise OperationError(self._why_no_router(path, response)) from error
+        if not isinstance(answer, dict):
+            raise OperationError(self._why_no_router(path, response))
         if response.status_code == httpx.codes.NOT_FOUND and answer == NOT_FOUND:
             raise OperationError(self._why_no_router(path, response))
         if response.is_error:

@@ -121,6 +121,10 @@ def logs(
     _check_id("--trace", trace)
     _check_trace_id(trace)
     _check_id("--request", request)
+    if trace and request:
+        raise OperationError(
+            "--trace and --request: give one of them; a trace shows its request's lines, and a request its trace's"
+        )
     earliest = _moment(since) if since else 0.0
     entry_filter = EntryFilter(
         since=earliest,

@@ -18,6 +18,7 @@ from router.cli.common import ConfigOption, print_table
 from router.deployment.settings import DEFAULT_LENGTHS
 from router.section import PROJECT, cache_dir, config_dir, runtime_dir, state_dir
 from router.settings import Settings, changes, leaves, load_settings
+from tiers.errors import OperationError
 
 
 def show_settings(
@@ -63,7 +64,12 @@ def reload(
     It reads the file and variables that it was started with. SIGHUP does the same.
     """
     router = RouterApiClient(url, key, config)
-    changed = router.ask("/admin/reload", "POST")["changed"]
+    answer = router.ask("/admin/reload", "POST")
+    changed = answer.get("changed")
+    if changed is None:
+        raise OperationError(
+            f"{router.url}/admin/reload answered without 'changed': is this a router of this release?"
+        )
     for change in changed:
         typer.echo(f"{change['setting']}: {change['before']} -> {change['after']}")
     typer.echo(f"settings reloaded: {len(changed)} changed")

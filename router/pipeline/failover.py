@@ -1,19 +1,24 @@
 """Failover: if an engine fails within an answer, another replica or tier continues it from the last token sent.
 
 The tiers share one tokenizer, so the ids of the prompt and of what was sent are a prompt for any of them; where they need
-not (``model.allow_different``), only tiers that read prompts as the first one does are asked. What the first
-engine had computed but not sent (half of a character, or the start of a possible stop string) is computed again, or sent
-first. Tool calls, structured output and the like are not continued: half of one cannot be continued safely.
+not (``model.allow_different``), only tiers that read prompts as the first one does are asked. There are two ways:
+
+- Plain text is continued as a completion of these ids, by any engine. What the first engine had computed but not sent (half
+  of a character, or the start of a possible stop string) is computed again, or sent first.
+- Any other answer (reasoning, tool calls, structured output, events of other APIs) is resumed: an engine that knows how to
+  (``Replica.resumes``) is sent the caller's own request with the ids of the output so far. It begins its stream anew, of
+  which a ``Splicer`` passes on what the caller lacks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, product
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 from pydantic_core import to_json
@@ -21,17 +26,19 @@ from pydantic_core import to_json
 from router.policy.decision import Decision
 from router.policy.table import PolicyStore
 from router.telemetry.tracing import Telemetry
-from router.upstream.engine_request import EngineRequest
+from router.upstream.engine_request import EngineRequest, ResumePoint
 from router.upstream.engine_stream import Drain, EngineStream, ReceiveChunks
 from router.upstream.errors import (
     EngineBrokeError,
     EngineStalledError,
     NoSlotError,
+    SeamError,
     UpstreamError,
     without_trace,
 )
 from router.upstream.json_object import read_json
 from router.upstream.progress import AnswerProgress, ContinuationTerms
+from router.upstream.splicing import Sent, Splicer
 from router.upstream.sse import Chunk
 from router.upstream.upstream import Upstream
 from tiers.fleet import Fleet
@@ -141,9 +148,26 @@ class StopStringJoiner:
         return None
 
 
+class _Seam(Protocol):
+    """Where one engine's part of an answer is joined to what came before it.
+
+    Attributes:
+        sent: Characters of the answer's text so far.
+        has_ended: Whether the answer has ended before the engine's stream.
+    """
+
+    sent: int
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def receive(self, chunks: Sequence[Chunk]) -> bool:
+        """Pass on what the part adds to the answer; tell whether it may send more now."""
+
+
 @dataclass(slots=True)
-class _Seam:
-    """Where one engine's part of an answer is joined to what came before it."""
+class _TextSeam:
+    """Where the text that an engine completes is joined to the text before it."""
 
     joiner: StopStringJoiner
     progress: AnswerProgress
@@ -152,8 +176,11 @@ class _Seam:
     begins: int  # characters of the answer before it
     sent: int  # characters of the answer so far
 
+    @property
+    def has_ended(self) -> bool:
+        return self.joiner.stopped is not None
+
     def receive(self, chunks: Sequence[Chunk]) -> bool:
-        """Pass on what the part adds to the answer; tell whether it may send more now."""
         joiner = self.joiner
         joined_chunks = []
         for chunk in chunks:
@@ -186,6 +213,28 @@ class _Seam:
         return self.out(joined_chunks) and joiner.stopped is None
 
 
+@dataclass(slots=True)
+class _ResumeSeam:
+    """Where the stream of an engine that resumes an answer is joined to what its caller has."""
+
+    splicer: Splicer
+    progress: AnswerProgress
+    out: ReceiveChunks
+    sent: int
+    has_ended: bool = False  # the engine sees the end of the answer itself
+
+    def receive(self, chunks: Sequence[Chunk]) -> bool:
+        unsent_chunks = []
+        for chunk in chunks:
+            unsent = self.splicer.splice(chunk)
+            if unsent is None:
+                continue
+            self.progress.note((unsent,))
+            self.sent += len(unsent.text)
+            unsent_chunks.append(unsent)
+        return self.out(unsent_chunks)
+
+
 class _KnownText(NamedTuple):
     """A point of an answer at which no character is cut, and the answer's text up to it."""
 
@@ -196,12 +245,24 @@ class _KnownText(NamedTuple):
 class _Remainder(NamedTuple):
     """What is left to compute of an answer when its engine has failed."""
 
-    # the prompt and the output so far, which are the next engine's prompt
-    token_ids: Sequence[int]
+    tokens_to_read: int  # the prompt and the output so far
     output_tokens: int  # of those, the output so far
     # output tokens that may follow; None: as many as the context leaves
     tokens_left: int | None
     number: int  # the number of the continuation, from 1
+
+
+class _Plan(NamedTuple):
+    """How the next engine is to go on with an answer.
+
+    Attributes:
+        joiner: Joins the text that it completes to the text before it; None: it is to resume the answer.
+        request_for: Returns the request, given the output tokens that may follow.
+    """
+
+    remainder: _Remainder
+    joiner: StopStringJoiner | None
+    request_for: Callable[[int], EngineRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +281,7 @@ class Continuation:
     failover: Failover
     decision: Decision
     request: EngineRequest
-    terms: ContinuationTerms
+    terms: ContinuationTerms | None  # those of plain text; None: only by resuming it
     progress: AnswerProgress
 
     async def relay(
@@ -243,56 +304,111 @@ class Continuation:
                 failing.replica_id,
             )
             await failing.aclose(broken)
-            # only the end of the stream was missing
-            if progress.finish_reason is not None:
+            if self._lacks_only_its_end(answer):
                 return
             failed_replica_ids.add(failing.replica_id)
-            joiner = None
+            plan = None
             if number <= self.failover.attempts:
-                joiner = await self._joiner(sent_characters, failing)
-            if joiner is None:
+                plan = await self._plan(sent_characters, failing, number)
+            if plan is None:
                 raise broken
+            if plan.joiner is not None and plan.remainder.tokens_left == 0:
+                _end_at_length(progress, plan.joiner, receive)
+                return
             exclusions = self._exclusions(
                 failed_replica_ids, failing.replica_id, broken
             )
-            part = await self._next_part(
-                answer.tier, exclusions, number=number, broken=broken
-            )
-            if part is None:  # every token had come
-                progress.finish_reason = "length"
-                receive(
-                    (Chunk(text=joiner.pass_on("", last=True), finish_reason="length"),)
-                )
-                return
+            part = await self._next_part(plan, answer.tier, exclusions, broken)
             answer.parts.append(part)
             self.failover.telemetry.record_continuation(
                 failing.replica_id, part.replica_id, len(progress.output_ids), broken
             )
-            seam = _Seam(
-                joiner=joiner,
-                progress=progress,
-                terms=self.terms,
-                out=receive,
-                begins=sent_characters,
-                sent=sent_characters,
+            seam = self._seam(
+                plan, receive, sent_characters, first_event=answer.first_event
             )
             failing = part
             try:
                 await _flow(part, seam, drain)
+            except SeamError:
+                raise
             except EngineBrokeError as error:
                 broken = without_trace(error)
                 sent_characters = seam.sent
             else:
                 return
 
+    def _lacks_only_its_end(self, answer: EngineStream) -> bool:
+        """Tell whether all of an answer has come, but for events that the router writes itself.
+
+        Where its caller wants token counts that did not come and that nobody has counted, an engine that resumes the answer
+        tells them.
+        """
+        progress = self.progress
+        if progress.finish_reason is None:
+            return False
+        has_usage = answer.usage or progress.usage or not self.request.wants_usage
+        return bool(has_usage) or not progress.can_be_resumed
+
+    async def _plan(
+        self, sent_characters: int, failing: EngineStream, number: int
+    ) -> _Plan | None:
+        """Return how the next engine is to go on, as plain text if that is safe; None: none can."""
+        if self.terms is not None and self.progress.finish_reason is None:
+            joiner = await self._joiner(self.terms, sent_characters, failing)
+            if joiner is not None:
+                remainder = self._remainder(self.terms.max_tokens, number)
+                request_for = partial(
+                    _request_to_continue,
+                    self.request,
+                    self.terms,
+                    self.progress,
+                    remainder,
+                )
+                return _Plan(remainder, joiner, request_for)
+        if not self.progress.can_be_resumed:
+            return None
+        remainder = self._remainder(self.request.output_limit, number)
+        point = ResumePoint(
+            token_ids=self.progress.output_ids,
+            finish_reason=_engines_finish_reason(self.progress.finish_reason),
+        )
+        request = self.request.resumed_at(point, number)
+        return _Plan(remainder, None, lambda _max_tokens: request)
+
+    def _seam(
+        self, plan: _Plan, out: ReceiveChunks, sent: int, *, first_event: bytes
+    ) -> _Seam:
+        """Return what joins the next part to the answer, of which so many characters of text were sent."""
+        progress = self.progress
+        if plan.joiner is not None:
+            assert self.terms is not None
+            return _TextSeam(
+                joiner=plan.joiner,
+                progress=progress,
+                terms=self.terms,
+                out=out,
+                begins=sent,
+                sent=sent,
+            )
+        splicer = progress.splicer
+        assert splicer is not None
+        splicer.begin(
+            Sent(
+                first_event,
+                text=progress.text[:sent],
+                has_finish_reason=progress.finish_reason is not None,
+            )
+        )
+        progress.tokens_come_apart = True
+        return _ResumeSeam(splicer=splicer, progress=progress, out=out, sent=sent)
+
     async def _joiner(
-        self, sent_characters: int, failing: EngineStream
+        self, terms: ContinuationTerms, sent_characters: int, failing: EngineStream
     ) -> StopStringJoiner | None:
         """Go to where the next part begins, and return what joins it to the answer; None if that is not safe."""
-        if not await self._go_to_known_text(sent_characters, failing):
+        if not await self._go_to_known_text(terms, sent_characters, failing):
             return None
         text = self.progress.text
-        terms = self.terms
         joiner = StopStringJoiner(
             text[:sent_characters],
             text[sent_characters:],
@@ -324,22 +440,24 @@ class Continuation:
 
     async def _next_part(
         self,
+        plan: _Plan,
         first_tier: TierName,
         exclusions: Sequence[Collection[str]],
-        number: int,
         broken: EngineBrokeError,
-    ) -> EngineStream | None:
-        """Begin the next part on the first tier, or on one that the policy allows now; None: no token is left to compute.
-
-        Raise ``broken`` if no engine could.
-        """
-        remainder = self._remainder(number)
-        if remainder.tokens_left is not None and remainder.tokens_left <= 0:
-            return None
+    ) -> EngineStream:
+        """Begin the next part on the first tier, or on one that the policy allows now; raise ``broken`` if none could."""
+        remainder = plan.remainder
+        unfit_ids = set[str]()
+        if plan.joiner is None:
+            unfit_ids = {
+                replica.id
+                for replica in self.failover.fleet.replicas
+                if not replica.resumes
+            }
         # One output token is enough to be a successor: ``_fits`` looks at each tier's own context, of which a request
         # without a limit may use less than it asked for.
         query = replace(
-            self.decision.query, prompt_tokens=len(remainder.token_ids), max_tokens=1
+            self.decision.query, prompt_tokens=remainder.tokens_to_read, max_tokens=1
         )
         tiers = (first_tier, *self.failover.policy.successors(first_tier, query))
         cause: UpstreamError | None = None
@@ -349,21 +467,23 @@ class Continuation:
             if not self._fits(remainder, tier, is_first=tier is first_tier):
                 continue
             try:
-                return await self._open_part(remainder, tier, excluded_ids)
+                return await self._open_part(plan, tier, {*excluded_ids, *unfit_ids})
             except UpstreamError as error:
                 # That nobody has a slot left says less than why an attempt failed before.
                 if cause is None or not isinstance(error, NoSlotError):
                     cause = without_trace(error)
         raise broken from cause
 
-    def _remainder(self, number: int) -> _Remainder:
+    def _remainder(self, max_tokens: int | None, number: int) -> _Remainder:
         progress = self.progress
+        # Of an API whose events have no ids of the prompt, its length is what was estimated.
+        prompt_tokens = len(progress.prompt_ids) or self.decision.query.prompt_tokens
         output_tokens = len(progress.output_ids)
         tokens_left = None
-        if self.terms.max_tokens is not None:
-            tokens_left = self.terms.max_tokens - output_tokens
+        if max_tokens is not None:
+            tokens_left = max(max_tokens - output_tokens, 0)
         return _Remainder(
-            token_ids=[*progress.prompt_ids, *progress.output_ids],
+            tokens_to_read=prompt_tokens + output_tokens,
             output_tokens=output_tokens,
             tokens_left=tokens_left,
             number=number,
@@ -381,30 +501,29 @@ class Continuation:
 
         An answer without a limit of its own may stay on its first tier until that tier's context is full.
         """
-        room_needed = remainder.tokens_left or self.failover.default_max_tokens
-        if is_first and remainder.tokens_left is None:
-            room_needed = 1
+        room_needed = remainder.tokens_left
+        if room_needed is None:
+            room_needed = 1 if is_first else self.failover.default_max_tokens
         return (
-            len(remainder.token_ids) + room_needed
+            remainder.tokens_to_read + room_needed
             <= self.failover.fleet.spec(tier).max_model_len
         )
 
     async def _open_part(
-        self, remainder: _Remainder, tier: TierName, excluded_ids: Collection[str]
+        self, plan: _Plan, tier: TierName, excluded_ids: Collection[str]
     ) -> EngineStream:
         failover = self.failover
-        length = len(remainder.token_ids)
-        max_tokens = (
-            remainder.tokens_left or failover.fleet.spec(tier).max_model_len - length
-        )
+        remainder = plan.remainder
+        room = failover.fleet.spec(tier).max_model_len - remainder.tokens_to_read
+        max_tokens = remainder.tokens_left or room
         expected_tokens = min(
             max_tokens, remainder.tokens_left or failover.default_max_tokens
         )
-        request = _request_to_continue(
-            self.request, self.terms, remainder, max_tokens=max_tokens
-        )
+        request = plan.request_for(max_tokens)
         query = replace(
-            self.decision.query, prompt_tokens=length, max_tokens=expected_tokens
+            self.decision.query,
+            prompt_tokens=remainder.tokens_to_read,
+            max_tokens=max(expected_tokens, 1),
         )
         decision = replace(self.decision, tier=tier, query=query)
         part = await failover.upstream.open(
@@ -418,7 +537,7 @@ class Continuation:
         return part
 
     async def _go_to_known_text(
-        self, sent_characters: int, failing: EngineStream
+        self, terms: ContinuationTerms, sent_characters: int, failing: EngineStream
     ) -> bool:
         """Go to a point of the answer, not before what was sent, where its text is known; False: there is none.
 
@@ -426,7 +545,7 @@ class Continuation:
         may have held back at a point that it shows.
         """
         progress = self.progress
-        if not self._is_continuable():
+        if not self._is_continuable(terms):
             return False
         is_text_known = progress.settled
         if not is_text_known or progress.point != progress.begun:
@@ -440,9 +559,8 @@ class Continuation:
             progress.rest_at(point.tokens, progress.text[: point.characters])
         return is_text_known
 
-    def _is_continuable(self) -> bool:
+    def _is_continuable(self, terms: ContinuationTerms) -> bool:
         progress = self.progress
-        terms = self.terms
         if not progress.is_continuable or not progress.prompt_ids:
             return False
         # Below min_tokens, nobody knows which of the next engine's tokens is the first that may complete a stop string.
@@ -575,9 +693,25 @@ class Continuation:
 
 async def _flow(part: EngineStream, seam: _Seam, drain: Drain) -> None:
     """Pass on an engine's part of an answer, to its end or to a stop string that begins before it."""
-    while not await part.flow(seam.receive) and seam.joiner.stopped is None:
+    while not await part.flow(seam.receive) and not seam.has_ended:
         await drain()
     await part.aclose()
+
+
+def _end_at_length(
+    progress: AnswerProgress, joiner: StopStringJoiner, receive: ReceiveChunks
+) -> None:
+    """End an answer of which every token has come: only its last event is missing."""
+    progress.finish_reason = "length"
+    last_text = joiner.pass_on("", last=True)
+    receive((Chunk(text=last_text, finish_reason="length"),))
+
+
+def _engines_finish_reason(finish_reason: str | None) -> str | None:
+    """Return an answer's finish reason as the engine's core knows it, which knows nothing of tool calls."""
+    if finish_reason is None or finish_reason == "length":
+        return finish_reason
+    return "stop"
 
 
 def _text_beyond(
@@ -605,6 +739,7 @@ def _readings(text: str, context_text: str | None) -> tuple[str, ...]:
 def _request_to_continue(
     origin: EngineRequest,
     terms: ContinuationTerms,
+    progress: AnswerProgress,
     remainder: _Remainder,
     max_tokens: int,
 ) -> EngineRequest:
@@ -612,8 +747,9 @@ def _request_to_continue(
     sampling = dict(terms.sampling)
     if "min_tokens" in sampling:
         sampling["min_tokens"] = max(terms.min_tokens - remainder.output_tokens, 0)
+    prompt_ids = [*progress.prompt_ids, *progress.output_ids]
     return EngineRequest(
-        document={**sampling, "prompt": remainder.token_ids, "max_tokens": max_tokens},
+        document={**sampling, "prompt": prompt_ids, "max_tokens": max_tokens},
         path="/v1/completions",
         operation="text_completion",
         request_id=f"{origin.request_id}-c{remainder.number}",

@@ -198,10 +198,7 @@ class Pipeline:
             active.decision, engine_request, sent_at, lease=grant.lease
         )
         active.answer = answer
-        if (
-            isinstance(answer, EngineStream)
-            and engine_request.continuation_terms is not None
-        ):
+        if isinstance(answer, EngineStream) and answer.may_be_continued:
             continuation = Continuation(
                 failover=self.failover,
                 decision=active.decision,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
 from pydantic_core import to_json
 
 from router.upstream.json_object import JsonObject, NotJsonError, as_integer
-from router.upstream.progress import ContinuationTerms
+from router.upstream.progress import (
+    AnswerProgress,
+    ContinuationTerms,
+    EventProgress,
+)
+from router.upstream.splicing import Splicer
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
 from tiers.replica import Replica
 
@@ -81,6 +86,47 @@ _NOT_CONTINUABLE = {
 }
 
 
+# Members with which an answer cannot be resumed: its events hold what is not put together from pieces.
+_NOT_RESUMABLE = {
+    "echo",
+    "ec_transfer_params",
+    "functions",
+    "kv_transfer_params",
+    "logprob_token_ids",
+    "logprobs",
+    "prompt_logprobs",
+    "return_prompt_text",
+    "return_token_ids",
+    "return_token_offsets",
+    "return_tokens_as_token_ids",
+    "top_logprobs",
+    "use_beam_search",
+}
+# Types of tools whose calls the caller answers; an engine runs the others itself, in several turns of one response.
+_CALLERS_TOOLS = {"function", "custom", "namespace"}
+_OUTPUT_LOGPROBS = "message.output_text.logprobs"
+
+
+class Answering(Protocol):
+    """Who answers: a replica, or a server outside of the fleet."""
+
+    @property
+    def resumes(self) -> bool:
+        """Tell whether it resumes answers that others have begun, and tells its tokens in comments."""
+
+
+class ResumePoint(Struct, frozen=True):
+    """Where an engine is to resume an answer.
+
+    Attributes:
+        token_ids: The output so far.
+        finish_reason: Why the answer ended, if only its last events are missing; None: it has not ended.
+    """
+
+    token_ids: Sequence[int]
+    finish_reason: str | None = None
+
+
 class EngineRequest(Struct, frozen=True, kw_only=True):
     """What an engine is asked, without what depends on the replica.
 
@@ -101,6 +147,9 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         continuation_terms: What another engine needs to go on with a broken answer; None: none may.
         adapter: The LoRA adapter that answers; None: the model itself.
         continued_tokens: Tokens of the answer so far, if this goes on with one.
+        splicer: Makes what joins the stream of an engine that resumes the answer to what its caller has; None: it may not be
+            resumed.
+        resume_point: Where to resume an answer, whose stream the engine begins anew; None: this is no request to resume one.
     """
 
     document: JsonObject | Mapping[str, Any]
@@ -119,6 +168,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     continuation_terms: ContinuationTerms | None = None
     adapter: str | None = None
     continued_tokens: int = 0
+    splicer: Callable[[], Splicer] | None = None
+    resume_point: ResumePoint | None = None
 
     def parameters(self) -> Mapping[str, float]:
         """Return the span attributes that show the request's parameters."""
@@ -149,6 +200,59 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
             continuation_terms=continuation_terms,
         )
 
+    def wants_token_notes(self, engine: Answering) -> bool:
+        """Tell whether an engine is asked to tell the tokens of a stream in comments.
+
+        A chat's events have them otherwise, unless it hides its reasoning.
+        """
+        if not (self.is_streamed and engine.resumes):
+            return False
+        if self.resume_point is not None:
+            return True
+        are_in_events = (
+            self.asks_token_ids and self.document.get("include_reasoning") is not False
+        )
+        return self.splicer is not None and not are_in_events
+
+    def progress_on(self, engine: Answering) -> AnswerProgress:
+        """Return what notes how far an engine's answer has come: nothing yet."""
+        splicer = None
+        if self.splicer is not None and engine.resumes:
+            splicer = self.splicer()
+        if splicer is not None and self.answers is not COMPLETION_FORMAT:
+            return EventProgress(splicer=splicer)
+        held_back = 0
+        if self.continuation_terms is not None:
+            held_back = self.continuation_terms.held_back
+        return AnswerProgress(
+            held_back,
+            splicer=splicer,
+            tokens_come_apart=self.wants_token_notes(engine),
+        )
+
+    @property
+    def output_limit(self) -> int | None:
+        """Return the output tokens that the body allows; None: it names no limit."""
+        for member in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+            limit = as_integer(self.document.get(member))
+            if limit is not None:
+                return limit
+        return None
+
+    def resumed_at(self, point: ResumePoint, number: int) -> EngineRequest:
+        """Return the request to resume the answer at a point; ``number``: of the continuation, from 1."""
+        return replace(
+            self,
+            request_id=f"{self.request_id}-c{number}",
+            # above new requests of its class: its caller is in the middle of an answer
+            priority=(self.priority or 0) - 1,
+            asks_token_ids=False,
+            continuation_terms=None,
+            continued_tokens=len(point.token_ids),
+            splicer=None,
+            resume_point=point,
+        )
+
     def body(self, replica: Replica) -> bytes:
         """Return the body for one replica; in a caller's, all values that are not changed are the caller's bytes."""
         if isinstance(self.document, JsonObject):
@@ -162,7 +266,9 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         if self.is_streamed:
             members["stream"] = True
             members["stream_options"] = {"include_usage": True}
-            members["return_token_ids"] = True
+            members["return_token_ids"] = not self.wants_token_notes(replica)
+        if self.resume_point is not None:
+            members["qarr_resume"] = _members_of(self.resume_point)
         return to_json(members)
 
     def _changes_for(self, replica: Replica, document: JsonObject) -> dict[str, Any]:
@@ -180,8 +286,10 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
             stream_options = self._stream_options(document)
             if stream_options is not None:
                 changes["stream_options"] = stream_options
-        if self.asks_token_ids:
+        if self.asks_token_ids and not self.wants_token_notes(replica):
             changes["return_token_ids"] = True
+        if self.resume_point is not None:
+            changes["qarr_resume"] = _members_of(self.resume_point)
         changes |= dict.fromkeys(self.ignored_by(replica))
         return changes
 
@@ -212,6 +320,10 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         if not self.wants_usage and "continuous_usage_stats" in callers_options.values:
             changes["continuous_usage_stats"] = False
         return callers_options.edited(changes)
+
+
+def _members_of(point: ResumePoint) -> dict[str, Any]:
+    return {"token_ids": list(point.token_ids), "finish_reason": point.finish_reason}
 
 
 # Members for which a stream holds more than its text. With them, token ids could not be taken out again, or are not needed:
@@ -259,6 +371,23 @@ def continuation_terms_of(
         if name in _SAMPLING and value is not None
     }
     return ContinuationTerms(max_tokens, sampling, priority)
+
+
+def may_be_resumed(document: JsonObject, *, choices: int = 1) -> bool:
+    """Tell whether the streamed answer of a request can be resumed by an engine that knows how to."""
+    return choices == 1 and not any(map(document.get, _NOT_RESUMABLE))
+
+
+def may_response_be_resumed(document: JsonObject) -> bool:
+    """Tell whether the stream of a response can be resumed: of one turn of the model, without log-probabilities."""
+    if document.get("include") and _OUTPUT_LOGPROBS in document.get("include"):
+        return False
+    tools = document.get("tools")
+    return not isinstance(tools, list) or all(map(_is_callers_tool, tools))
+
+
+def _is_callers_tool(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type", "function") in _CALLERS_TOOLS
 
 
 def _has_plain_answer(document: JsonObject) -> bool:

@@ -53,6 +53,7 @@ class OverflowServer:
     id: str
     spec: TierSpec
     fingerprint: None = None
+    resumes: bool = False
 
 
 @dataclass(slots=True)
@@ -222,14 +223,17 @@ class EngineStream(EngineAnswer):
     """A streamed answer. What came before it began is held back by ``begin``; ``relay`` passes that on, and what follows.
 
     Attributes:
-        continuable: Whether another engine could go on from what the caller has.
+        may_be_continued: Whether another engine may go on from what the caller has, if it can.
         continuation: What lets another engine go on, set before the answer is relayed.
         failed_over: Whether the first engine did not end the answer.
+        first_event: The first event of the answer, whatever it holds; empty: none has come.
+        answer_usage: The engine's token counts as those of the answer: of one that it resumed, the earlier tokens are output
+            of the answer, and a part of what this engine has read.
     """
 
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
         super().__init__(attempt)
-        self.may_be_continued = request.continuation_terms is not None
+        replica = attempt.lease.replica
         self.continuation: (
             Callable[
                 [EngineStream, EngineBrokeError, ReceiveChunks, Drain], Awaitable[None]
@@ -237,27 +241,31 @@ class EngineStream(EngineAnswer):
             | None
         ) = None
         self.failed_over = False
-        characters_held_back = (
-            0
-            if request.continuation_terms is None
-            else request.continuation_terms.held_back
+        self._progress = request.progress_on(replica)
+        self.may_be_continued = (
+            request.continuation_terms is not None or self._progress.splicer is not None
         )
-        self._progress = AnswerProgress(characters_held_back)
         self._unnoted: list[Chunk] = []  # chunks that are not in ``_progress`` yet
         self._unreported_tokens = 0  # tokens that the lease was not told of yet
         # when both are to be noted next, by the monotonic clock in seconds
         self._note_at = 0.0
         self._wants_usage = request.wants_usage
         self._may_be_silent = request.may_be_silent
-        self._parser = EventParser(request.answers)
+        takes_token_notes = request.wants_token_notes(replica)
+        self._parser = EventParser(request.answers, takes_token_notes=takes_token_notes)
+        # Tokens that an event with output stands for if it tells none: engines that tell none send about one at a time.
+        self._untold_tokens = 0 if takes_token_notes else 1
+        self._resumed_tokens = 0  # tokens of the answer that others have computed
+        if request.resume_point is not None:
+            self._resumed_tokens = len(request.resume_point.token_ids)
+        self.answer_usage: dict[str, int] = {}
         self._phase = StreamPhase.OPENING
         self._held_chunks: list[Chunk] = []  # chunks that no receiver has got yet
         self._pass_on: ReceiveChunks | None = (
             None  # the receiver, while the answer is relayed
         )
         self._receiver_errors: list[Exception] = []  # at most one
-        # whether an event of the answer has come, whatever it holds
-        self._has_events = False
+        self.first_event = b""
         self._has_output = False  # whether an event with output of the model has come
         # Whether the engine tells each token's id. One that does is known not to compute while it sends nothing.
         self._tells_tokens = False
@@ -322,7 +330,7 @@ class EngineStream(EngineAnswer):
         An engine that tells its tokens would have told them. Another one may compute all the time and hold back what it
         computes, as parsers of tool calls do.
         """
-        if self._tells_tokens or not self._has_events:
+        if self._tells_tokens or not self.first_event:
             return 0.0
         attempt = self.attempt
         now = time.monotonic()
@@ -399,8 +407,7 @@ class EngineStream(EngineAnswer):
                 self._tells_tokens = True
             if chunk.text or chunk.other or chunk.finish_reason:
                 self._has_output = True
-                # an engine that does not tell its tokens sends about one at a time
-                chunk_tokens = chunk_tokens or 1
+                chunk_tokens = chunk_tokens or self._untold_tokens
             tokens += chunk_tokens
         if self.may_be_continued:
             self._unnoted += chunks
@@ -412,9 +419,8 @@ class EngineStream(EngineAnswer):
 
     def _hold_back(self, chunks: Sequence[Chunk], tokens: int) -> bool:
         """Keep chunks until there is a receiver; tell whether more is wanted before that."""
-        self._has_events = self._has_events or any(
-            not chunk.raw.startswith(b":") for chunk in chunks
-        )
+        if not self.first_event:
+            self.first_event = _first_event_in(chunks)
         if tokens:
             self._note_opening_tokens(tokens)
         self._held_chunks += chunks
@@ -458,7 +464,12 @@ class EngineStream(EngineAnswer):
         """Let other engines go on with the answer; raise ``broken``, or what broke last, if none can."""
         progress = self.progress
         if self.continuation is None or not self.may_be_continued:
-            raise broken
+            if not self._lacks_only_its_end():
+                raise broken
+            await self.aclose(broken)
+            self.failed_over = True
+            self.complete = True
+            return
         self.failed_over = True
 
         def receive_continued(chunks: Sequence[Chunk]) -> bool:
@@ -469,13 +480,49 @@ class EngineStream(EngineAnswer):
         await self.continuation(self, broken, receive_continued, drain)
         has_all_from_first_engine = not self.parts and self.usage
         if not has_all_from_first_engine:
-            self.usage = progress.usage
+            self.usage = self._usage_of_last_part() or progress.usage
             self.output_tokens = self.usage.get("completion_tokens", self.output_tokens)
         self.finish_reason = progress.finish_reason
         if self._wants_usage and not self.usage:
             # an answer without token counts is not complete
             raise type(broken)(str(broken))
         self.complete = True
+
+    def _lacks_only_its_end(self) -> bool:
+        """Tell whether an answer that nobody may go on with has come, but for events that the router writes itself."""
+        is_one_answer = self.attempt.lease.sequences == 1
+        has_usage = bool(self.usage) or not self._wants_usage
+        return self.finish_reason is not None and is_one_answer and has_usage
+
+    def _usage_of_last_part(self) -> dict[str, int]:
+        """Return the answer's token counts from the engine that resumed it last; empty: it sent none."""
+        if not self.parts:
+            return {}
+        return self.parts[-1].answer_usage
+
+    def _note_usage(self, usage: Mapping[str, Any]) -> None:
+        super()._note_usage(usage)
+        if self._resumed_tokens:
+            self.answer_usage = self.usage
+            self.usage = _usage_after(self.usage, self._resumed_tokens)
+            self.output_tokens = self.usage["completion_tokens"]
+
+
+def _first_event_in(chunks: Sequence[Chunk]) -> bytes:
+    """Return the first event that is no comment; empty: there is none."""
+    for chunk in chunks:
+        if chunk.raw and not chunk.raw.startswith(b":"):
+            return chunk.raw
+    return b""
+
+
+def _usage_after(usage: Mapping[str, int], resumed_tokens: int) -> dict[str, int]:
+    """Return an engine's own part of an answer's token counts, if so many tokens of the output are others'."""
+    return {
+        **usage,
+        "prompt_tokens": usage["prompt_tokens"] + resumed_tokens,
+        "completion_tokens": max(usage["completion_tokens"] - resumed_tokens, 0),
+    }
 
 
 class BufferedAnswer(EngineAnswer):

@@ -6,7 +6,8 @@ UpstreamError
 ├── EngineRefusedError       the request itself is at fault               not tried elsewhere
 ├── EngineTooSlowError       no whole answer in time                      not tried elsewhere
 ├── EngineBrokeError         failed after the first token                 continued elsewhere, else told to the caller
-│   └── EngineStalledError   by silence
+│   ├── EngineStalledError   by silence
+│   └── SeamError            what resumed the answer began it differently  told to the caller
 ├── NoSlotError              every slot was taken since the decision
 └── NoEngineAnsweredError    every attempt failed
 """
@@ -56,6 +57,10 @@ class EngineBrokeError(UpstreamError):
 
 class EngineStalledError(EngineBrokeError):
     """The engine sent no further token in time."""
+
+
+class SeamError(EngineBrokeError):
+    """An engine that resumed an answer began it in another way than its caller has it."""
 
 
 class NoSlotError(UpstreamError):

@@ -40,47 +40,64 @@ class _InputOutputUsage(Struct):
     cache_creation_input_tokens: Count | None = None
 
 
-class _Delta(Struct):
+class MessageDelta(Struct):
     text: str | None = None
     thinking: str | None = None
     partial_json: str | None = None
+    signature: str | None = None
     stop_reason: str | None = None
 
 
-class _Block(Struct):
+class MessageBlock(Struct):
     type: str = ""
+    name: str | None = None
 
 
-class _MessageStreamEvent(Struct):
+class MessageEvent(Struct):
     type: str
-    delta: _Delta | None = None
-    content_block: _Block | None = None
+    index: int | None = None
+    delta: MessageDelta | None = None
+    content_block: MessageBlock | None = None
     usage: _InputOutputUsage | None = None
 
 
 class _WholeMessage(Struct):
     usage: _InputOutputUsage
-    content: list[_Block] = []
+    content: list[MessageBlock] = []
     stop_reason: str | None = None
 
 
-class _ResponseObject(Struct):
+class ResponseItem(Struct):
+    type: str = ""
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+
+
+class ResponseObject(Struct):
+    id: str | None = None
+    created_at: Any = None
     status: str | None = None
-    output: list[_Block] | None = None
+    output: list[ResponseItem] | None = None
     usage: _InputOutputUsage | None = None
 
 
-class _ResponseStreamEvent(Struct):
+class ResponseEvent(Struct):
     type: str
-    response: _ResponseObject | None = None
+    sequence_number: int | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    summary_index: int | None = None
+    response: ResponseObject | None = None
+    item: ResponseItem | None = None
     delta: Any = None
 
 
-_MESSAGE_EVENT = msgspec.json.Decoder(_MessageStreamEvent)
+_MESSAGE_EVENT = msgspec.json.Decoder(MessageEvent)
 _MESSAGE = msgspec.json.Decoder(_WholeMessage)
-_RESPONSE_EVENT = msgspec.json.Decoder(_ResponseStreamEvent)
-_RESPONSE = msgspec.json.Decoder(_ResponseObject)
-_NO_DELTA = _Delta()
+_RESPONSE_EVENT = msgspec.json.Decoder(ResponseEvent)
+_RESPONSE = msgspec.json.Decoder(ResponseObject)
+_NO_DELTA = MessageDelta()
 
 
 def read_message_event(raw: bytes) -> Chunk:
@@ -92,15 +109,20 @@ def read_message_event(raw: bytes) -> Chunk:
     delta = event.delta or _NO_DELTA
     if kind == "content_block_delta":
         return Chunk(
-            raw, delta.text or "", other=bool(delta.thinking or delta.partial_json)
+            raw,
+            delta.text or "",
+            other=bool(delta.thinking or delta.partial_json),
+            detail=event,
         )
     if kind == "content_block_start":
         block = event.content_block
-        return Chunk(raw, other=block is not None and block.type == "tool_use")
+        is_call = block is not None and block.type == "tool_use"
+        return Chunk(raw, other=is_call, detail=event)
     if kind == "message_delta":
         usage = None if event.usage is None else _counts(event.usage)
-        return Chunk(raw, finish_reason=_finish_reason(delta.stop_reason), usage=usage)
-    return Chunk(raw, last=kind == MESSAGE_OVER)
+        finish_reason = _finish_reason(delta.stop_reason)
+        return Chunk(raw, finish_reason=finish_reason, usage=usage, detail=event)
+    return Chunk(raw, last=kind == MESSAGE_OVER, detail=event)
 
 
 def read_message(content: bytes) -> WholeAnswer | None:
@@ -129,16 +151,19 @@ def read_response_event(raw: bytes) -> Chunk:
     if event is None:
         return Chunk(raw)
     if event.type in RESPONSE_OVER:
-        answer = _answer_in(event.response or _ResponseObject())
+        answer = _answer_in(event.response or ResponseObject())
         if answer is None:
             raise EngineBrokeError(
                 "the engine ended the response before it was complete"
             )
         finish_reason, usage = answer
-        return Chunk(raw, finish_reason=finish_reason, usage=usage, last=True)
+        return Chunk(
+            raw, finish_reason=finish_reason, usage=usage, last=True, detail=event
+        )
     if event.type == "response.output_text.delta" and isinstance(event.delta, str):
-        return Chunk(raw, event.delta)
-    return Chunk(raw, other=event.type.endswith(".delta") and bool(event.delta))
+        return Chunk(raw, event.delta, detail=event)
+    has_other_output = event.type.endswith(".delta") and bool(event.delta)
+    return Chunk(raw, other=has_other_output, detail=event)
 
 
 def read_response(content: bytes) -> WholeAnswer | None:
@@ -162,7 +187,7 @@ def _data_of(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
     return event
 
 
-def _answer_in(response: _ResponseObject) -> tuple[str, dict[str, int]] | None:
+def _answer_in(response: ResponseObject) -> tuple[str, dict[str, int]] | None:
     """Return why a response ended, and its token counts; None for one that failed, or is none."""
     usage = response.usage
     output = response.output
@@ -194,6 +219,6 @@ def _counts(usage: _InputOutputUsage) -> dict[str, int]:
     }
 
 
-_USUAL = re.compile(rb"event: [^\n]*+\ndata: \{[^\n]*+").fullmatch
+_USUAL = re.compile(rb"event: [^\n]*+\ndata: \{[^\n]*+")
 MESSAGE_FORMAT = AnswerFormat(read_message_event, read_message, _USUAL)
 RESPONSE_FORMAT = AnswerFormat(read_response_event, read_response, _USUAL)

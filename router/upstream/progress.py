@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from router.upstream.json_object import as_boolean, as_integer
+from router.upstream.splicing import Splicer
 from router.upstream.sse import Chunk
 
 
@@ -44,6 +45,8 @@ class AnswerProgress:
         counted: Whether the engine has told the tokens of all that came.
         silent: Tokens that came alone and without any text, by their number: parts of characters, and special ones.
         begun: Where the engine that computes has begun.
+        splicer: Knows what was sent besides text, for an engine that resumes the answer; None: it may not be resumed.
+        tokens_come_apart: Whether the engine tells the tokens of output before it, in comments, rather than with it.
     """
 
     held_back: int = 0
@@ -55,6 +58,8 @@ class AnswerProgress:
     counted: bool = True
     silent: list[int] = field(default_factory=list)
     begun: Point = BEGINNING
+    splicer: Splicer | None = None
+    tokens_come_apart: bool = False
     _written: StringIO = field(default_factory=StringIO)
     # Tokens and characters as in ``Point``, from the last known point on: plain tuples, for one is made for each token.
     _points: list[tuple[int, int]] = field(default_factory=partial(list, (BEGINNING,)))
@@ -107,7 +112,7 @@ class AnswerProgress:
                 if is_single_token:
                     points.append((len(output_ids), characters + held_back))
                 elif not token_ids:
-                    self.close(counted=False)
+                    self.close(counted=self.tokens_come_apart)
             elif is_single_token:
                 self._note_token_without_text()
         self.received_characters = characters
@@ -120,7 +125,16 @@ class AnswerProgress:
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
         if chunk.other:
-            self.close(counted=bool(chunk.token_ids))
+            self.close(counted=bool(chunk.token_ids) or self.tokens_come_apart)
+            if self.splicer is not None:
+                self.splicer.note(chunk)
+
+    @property
+    def can_be_resumed(self) -> bool:
+        """Tell whether an engine that resumes answers could go on from here: it needs the ids of all tokens."""
+        if self.splicer is None or not self.splicer.can_resume:
+            return False
+        return self.counted and len(self.output_ids) > 0
 
     def _note_token_without_text(self) -> None:
         """Note that the last token has no text, unless that may be text which is kept back."""
@@ -167,6 +181,25 @@ class AnswerProgress:
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
         }
+
+
+@dataclass(slots=True)
+class EventProgress(AnswerProgress):
+    """How far an answer has come whose API has other events than chunks: only an engine that resumes it can go on.
+
+    Its splicer notes all events, and its tokens are told in comments.
+    """
+
+    is_continuable: bool = False
+    tokens_come_apart: bool = True
+
+    def note(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            self.output_ids.extend(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                self.finish_reason = chunk.finish_reason
+            if self.splicer is not None:
+                self.splicer.note(chunk)
 
 
 class ContinuationTerms(Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Annotated, Any
 
 import msgspec
@@ -19,6 +20,8 @@ SEPARATOR = b"\n\n"
 DONE = b"data: [DONE]"
 # no empty line: some clients take one for the end of an event, even after a comment
 COMMENT_END = b"\n"
+# A comment with the ids of the tokens that led to the next bytes, separated by commas. An engine sends it where asked to.
+TOKEN_NOTE = b": qarr-tokens "
 MAX_EVENT_BYTES = 1 << 24  # enough for the token ids of a prompt of two million tokens
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 NOT_A_CHUNK = "the engine's stream holds something that is not a chunk"
@@ -67,6 +70,7 @@ _MEMBERS_WITH_TEXT = {"content", "reasoning", "reasoning_content"}
 _MEMBERS_OF_PLAIN_TEXT = {"role", "content"}
 _EVENT = msgspec.json.Decoder(_ChunkEvent)
 _COMPLETION = msgspec.json.Decoder(_Completion)
+_IDS = msgspec.json.Decoder(_Ids)
 
 
 def cached_tokens_of(usage: Mapping[str, Any]) -> int | None:
@@ -96,6 +100,8 @@ class Chunk(Struct, frozen=True):
         choice: Whether the event has a choice; the one with the final token counts has none.
         blank: Whether its choice has an empty delta.
         last: Whether it ends the stream, as ``[DONE]`` does where streams end with that.
+        detail: The part of the event that a ``Splicer`` reads, decoded: a chat's delta with other output than text, or the
+            whole of an event that has a name; None: there is none.
     """
 
     raw: bytes = b""
@@ -109,6 +115,7 @@ class Chunk(Struct, frozen=True):
     choice: bool = False
     blank: bool = False
     last: bool = False
+    detail: Any = None
 
 
 def parse_event(raw: bytes) -> Chunk:
@@ -144,7 +151,7 @@ def parse_event(raw: bytes) -> Chunk:
         text = delta.get("content")
         if type(text) is not str or len(delta) > 1:
             text, has_other_output = _read_delta(delta)
-    return Chunk(
+    chunk = Chunk(
         raw=raw,
         text=text or "",
         token_ids=choice.token_ids or (),
@@ -156,6 +163,32 @@ def parse_event(raw: bytes) -> Chunk:
         choice=True,
         blank=is_blank,
     )
+    if has_other_output:
+        return msgspec.structs.replace(chunk, detail=delta)
+    return chunk
+
+
+def _read_event_or_token_note(
+    read_event: Callable[[bytes], Chunk], raw: bytes
+) -> Chunk:
+    """Read an event of a stream in which comments tell tokens."""
+    if raw.startswith(TOKEN_NOTE):
+        return parse_token_note(raw)
+    return read_event(raw)
+
+
+@cache  # there are as many as ``AnswerFormat``s
+def _or_token_note(usual: re.Pattern[bytes]) -> re.Pattern[bytes]:
+    return re.compile(usual.pattern + b"|" + TOKEN_NOTE + rb"[0-9,]*+")
+
+
+def parse_token_note(comment: bytes) -> Chunk:
+    """Read the token ids that a comment tells; ``EngineBrokeError``: it does not hold ids. Nothing of it is passed on."""
+    try:
+        token_ids = _IDS.decode(b"[%b]" % comment.removeprefix(TOKEN_NOTE))
+    except _INVALID:
+        raise EngineBrokeError(NOT_A_CHUNK) from None
+    return Chunk(token_ids=token_ids)
 
 
 def _parse_event_without_choice(raw: bytes, event: _ChunkEvent) -> Chunk:
@@ -218,20 +251,20 @@ class AnswerFormat:
     Attributes:
         read_event: Reads one event of a stream, as ``parse_event``.
         read_whole: Reads an answer that is not streamed, as ``read_completion``.
-        usual: Matches an event as vLLM writes it; others are written anew.
+        usual: Matches an event as vLLM writes it (``fullmatch``); others are written anew.
         done: An event that ends a stream and is no chunk; empty: there is none.
     """
 
     read_event: Callable[[bytes], Chunk]
     read_whole: Callable[[bytes], WholeAnswer | None]
-    usual: Callable[[bytes], object]
+    usual: re.Pattern[bytes]
     done: bytes = b""
 
 
 COMPLETION_FORMAT = AnswerFormat(
     read_event=parse_event,
     read_whole=read_completion,
-    usual=re.compile(rb"data: \{[^\n]*+").fullmatch,
+    usual=re.compile(rb"data: \{[^\n]*+"),
     done=DONE,
 )
 
@@ -245,6 +278,10 @@ def written(event: bytes) -> bytes:
 
 class EventParser:
     """Takes an engine's stream in parts, cut anywhere, and gives its events up to the last one.
+
+    Args:
+        answers: How its events are read.
+        takes_token_notes: The engine was asked to tell its tokens in comments; otherwise they are comments as others.
 
     Attributes:
         over: Whether the last event has come.
@@ -262,9 +299,17 @@ class EventParser:
         "over",
     )
 
-    def __init__(self, answers: AnswerFormat = COMPLETION_FORMAT) -> None:
-        self._is_usual = answers.usual
+    def __init__(
+        self,
+        answers: AnswerFormat = COMPLETION_FORMAT,
+        *,
+        takes_token_notes: bool = False,
+    ) -> None:
+        self._is_usual = answers.usual.fullmatch
         self._read_event = answers.read_event
+        if takes_token_notes:
+            self._is_usual = _or_token_note(answers.usual).fullmatch
+            self._read_event = partial(_read_event_or_token_note, answers.read_event)
         self._done = answers.done or None
         self._buffer = bytearray()  # the beginning of an event whose end has not come
         # whether the last part ended in a carriage return, whose line feed may follow

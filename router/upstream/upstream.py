@@ -358,6 +358,10 @@ class Upstream:
         if request.path == MESSAGES and request.priority and replica.takes_priority:
             # The body of a message has no member for it.
             headers.append((b"x-vllm-priority", b"%d" % request.priority))
+        if request.resume_point is not None:
+            headers.append((b"x-qarr-resume", b"1"))
+        if request.wants_token_notes(replica):
+            headers.append((b"x-qarr-tokens", b"1"))
         headers += hop.headers
         return json_post(replica.url + request.path, headers, request.body(replica))
 

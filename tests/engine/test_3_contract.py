@@ -177,7 +177,7 @@ async def _named(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     if not body["stream"]:
         return _members(answer.json())
     events = answer.text.split("\n\n")[:-1]
-    usual = {MESSAGES: MESSAGE_FORMAT, RESPONSES: RESPONSE_FORMAT}[path].usual
+    usual = {MESSAGES: MESSAGE_FORMAT, RESPONSES: RESPONSE_FORMAT}[path].usual.fullmatch
     seen: list[Any] = []
     for event in events:
         name, data = (line.partition(": ")[2] for line in event.split("\n"))
@@ -223,7 +223,9 @@ async def _usual(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
         .content.removesuffix(b"\n\n")
         .split(b"\n\n")
     )
-    return done == COMPLETION_FORMAT.done and all(map(COMPLETION_FORMAT.usual, events))
+    return done == COMPLETION_FORMAT.done and all(
+        map(COMPLETION_FORMAT.usual.fullmatch, events)
+    )
 
 
 # No model ends its answer to this within three tokens.

@@ -33,7 +33,7 @@ if not __package__:  # The module was started as a program, from any folder.
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.fakes.named_events import ERROR as NAMED_ERROR
 from tests.fakes.named_events import SCRIPTS, Script
@@ -80,6 +80,7 @@ class Behaviour:
         nonsense_with: Send garbage in the same bytes as the last of that many pieces, and go on.
         nonsense: The body that every generation answers with instead, with status 200.
         start_errors: The errors that the next starts of a process end with, one each.
+        resumes: Whether it resumes answers that others began, and tells tokens in comments, as QARR's plugin for vLLM does.
         tells_ids: Whether generations tell their token ids, and a prompt's, to requests that ask for them.
         told: The body that /detokenize answers with instead of the text.
         detokenizes: Whether /detokenize answers at all, rather than with 500.
@@ -132,6 +133,7 @@ class Behaviour:
     nonsense_with: int | None = None
     nonsense: bytes = b""
     start_errors: Sequence[str] = ()
+    resumes: bool = False
     tells_ids: bool = True
     told: Any = None
     detokenizes: bool = True
@@ -175,6 +177,8 @@ class _Faulty:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         behaviour = self.behaviour
+        if behaviour.resumes:
+            send = _announcing(send)
         path = scope.get("path", "")
         behaviour.heads[path] = {
             name.decode(): value.decode() for name, value in scope.get("headers", ())
@@ -189,6 +193,46 @@ class _Faulty:
             await response(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+
+def _announcing(send: Send) -> Send:
+    """Return what sends an answer with the header of an engine that resumes answers."""
+
+    async def announce(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (b"x-qarr-resume", b"1")]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return announce
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What a request uses of the protocol by which answers are resumed.
+
+    Attributes:
+        known: Tokens of the answer that came with the request.
+        is_finished: Whether they are all of it.
+        tells: Whether comments tell the tokens that are computed.
+    """
+
+    known: int = 0
+    is_finished: bool = False
+    tells: bool = False
+    _untold: list[int] = field(default_factory=list)
+
+    def computed(self, token: int) -> None:
+        if self.tells:
+            self._untold.append(token)
+
+    def take_comment(self) -> bytes:
+        """Return the comment with the tokens that were not told; empty: there are none."""
+        if not self._untold:
+            return b""
+        ids = ",".join(map(str, self._untold))
+        self._untold.clear()
+        return f": qarr-tokens {ids}\n\n".encode()
 
 
 class Detokenizer:
@@ -477,15 +521,30 @@ class FakeEngine(Surface):
         """Return a streamed answer, in the form of the request's endpoint."""
         behaviour = self.behaviour
         path = request.url.path
+        exchange = self._exchange(request, body)
         if path in SCRIPTS:
             script = SCRIPTS[path](self._model, behaviour.prompt_tokens)
-            events = self._named_events(body, script)
+            events = self._named_events(body, script, exchange)
         else:
-            events = self._events(body, chat=path.endswith("/chat/completions"))
+            events = self._events(
+                body, exchange, chat=path.endswith("/chat/completions")
+            )
         return StreamingResponse(
-            self._stream(events),
+            self._stream(events, exchange),
             headers={"x-more": behaviour.header} if behaviour.header else {},
             media_type="text/event-stream; charset=utf-8",
+        )
+
+    def _exchange(self, request: Request, body: dict[str, Any]) -> Exchange:
+        if not self.behaviour.resumes:
+            return Exchange()
+        known: dict[str, Any] = {"token_ids": [], "finish_reason": None}
+        if request.headers.get("x-qarr-resume") == "1":
+            known = body["qarr_resume"]
+        return Exchange(
+            known=len(known["token_ids"]),
+            is_finished=known["finish_reason"] is not None,
+            tells=request.headers.get("x-qarr-tokens") == "1",
         )
 
     async def _compute(self, number: int, body: dict[str, Any]) -> None:
@@ -558,7 +617,7 @@ class FakeEngine(Surface):
             behaviour.running -= 1
 
     async def _named_events(
-        self, body: dict[str, Any], script: Script
+        self, body: dict[str, Any], script: Script, exchange: Exchange
     ) -> AsyncGenerator[bytes, None]:
         behaviour = self.behaviour
         behaviour.running += 1
@@ -569,12 +628,15 @@ class FakeEngine(Surface):
             for event in script.begin():
                 yield event
             for number, _ in enumerate(pieces):
+                held += self._bytes(number).decode()
+                if number < exchange.known:
+                    continue
                 await self._compute(number, body)
                 if number == behaviour.error_after:
                     yield named_event(NAMED_ERROR)
                     return
                 behaviour.tokens += 1
-                held += self._bytes(number).decode()
+                exchange.computed(PIECE + number)
                 if (
                     behaviour.held_from is None
                     or number < behaviour.held_from
@@ -583,6 +645,10 @@ class FakeEngine(Surface):
                     ping = b": ping\n\n" if behaviour.pings else b""
                     yield ping + script.piece(held)
                     held = ""
+                else:
+                    yield b""
+            if held:
+                yield script.piece(held)
             if behaviour.break_after == len(pieces):
                 raise ConnectionResetError
             text = "".join(
@@ -617,12 +683,18 @@ class FakeEngine(Surface):
         )
 
     async def _stream(
-        self, answer: AsyncGenerator[bytes, None]
+        self, answer: AsyncGenerator[bytes, None], exchange: Exchange
     ) -> AsyncIterator[bytes]:
         behaviour = self.behaviour
         sent = 0
         async with aclosing(answer) as events:
             async for event in events:
+                comment = exchange.take_comment()
+                if comment:
+                    yield comment
+                if not event:
+                    # it only tells tokens
+                    continue
                 if sent == behaviour.break_at:
                     if behaviour.once:
                         behaviour.break_at = None
@@ -630,8 +702,8 @@ class FakeEngine(Surface):
                 yield event
                 sent += 1
 
-    async def _events(  # noqa: C901, PLR0915  Each fault has a branch.
-        self, body: dict[str, Any], *, chat: bool
+    async def _events(  # noqa: C901, PLR0912, PLR0915  Each fault has a branch.
+        self, body: dict[str, Any], exchange: Exchange, *, chat: bool
     ) -> AsyncGenerator[bytes, None]:
         behaviour = self.behaviour
         prompt = _ids_of(body)
@@ -657,6 +729,9 @@ class FakeEngine(Surface):
             if behaviour.first_delay_s:
                 await asyncio.sleep(behaviour.first_delay_s)
             for number in range(done, done + len(pieces)):
+                if number < exchange.known:
+                    written.take(self._bytes(number))
+                    continue
                 await self._compute(number, body)
                 if number == behaviour.error_after:
                     yield ERROR_CHUNK
@@ -664,6 +739,7 @@ class FakeEngine(Surface):
                 behaviour.tokens += 1
                 written.take(self._bytes(number))
                 ids.append(PIECE + number)
+                exchange.computed(PIECE + number)
                 last_piece = number + 1 == done + len(pieces)
                 if written.stopped is not None or (last_piece and written.held_back):
                     break
@@ -678,6 +754,8 @@ class FakeEngine(Surface):
                     # Like vLLM, it sends no event at all if no ids are asked for.
                     if wants_ids:
                         yield self._chunk({}, None, chat=chat, ids=ids)
+                    elif exchange.tells:
+                        yield b""
                     ids = []
                     continue
                 text = late + written.more(finished=False)
@@ -687,11 +765,7 @@ class FakeEngine(Surface):
                     else ""
                 )
                 text = text.removesuffix(late)
-                delta = (
-                    {"reasoning": text}
-                    if chat and number < behaviour.reasoning
-                    else {"content": text}
-                )
+                delta = self._delta(text, number, exchange, chat=chat)
                 is_first = ids[0] == PIECE + done
                 event = self._chunk(
                     delta,
@@ -736,6 +810,23 @@ class FakeEngine(Surface):
         finally:
             behaviour.running -= computing
             behaviour.callers -= computing and wants_ids
+
+    def _delta(
+        self, text: str, number: int, exchange: Exchange, *, chat: bool
+    ) -> dict[str, str]:
+        """Return what an event says of the text up to a piece: the first one of a resumed answer has all known text."""
+        behaviour = self.behaviour
+        if not chat or not behaviour.reasoning:
+            return {"content": text}
+        if number < behaviour.reasoning:
+            return {"reasoning": text}
+        if number > exchange.known or not exchange.known:
+            return {"content": text}
+        known_reasoning = b"".join(
+            map(self._bytes, range(min(behaviour.reasoning, number)))
+        ).decode()
+        content = text.removeprefix(known_reasoning)
+        return {"reasoning": known_reasoning, "content": content}
 
     def _most(self, body: dict[str, Any], *, chat: bool) -> int:
         """Return how many tokens an answer may have: vLLM's own limit is 16 for completions, and the context for chats."""

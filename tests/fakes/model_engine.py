@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from router.profiling.model_answer import ModelAnswer, ToolCall
-from tests.fakes.engine import FINGERPRINT, Behaviour, FakeEngine
+from tests.fakes.engine import FINGERPRINT, Behaviour, Exchange, FakeEngine
 from tiers.verification.thinking import SWITCH_NAMES, THOUGHT_TAGS, ThoughtTags
 
 WORD = re.compile(r"\s*\S+\s*")
@@ -276,18 +277,31 @@ class ModelEngine(FakeEngine):
         return _ParsedText(reasoning, content.strip() or None, calls)
 
     async def _events(
-        self, body: dict[str, Any], *, chat: bool
+        self, body: dict[str, Any], exchange: Exchange, *, chat: bool
     ) -> AsyncGenerator[bytes, None]:
         if not chat:
-            async for event in super()._events(body, chat=chat):
+            async for event in super()._events(body, exchange, chat=chat):
                 yield event
             return
         written = self._written(body)
         parsed = self._parse(body, written.text)
-        yield self._chunk({"role": "assistant", "content": ""}, None, chat=True)
-        for delta in self._deltas(parsed):
-            await self._compute(0, body)
-            yield self._chunk(delta, None, chat=True)
+        first: dict[str, Any] = {}
+        if self.behaviour.resumes and body.get("return_token_ids"):
+            first["prompt_token_ids"] = self._ids(self.model.render(body))
+        opening = {"role": "assistant", "content": ""}
+        yield self._chunk(opening, None, chat=True, **first)
+        if self.behaviour.resumes:
+            wants_ids = bool(body.get("return_token_ids"))
+            async for delta, ids in self._deltas_as_parsed(body, written, exchange):
+                if not delta and not wants_ids:
+                    yield b""
+                    continue
+                told_ids = ids if wants_ids else None
+                yield self._chunk(delta, None, chat=True, ids=told_ids)
+        else:
+            for delta in self._deltas(parsed):
+                await self._compute(0, body)
+                yield self._chunk(delta, None, chat=True)
         tokens = len(written.tokens)
         last = {"system_fingerprint": FINGERPRINT}
         reason = _finish_reason(parsed, written)
@@ -296,6 +310,35 @@ class ModelEngine(FakeEngine):
             usage = {"choices": [], "usage": self._usage(tokens), **last}
             yield self._event(usage, chat=True)
         yield b"data: [DONE]\n\n"
+
+    async def _deltas_as_parsed(
+        self, body: dict[str, Any], written: _Written, exchange: Exchange
+    ) -> AsyncGenerator[tuple[dict[str, Any], list[int]], None]:
+        """Return what a stream tells after each token (empty: nothing), and the tokens; what is known is told at once."""
+        sent = _ParsedText(None, None, [])
+        tokens = written.tokens
+        for number in range(min(exchange.known, len(tokens) - 1), len(tokens)):
+            ids = list[int]()
+            if number >= exchange.known:
+                await self._compute(number, body)
+                ids = [_word_id(tokens[number])]
+                exchange.computed(ids[0])
+            text = "".join(tokens[: number + 1])
+            parsed = self._parse_unfinished(body, text)
+            yield _delta_between(sent, parsed, self.model.reasoning_field), ids
+            sent = parsed
+
+    def _parse_unfinished(self, body: dict[str, Any], text: str) -> _ParsedText:
+        """Return what the parsers of a stream make of the text so far: of an unfinished call, the arguments so far."""
+        reasoning, content, _ = self._parse({**body, "tools": None}, text)
+        content = content or ""
+        if not body.get("tools"):
+            return _ParsedText(reasoning, content, [])
+        before, *sections = content.split(TOOL_CALL.opening)
+        calls = [
+            _unfinished_call(number, section) for number, section in enumerate(sections)
+        ]
+        return _ParsedText(reasoning, before.strip(), list(filter(None, calls)))
 
     def _deltas(self, parsed: _ParsedText) -> list[dict[str, Any]]:
         """Return what a stream tells of an answer, word by word."""
@@ -309,6 +352,51 @@ class ModelEngine(FakeEngine):
             for number, call in enumerate(parsed.tool_calls)
         ]
         return [*reasoning, *content, *calls]
+
+
+def _delta_between(
+    sent: _ParsedText, parsed: _ParsedText, reasoning_field: str | None
+) -> dict[str, Any]:
+    """Return what was parsed since what was sent, as a stream tells it."""
+    delta: dict[str, Any] = {}
+    reasoning = (parsed.reasoning or "").removeprefix(sent.reasoning or "")
+    if reasoning and reasoning_field is not None:
+        delta[reasoning_field] = reasoning
+    content = (parsed.content or "").removeprefix(sent.content or "")
+    if content:
+        delta["content"] = content
+    calls = []
+    for number, call in enumerate(parsed.tool_calls):
+        arguments = call["function"]["arguments"]
+        if number >= len(sent.tool_calls):
+            calls.append({"index": number, **call})
+            continue
+        sent_arguments = sent.tool_calls[number]["function"]["arguments"]
+        more = arguments.removeprefix(sent_arguments)
+        if more:
+            calls.append({"index": number, "function": {"arguments": more}})
+    if calls:
+        delta["tool_calls"] = calls
+    return delta
+
+
+def _unfinished_call(number: int, section: str) -> dict[str, Any] | None:
+    """Return the call that a section of the text begins; None: its name has not come yet."""
+    section, closing, _ = section.partition(TOOL_CALL.closing)
+    match = re.match(r'\s*\{"name": ("[^"]*"), "arguments": (.*)', section, re.DOTALL)
+    if match is None:
+        return None
+    arguments = match[2]
+    # The last brace, and white space, may be the end of the call rather than of its arguments.
+    arguments = arguments.strip().removesuffix("}") if closing else _certain(arguments)
+    function = {"name": json.loads(match[1]), "arguments": arguments}
+    call_id = f"call-{secrets.token_hex(4)}"
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _certain(arguments: str) -> str:
+    """Return the beginning of a call's arguments that is none of the call's own end."""
+    return arguments.rstrip().removesuffix("}").rstrip()
 
 
 def _finish_reason(parsed: _ParsedText, written: _Written) -> str:

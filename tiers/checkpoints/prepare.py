@@ -46,6 +46,7 @@ from tiers.checkpoints.reference import (
     reference_from_event,
 )
 from tiers.checkpoints.schemes import scheme_named
+from tiers.checkpoints.schemes import scheme_names as all_schemes
 from tiers.errors import CheckpointError, SchemeError
 from tiers.lifecycle.command import without_ours
 from tiers.spec import STANDARD_TIERS, TierName
@@ -317,8 +318,10 @@ def check_schemes(schemes: Mapping[TierName, str]) -> None:
                 f"tier {tier} has no scheme: {' and '.join(sorted(USUAL_SCHEMES))} have one; precise is the base in 16 bits"
             )
         if scheme not in scheme_names() and not _is_online(scheme, tier):
+            online = [name for name in all_schemes() if _is_online(name, tier)]
+            allowed = ", ".join((*scheme_names(), *online))
             raise CheckpointError(
-                f"tier {tier}: no checkpoint of scheme {scheme!r} can be made: {', '.join(scheme_names())} are allowed"
+                f"tier {tier}: no checkpoint of scheme {scheme!r} can be made: {allowed} are allowed"
             )
 
 

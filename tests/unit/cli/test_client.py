@@ -64,6 +64,20 @@ def test_the_router_of_the_settings_is_asked(
     assert f"router http://127.0.0.1:{ports[asked]}\n" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(b"[]", "is this a router?"), ({}, "answered without 'changed'")],
+)
+def test_an_answer_of_another_form_is_no_traceback(
+    answer: dict[str, object] | bytes, why: str
+) -> None:
+    """What is no object, and an object without what is shown, is said to be no answer of this release's router."""
+    with stub_router(**{"POST /admin/reload": (200, answer)}) as router:
+        result = qarr("reload", "--url", router.url)
+    assert isinstance(result.exception, OperationError)
+    assert why in str(result.exception)
+
+
 def test_the_routers_address_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that is not known is asked for; an option before a subcommand, which would not get it, is refused."""
     for command in ("tiers", "adapters"):

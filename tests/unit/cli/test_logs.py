@@ -68,6 +68,11 @@ def test_lines_of_one_trace_or_request(folder: Path) -> None:
     assert shown("--request", REQUEST[:8]) == [line]
 
 
+def test_a_trace_and_a_request_are_not_asked_for_together(folder: Path) -> None:
+    result = qarr("logs", "--trace", TRACE[:6], "--request", REQUEST[:8])
+    assert "give one of them" in str(result.exception)
+
+
 @pytest.mark.parametrize(
     ("since", "count"),
     [

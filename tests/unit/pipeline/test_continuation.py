@@ -6,7 +6,12 @@ from array import array
 
 import pytest
 
-from router.pipeline.failover import Continuation, Failover
+from router.pipeline.failover import (
+    Continuation,
+    Failover,
+    StopStringJoiner,
+    _Plan,
+)
 from router.upstream.errors import EngineBrokeError, NoEngineAnsweredError
 from router.upstream.progress import AnswerProgress, ContinuationTerms
 from tests.fakes.engine import Behaviour
@@ -38,6 +43,20 @@ def continuation(stack: UpstreamStack) -> Continuation:
     )
 
 
+async def next_part(
+    stack: UpstreamStack, exclusions: list[set[str]], broken: EngineBrokeError
+) -> None:
+    """Begin the next part of an answer whose tokens are plain text."""
+    continued = continuation(stack)
+    joiner = StopStringJoiner("", "", (), include=False)
+    plan = _Plan(
+        remainder=continued._remainder(max_tokens=100, number=1),
+        joiner=joiner,
+        request_for=lambda _max_tokens: HI,
+    )
+    await continued._next_part(plan, FAST, exclusions, broken)
+
+
 async def test_a_continuation_earns_no_retries() -> None:
     """It was counted when its request began: otherwise engines that break their answers would get more retries for it."""
     options = {"retry_share": 0.5, "retry_reserve": 1}
@@ -60,9 +79,7 @@ async def test_a_lack_of_slots_does_not_hide_why_attempts_failed_before() -> Non
         broken = EngineBrokeError("the connection was closed")
         all_ids = {replica.id for replica in stack.fleet.replicas}
         with pytest.raises(EngineBrokeError) as raised:
-            await continuation(stack)._next_part(
-                FAST, [{"fast-0"}, all_ids], number=1, broken=broken
-            )
+            await next_part(stack, [{"fast-0"}, all_ids], broken)
         assert raised.value is broken
         assert isinstance(raised.value.__cause__, NoEngineAnsweredError)
         assert "HTTP 500" in str(raised.value.__cause__)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.made_checkpoints import LLAMA_8B, model
-from tiers.errors import PlanError
+from tiers.errors import CheckpointError, PlanError
 from tiers.kernels import InstructionSet
 from tiers.plan import (
     CPU_OVERHEAD_GIB,
@@ -369,6 +369,12 @@ def test_the_text_part_of_a_multimodal_model_counts(tmp_path: Path) -> None:
         json.dumps({"num_hidden_layers": 1, "text_config": {"num_hidden_layers": 9}})
     )
     assert model_config(tmp_path) == {"num_hidden_layers": 9}
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="a JSON object is expected"):
+        model_config(tmp_path)
 
 
 def test_without_tiers_there_is_nothing_to_share() -> None:

@@ -114,7 +114,7 @@ async def test_what_is_no_answer_of_vllms(path: str, content: str, said: str) ->
 async def test_what_vllm_answers_is_read() -> None:
     async with serving(FakeEngine().app) as url, httpx.AsyncClient() as client:
         probe = EngineProbe(client, url, "")
-        assert await probe.model() == ("fake", 8192, "fake", ())
+        assert await probe.model() == ("fake", 8192, "fake", (), False)
         assert await probe.text_tokens("m", "a bb") == [1, 2]
         answer = await ASKED[CHAT](probe)
         assert answer.text == "The capital of France is Paris."
@@ -385,3 +385,12 @@ async def test_a_request_that_meets_the_close_of_its_connection_is_sent_again() 
         with pytest.raises(ProbeError, match="load_lora_adapter: RemoteProtocolError"):
             await probe.load_adapter(Adapter("a", "/a"))
     assert requests_by_connection[1:] == [[TOKENIZE, "/v1/load_lora_adapter"]]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_an_engine_says_whether_it_resumes_answers(resumes: bool) -> None:  # noqa: FBT001
+    """By a header of each answer: QARR's plugin for vLLM sends it."""
+    fake = FakeEngine(Behaviour(resumes=resumes))
+    async with serving(fake.app) as url, httpx.AsyncClient() as client:
+        served = await EngineProbe(client, url, "").model()
+    assert served.resumes is resumes

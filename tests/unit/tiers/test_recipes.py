@@ -152,7 +152,9 @@ def test_schemes_are_checked_by_tier() -> None:
         CheckpointError, match="precise has no scheme: balanced and fast"
     ):
         check_schemes({TierName.PRECISE: "fp8"})
-    with pytest.raises(CheckpointError, match=r"tier fast: .*'fp5' can be made: awq"):
+    with pytest.raises(
+        CheckpointError, match=r"tier fast: .*'fp5' can be made: awq.*, online-fp8"
+    ):
         check_schemes({TierName.FAST: "fp5"})
 
 

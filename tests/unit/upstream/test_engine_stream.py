@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic_core import to_json
 
 from router.telemetry.tracing import Telemetry
-from router.upstream.engine_request import EngineRequest
+from router.upstream.chat_splicer import ChatSplicer
+from router.upstream.engine_request import EngineRequest, ResumePoint
 from router.upstream.engine_stream import (
     BufferedAnswer,
     Drain,
@@ -323,3 +324,48 @@ async def test_a_refusals_words_are_not_on_the_span() -> None:
     )
     assert dict(span.attributes or {})["http.response.status_code"] == 400
     assert "SECRET" not in span.to_json()
+
+
+async def test_a_resumed_answer_counts_its_own_tokens() -> None:
+    """The tokens that another engine computed were read by this one: its speed and its costs are those of the others."""
+    behaviour = Behaviour(prompt_tokens=12, resumes=True)
+    async with upstream_stack(fast=behaviour) as stack:
+        for replica in stack.fleet.replicas:
+            replica.resumes = True
+        origin = replace(HI, splicer=ChatSplicer)
+        point = ResumePoint(token_ids=(PIECE, PIECE + 1, PIECE + 2))
+        request = origin.resumed_at(point, number=1)
+        answer = await stack.upstream.open(
+            stack.decision(FAST), request, is_continuation=True, elsewhere=False
+        )
+        assert isinstance(answer, EngineStream)
+        assert await text_of(answer) == ANSWER
+        assert answer.output_tokens == 4
+        assert answer.usage["prompt_tokens"] == 15
+        assert answer.usage["completion_tokens"] == 4
+        assert answer.answer_usage["prompt_tokens"] == 12
+        assert answer.answer_usage["completion_tokens"] == 7
+        await answer.aclose()
+        (headers,) = behaviour.headers
+        assert headers["x-qarr-resume"] == "1"
+        (body,) = behaviour.requests
+        assert body["qarr_resume"]["token_ids"] == [PIECE, PIECE + 1, PIECE + 2]
+        assert body["priority"] == -1
+
+
+async def test_only_engines_that_tell_tokens_in_comments_are_asked_to() -> None:
+    """The others are asked for a chat's ids in its events, as before."""
+    behaviour = Behaviour(resumes=True)
+    async with upstream_stack(fast=behaviour) as stack:
+        document = {**HI.document, "include_reasoning": False}
+        for resumes in (False, True):
+            stack.replica(FAST).resumes = resumes
+            answer = await stack.stream(
+                document=document, splicer=ChatSplicer, asks_token_ids=True
+            )
+            assert await text_of(answer) == ANSWER
+            assert len(answer.progress.output_ids) == 7
+            assert answer.output_tokens == 7
+            await answer.aclose()
+        before, after = behaviour.headers
+        assert ("x-qarr-tokens" in before, "x-qarr-tokens" in after) == (False, True)

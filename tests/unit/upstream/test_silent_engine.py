@@ -7,6 +7,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from pydantic_core import to_json
 
 from router.upstream.engine_request import (
@@ -17,7 +18,9 @@ from router.upstream.engine_request import (
 from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineStalledError, NoEngineAnsweredError
 from router.upstream.json_object import JsonObject
+from router.upstream.message_splicer import MessageSplicer
 from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
+from router.upstream.response_splicer import ResponseSplicer
 from tests.fakes.engine import ANSWER, Behaviour
 from tests.unit.upstream_stack import UpstreamStack, text_of, upstream_stack
 from tiers.snapshot import Gauges
@@ -75,6 +78,21 @@ async def test_token_ids_show_that_a_silent_engine_computes(held_from: int) -> N
         assert await answered(
             stack, asked("/v1/chat/completions", ids=True, tools=TOOLS)
         ) == "".join(ANSWER)
+        assert stack.held() == 0
+
+
+@pytest.mark.parametrize("path", FORMATS)
+@pytest.mark.parametrize("held_from", [0, 2])
+async def test_comments_with_token_ids_show_it_as_well(
+    path: str, held_from: int
+) -> None:
+    """For messages and responses, where the engine has the router's plugin."""
+    behaviour = Behaviour(held_from=held_from, resumes=True, **HELD)
+    splicer = {"/v1/messages": MessageSplicer, "/v1/responses": ResponseSplicer}[path]
+    async with upstream_stack(TIMES, fast=behaviour) as stack:
+        stack.replica(FAST).resumes = True
+        request = replace(asked(path, tools=TOOLS), splicer=splicer)
+        assert await answered(stack, request) == "".join(ANSWER)
         assert stack.held() == 0
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from router.upstream.errors import EngineBrokeError
+from router.upstream.named_events import MESSAGE_FORMAT
 from router.upstream.sse import DONE, MAX_EVENT_BYTES, Chunk, EventParser, parse_event
 
 
@@ -156,3 +157,37 @@ def test_text_is_told_from_all_else(choice: str, text: str, other: bool) -> None
     read = parse_event(b'data: {"choices": [%s]}' % choice.encode())
     assert read.text == text
     assert read.other == other
+
+
+NOTED = b": qarr-tokens 15,823\n\n" + event(1) + b": ping\n\n: qarr-tokens 4\n\n"
+
+
+def test_comments_tell_tokens_where_they_were_asked_for() -> None:
+    """Nothing of them is passed on; other comments are."""
+    parser = EventParser(takes_token_notes=True)
+    ids = Chunk(token_ids=[15, 823])
+    last_id = Chunk(token_ids=[4])
+    assert parser.parse(NOTED) == [ids, chunk(1), Chunk(b": ping"), last_id]
+    assert parser.parse(b": qarr-tok") == []
+    assert parser.parse(b"ens 7\n\n") == [Chunk(token_ids=[7])]
+
+
+def test_comments_that_nobody_asked_for_are_comments() -> None:
+    assert EventParser().parse(NOTED[:24]) == [Chunk(b": qarr-tokens 15,823")]
+
+
+def test_events_with_names_are_read_between_comments_with_tokens() -> None:
+    parser = EventParser(MESSAGE_FORMAT, takes_token_notes=True)
+    stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    ids, last = parser.parse(b": qarr-tokens 4\n\n" + stop)
+    assert ids == Chunk(token_ids=[4])
+    assert last.last
+    assert parser.over
+
+
+@pytest.mark.parametrize("ids", [b"x", b"-1", b"1,,2", b"1.5", b"99999999999"])
+def test_a_comment_without_ids_is_the_engines_fault(ids: bytes) -> None:
+    parser = EventParser(takes_token_notes=True)
+    assert parser.parse(b": qarr-tokens " + ids + b"\n\n") == []
+    with pytest.raises(EngineBrokeError):
+        parser.check()
