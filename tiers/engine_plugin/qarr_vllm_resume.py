@@ -1,38 +1,39 @@
 """Let vLLM go on with an answer that another engine began: the resume protocol between router and engine.
 
-A router whose engine died in the middle of a streamed answer sends the caller's own request to another engine, with the ids of
-the tokens that the answer had so far. The engine computes them together with the prompt and feeds them to its grammar, its
-detokenizer, its stop strings and its parsers. Its stream begins anew from the first event, with the known part in one piece and
-at once, and goes on from there. The router drops what its client already has.
+A router whose engine died in the middle of a streamed answer sends the caller's own request to another engine, with the
+ids of the tokens that the answer had so far. The engine computes them together with the prompt and feeds them to its
+grammar, its detokenizer, its stop strings and its parsers. Its stream begins anew from the first event, with the known
+part in one piece, and goes on from there. The router drops what its client already has.
 
 The protocol
 ============
 1. **Capability.** Each HTTP answer has the header ``x-qarr-resume: 1``.
-2. **Token ids.** A request with the header ``x-qarr-tokens: 1`` whose answer is an event stream gets comments with the ids of
-   the output's tokens, each followed by an empty line, before the bytes that the tokens led to::
+2. **Token ids.** A request with the header ``x-qarr-tokens: 1`` whose answer is an event stream gets comments with the ids
+   of the output's tokens, each followed by an empty line, before the bytes that the tokens led to::
 
        : qarr-tokens 15,823,4
 
-   They come in order, all of them, the token that ends the answer included. Tokens that lead to no event are told as well, so
-   the comments also show that the engine computes. Answers of several choices (``n``, several prompts) have no comments.
+   They come in order, all of them, the token that ends the answer included. Tokens that lead to no event are told as
+   well, so the comments also show that the engine computes. Answers of several choices are not told.
 3. **Resume.** A request with the header ``x-qarr-resume: 1`` has the member ``"qarr_resume"`` in its body::
 
        {"token_ids": [15, 823, 4], "finish_reason": null}
 
-   ``finish_reason`` is null, or ``"stop"`` or ``"length"`` if the ids are a finished answer whose last events were lost. The
-   engine computes nothing for a finished answer. It also recognises one by itself: by a last token that ends answers, by a stop
-   string, and by ``max_tokens`` ids. The request must be a stream with one choice, without log-probabilities, ``echo`` or beam
-   search; others are refused with HTTP 400. ``max_tokens`` and ``min_tokens`` count the ids as output, and ``usage`` is that of
-   one unbroken answer. With ``x-qarr-tokens: 1`` only the tokens after the given ids are told.
+   ``finish_reason`` is null, or ``"stop"`` or ``"length"`` if the ids are a finished answer whose last events were
+   lost. The engine computes nothing for a finished answer. It also recognises one by itself: by a last token that ends
+   answers, by a stop string, and by ``max_tokens`` ids. The request must be a stream with one choice, without
+   log-probabilities, ``echo`` or beam search; others are refused with HTTP 400. ``max_tokens`` and ``min_tokens``
+   count the ids as output, and ``usage`` is that of one unbroken answer. With ``x-qarr-tokens: 1`` only the tokens
+   after the given ids are told. Penalties of frequency and presence, and the random numbers of a ``seed``, begin anew.
 
 It works at ``/v1/chat/completions``, ``/v1/completions``, ``/v1/messages`` and ``/v1/responses``.
 
 How it works
 ============
-An ASGI middleware reads the headers and the member, and keeps them in a context variable for what follows in vLLM's API server:
-``InputProcessor.process_inputs`` appends the ids to the prompt, ``OutputProcessor.add_request`` separates them again, and
-``AsyncLLM.generate`` tells the ids of new tokens. In the process that computes, ``StructuredOutputManager`` feeds the ids to the
-grammar of the answer.
+An ASGI middleware reads the headers and the member, and keeps them in a context variable for what follows in vLLM's
+API server: ``InputProcessor.process_inputs`` appends the ids to the prompt, ``OutputProcessor.add_request`` separates
+them again, and ``AsyncLLM.generate`` tells the ids of new tokens. In the process that computes,
+``StructuredOutputManager`` feeds the ids to the grammar of the answer.
 
 The plugin changes functions inside vLLM, so it works with the versions that it was tested with. In others it says so in the
 engine's log and does nothing: the engine does not announce the capability.
@@ -42,6 +43,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import json
 import logging
@@ -86,6 +88,7 @@ REFUSED_FIELDS = {
     "use_beam_search": "beam search has no single sequence of tokens",
     "background": "an answer in the background is not told to who asked for it",
 }
+OUTPUT_LOGPROBS = "message.output_text.logprobs"
 
 # key in SamplingParams.extra_args, which vLLM hands on to the process that computes
 NOTE = "qarr_resume"
@@ -375,10 +378,15 @@ def check_body(body: Mapping[str, Any], known_count: int) -> None:
         )
     for field, reason in REFUSED_FIELDS.items():
         value = body.get(field)
-        if value is not None and value is not False:
+        is_unused = value is None or value is False
+        if not is_unused and (field, value) != ("top_logprobs", 0):
             raise RefusedError(
                 f"{field} cannot be resumed ({reason}): leave it out, or begin the answer anew"
             )
+    if OUTPUT_LOGPROBS in (body.get("include") or ()):
+        raise RefusedError(
+            f"include names {OUTPUT_LOGPROBS}, which cannot be resumed: leave it out"
+        )
     for field in LENGTH_FIELDS:
         limit = body.get(field)
         if isinstance(limit, int) and known_count > limit:
@@ -474,14 +482,27 @@ def split(request: EngineCoreRequest, note: Note) -> SplitRequest:
     return SplitRequest(unbroken, request.prompt_token_ids[-note.count :])
 
 
+@dataclass(frozen=True)
+class AnswerEnd:
+    """How an answer ends whose output is all known.
+
+    Attributes:
+        output: What the engine would put out last, without tokens.
+        is_by_token: Whether its last token ends it, and has no text.
+    """
+
+    output: EngineCoreOutput
+    is_by_token: bool
+
+
 def end_of(
     request: EngineCoreRequest, note: Note, tokenizer: Any, max_model_len: int
-) -> EngineCoreOutput | None:
-    """Return the last output of an answer that is finished already; None if there is more to compute."""
+) -> AnswerEnd | None:
+    """Return how an answer ends that is finished already; None if there is more to compute."""
     from vllm.v1.core.sched.utils import check_stop
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-    from vllm.v1.request import Request
+    from vllm.v1.request import Request, RequestStatus
 
     parts = split(request, note)
     params = parts.request.sampling_params
@@ -499,20 +520,22 @@ def end_of(
     elif note.finish_reason is not None:
         reason = FinishReason[note.finish_reason.upper()]
     stop_reason = as_computed.stop_reason
+    is_by_token = as_computed.status == RequestStatus.FINISHED_STOPPED
     if params.stop and params.detokenize:
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, parts.request)
-        stop_string = detokenizer.update(parts.token_ids, reason == FinishReason.STOP)
+        stop_string = detokenizer.update(parts.token_ids, is_by_token)
         if stop_string is not None:
             reason = FinishReason.STOP
             stop_reason = stop_string
     if reason is None:
         return None
-    return EngineCoreOutput(
+    output = EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
         finish_reason=reason,
         stop_reason=stop_reason,
     )
+    return AnswerEnd(output, is_by_token=is_by_token)
 
 
 def prepend_known(
@@ -530,9 +553,7 @@ def prepend_known(
     known_ids = list(state.detokenizer.output_token_ids)
     original = state.make_request_output
 
-    def make_request_output(
-        new_token_ids: list[int], *args: Any, **kwargs: Any
-    ) -> Any:
+    def make_request_output(new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
         del state.make_request_output  # the first output alone
         # the engine also counts known tokens that it found in its cache
         state.num_cached_tokens = min(state.num_cached_tokens, state.prompt_len)
@@ -571,7 +592,6 @@ def change_input() -> None:
 
 def change_output() -> None:
     """Let the output of a resumed answer begin with what is known."""
-    from vllm.v1.engine import FinishReason
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -611,9 +631,9 @@ def change_output() -> None:
         prepend_known(
             processor.request_states[request.request_id],
             parts.token_ids,
-            ends_with_stop_token=end.finish_reason == FinishReason.STOP,
+            ends_with_stop_token=end.is_by_token,
         )
-        processor.process_outputs([end])
+        processor.process_outputs([end.output])
 
     @functools.wraps(original_start)
     def add_to_engine(
@@ -703,6 +723,62 @@ def advance_grammar(manager: Any, request: Any, grammar: Any, note: Note) -> Non
     request.structured_output_request.reasoner = structured.reasoner
 
 
+# what is changed, and the parameters that it must have
+CHANGED = {
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": (
+        "self, request_id, prompt, params, supported_tasks, arrival_time, lora_request, tokenization_kwargs, "
+        "trace_headers, priority, data_parallel_rank, resumable, session_id, kv_hints"
+    ),
+    "vllm.v1.engine.output_processor:OutputProcessor.add_request": (
+        "self, request, prompt, parent_req, request_index, queue"
+    ),
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": (
+        "self, engine_core_outputs, engine_core_timestamp, iteration_stats, weight_version"
+    ),
+    "vllm.v1.engine.output_processor:RequestState.make_request_output": (
+        "self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, ec_transfer_params, error"
+    ),
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer.update": (
+        "self, new_token_ids, stop_terminated"
+    ),
+    "vllm.v1.engine.async_llm:AsyncLLM._add_request": (
+        "self, request, prompt, parent_req, index, queue"
+    ),
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": (
+        "self, prompt, sampling_params, request_id, prompt_text, lora_request, tokenization_kwargs, trace_headers, "
+        "priority, data_parallel_rank, session_id, kv_hints, reasoning_ended, reasoning_parser_kwargs"
+    ),
+    "vllm.entrypoints.serve.middleware.register:init_entrypoints_middleware": (
+        "args, app, supported_tasks"
+    ),
+    "vllm.v1.core.sched.utils:check_stop": "request, max_model_len",
+    "vllm.v1.structured_output:StructuredOutputManager._create_grammar": (
+        "self, request"
+    ),
+    "vllm.v1.structured_output:StructuredOutputManager.accept_tokens": (
+        "self, request, new_token_ids"
+    ),
+}
+
+
+def find_changes() -> list[str]:
+    """Return which of vLLM's functions are not those that the plugin changes and uses."""
+    changes = []
+    for path, expected in CHANGED.items():
+        module_name, _, names = path.partition(":")
+        try:
+            function = importlib.import_module(module_name)
+            for name in names.split("."):
+                function = getattr(function, name)
+            parameters = ", ".join(inspect.signature(function).parameters)
+        except (ImportError, AttributeError) as error:
+            changes.append(f"{path} is not there ({error})")
+            continue
+        if parameters != expected:
+            changes.append(f"{path} takes ({parameters}), not ({expected})")
+    return changes
+
+
 def is_tested(version: str) -> bool:
     """Tell whether the plugin was tested with this version of vLLM."""
     return version.startswith(TESTED_VERSIONS)
@@ -715,7 +791,13 @@ def register() -> None:
     if not is_tested(__version__):
         versions = ", ".join(f"{version}x" for version in TESTED_VERSIONS)
         write_to_engine_log(
-            f"answers that break off are not resumed on this engine: tested with vLLM {versions}, this is {__version__}"
+            f"this engine does not resume answers: tested with vLLM {versions}, this is {__version__}"
+        )
+        return
+    changes = find_changes()
+    if changes:
+        write_to_engine_log(
+            f"this engine does not resume answers: in vLLM {__version__}, {'; '.join(changes)}"
         )
         return
     change_input()
