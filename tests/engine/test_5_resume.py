@@ -103,15 +103,6 @@ CASES = {
     "a forced call": Case(
         CHAT, {**NO_THOUGHT, **CHAT_TOOL, "tool_choice": "required"}, ("call",)
     ),
-    "a named call": Case(
-        CHAT,
-        {
-            **NO_THOUGHT,
-            **CHAT_TOOL,
-            "tool_choice": {"type": "function", "function": {"name": "weather"}},
-        },
-        ("call",),
-    ),
     "a schema": Case(CHAT, {**BRIEF_THOUGHT, "response_format": SCHEMA}, ("text",)),
     "a least length": Case(
         CHAT, {**NO_THOUGHT, "max_tokens": 16, "min_tokens": 12}, ("text",)
@@ -338,7 +329,7 @@ def test_an_answer_goes_on_after_each_token(engine_url: str, name: str) -> None:
         assert "error" not in parts
         for part in case.parts:
             assert any(part in found for found in summary(parts)), parts
-        cuts = sorted({1, 2, *range(3, len(ids), 4), len(ids) - 1})
+        cuts = sorted({1, 2, *range(3, len(ids), 6), len(ids) - 1})
         resumed = await asyncio.gather(
             *(engine.resume(case, ids[:cut]) for cut in cuts)
         )
@@ -394,9 +385,7 @@ def test_comments_tell_each_token_before_its_event(engine_url: str) -> None:
     asked(engine_url, script)
 
 
-@pytest.mark.parametrize(
-    "name", ["text", "a thought and a call", "a message with a call", "a response"]
-)
+@pytest.mark.parametrize("name", ["text", "a thought and a call", "a response"])
 def test_a_finished_answer_is_not_computed_again(engine_url: str, name: str) -> None:
     """An engine tells an answer by its tokens that ended it, and its last events come at once."""
     case = CASES[name]

@@ -120,7 +120,10 @@ class Exchange:
         self._is_open_stream = False
         self._untold: list[int] = []
         self._generations = 0
+        self._untold_known = 0
         self.known = known
+        # what the known tokens lead to, once the engine has computed
+        self.known_output: RequestOutput | None = None
 
     def take_known(self) -> KnownOutput | None:
         """Return the known output, once: further generations of the same request have none."""
@@ -140,18 +143,21 @@ class Exchange:
         await self._send(message)
 
     async def follow(
-        self, outputs: AsyncIterator[RequestOutput], known_count: int
+        self, outputs: AsyncIterator[RequestOutput]
     ) -> AsyncIterator[RequestOutput]:
-        """Pass on the outputs of one generation, and tell their tokens that are not known."""
-        skipped = known_count
+        """Pass on the outputs of one generation, the known one first, and tell the tokens that are not known."""
+        if self.known is not None:
+            self._untold_known = len(self.known.token_ids)
         async with aclosing(outputs):  # type: ignore[type-var]
             async for output in outputs:
                 if self.known is not None:
                     raise RuntimeError("the engine computed without the known tokens")
-                if self._tells and self._generations == 1 and len(output.outputs) == 1:
-                    token_ids = output.outputs[0].token_ids
-                    self._untold += token_ids[skipped:]
-                    skipped = max(0, skipped - len(token_ids))
+                if self.known_output is not None:
+                    known_output = self.known_output
+                    self.known_output = None
+                    self._note_tokens(known_output)
+                    yield known_output
+                self._note_tokens(output)
                 yield output
                 if self._untold and self._is_open_stream:
                     # the tokens have led to no event
@@ -163,6 +169,14 @@ class Exchange:
                         }
                     )
 
+    def _note_tokens(self, output: RequestOutput) -> None:
+        """Note the tokens of an output that are to be told."""
+        if not self._tells or self._generations > 1 or len(output.outputs) > 1:
+            return
+        token_ids = output.outputs[0].token_ids
+        self._untold += token_ids[self._untold_known :]
+        self._untold_known = max(0, self._untold_known - len(token_ids))
+
     def _comment(self) -> bytes:
         ids = ",".join(map(str, self._untold))
         self._untold.clear()
@@ -170,6 +184,13 @@ class Exchange:
 
 
 EXCHANGE: ContextVar[Exchange | None] = ContextVar("qarr_exchange", default=None)
+
+
+def current_exchange() -> Exchange:
+    """Return the exchange that the running code serves."""
+    exchange = EXCHANGE.get()
+    assert exchange is not None
+    return exchange
 
 
 class ResumeMiddleware:
@@ -487,12 +508,12 @@ class AnswerEnd:
     """How an answer ends whose output is all known.
 
     Attributes:
-        output: What the engine would put out last, without tokens.
-        is_by_token: Whether its last token ends it, and has no text.
+        token_ids: Its output but for what the last step of the engine adds.
+        output: The last step of the engine.
     """
 
+    token_ids: list[int]
     output: EngineCoreOutput
-    is_by_token: bool
 
 
 def end_of(
@@ -501,63 +522,75 @@ def end_of(
     """Return how an answer ends that is finished already; None if there is more to compute."""
     from vllm.v1.core.sched.utils import check_stop
     from vllm.v1.engine import EngineCoreOutput, FinishReason
-    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.request import Request
 
     parts = split(request, note)
-    params = parts.request.sampling_params
-    assert params is not None
+    token_ids = parts.token_ids
+    output = EngineCoreOutput(
+        request_id=request.request_id, new_token_ids=token_ids[-1:]
+    )
+    kept_count = count_to_stop_string(parts, tokenizer)
+    if kept_count is not None:
+        # The output processor finds the string in the last step.
+        output.new_token_ids = token_ids[kept_count - 1 : kept_count]
+        return AnswerEnd(token_ids[: kept_count - 1], output)
     as_computed = Request(
         request_id=request.request_id,
         prompt_token_ids=parts.request.prompt_token_ids,
-        sampling_params=params,
+        sampling_params=parts.request.sampling_params,
         pooling_params=None,
     )
-    as_computed.append_output_token_ids(parts.token_ids)
-    reason = None
+    as_computed.append_output_token_ids(token_ids)
     if check_stop(as_computed, max_model_len):
-        reason = as_computed.get_finished_reason()
-    elif note.finish_reason is not None:
-        reason = FinishReason[note.finish_reason.upper()]
-    stop_reason = as_computed.stop_reason
-    is_by_token = as_computed.status == RequestStatus.FINISHED_STOPPED
-    if params.stop and params.detokenize:
-        detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, parts.request)
-        stop_string = detokenizer.update(parts.token_ids, is_by_token)
-        if stop_string is not None:
-            reason = FinishReason.STOP
-            stop_reason = stop_string
-    if reason is None:
+        output.finish_reason = as_computed.get_finished_reason()
+        output.stop_reason = as_computed.stop_reason
+        return AnswerEnd(token_ids[:-1], output)
+    if note.finish_reason is None:
         return None
-    output = EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=[],
-        finish_reason=reason,
-        stop_reason=stop_reason,
-    )
-    return AnswerEnd(output, is_by_token=is_by_token)
+    output.new_token_ids = []  # the last token ends nothing, so it has text
+    output.finish_reason = FinishReason[note.finish_reason.upper()]
+    return AnswerEnd(token_ids, output)
+
+
+def count_to_stop_string(parts: SplitRequest, tokenizer: Any) -> int | None:
+    """Return how many known tokens there are up to the end of a stop string; None if there is none."""
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    params = parts.request.sampling_params
+    assert params is not None
+    if not params.stop or not params.detokenize:
+        return None
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, parts.request)
+    if detokenizer.update(parts.token_ids, False) is None:
+        return None
+    return detokenizer.num_output_tokens()
 
 
 def prepend_known(
-    state: RequestState, token_ids: list[int], *, ends_with_stop_token: bool
+    state: RequestState, token_ids: list[int], exchange: Exchange
 ) -> None:
-    """Let the first output of a request begin with the known one.
+    """Let the output of a request begin with what is known, as soon as the engine has put out more.
 
     Args:
         state: The request's state in the output processor, new.
         token_ids: The ids of the known output.
-        ends_with_stop_token: Whether the last of them ends the answer; it has no text then.
+        exchange: The request and its answer.
     """
+    if not token_ids:
+        return
     assert state.detokenizer is not None
-    state.detokenizer.update(token_ids, ends_with_stop_token)
-    known_ids = list(state.detokenizer.output_token_ids)
+    state.detokenizer.update(token_ids, False)
     original = state.make_request_output
+    known_output = original(list(token_ids), None, None, None)
 
-    def make_request_output(new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+    def make_request_output(*args: Any, **kwargs: Any) -> Any:
         del state.make_request_output  # the first output alone
         # the engine also counts known tokens that it found in its cache
         state.num_cached_tokens = min(state.num_cached_tokens, state.prompt_len)
-        return original([*known_ids, *new_token_ids], *args, **kwargs)
+        known_output.num_cached_tokens = state.num_cached_tokens
+        known_output.num_cache_creation_tokens = state.num_cache_creation_tokens
+        exchange.known_output = known_output
+        return original(*args, **kwargs)
 
     state.make_request_output = make_request_output
 
@@ -610,9 +643,7 @@ def change_output() -> None:
         parts = split(request, note)
         original_add(self, parts.request, *args, **kwargs)
         prepend_known(
-            self.request_states[request.request_id],
-            parts.token_ids,
-            ends_with_stop_token=False,
+            self.request_states[request.request_id], parts.token_ids, current_exchange()
         )
 
     async def start(
@@ -630,8 +661,8 @@ def change_output() -> None:
         original_add(processor, parts.request, *args)
         prepend_known(
             processor.request_states[request.request_id],
-            parts.token_ids,
-            ends_with_stop_token=end.is_by_token,
+            end.token_ids,
+            current_exchange(),
         )
         processor.process_outputs([end.output])
 
@@ -650,8 +681,7 @@ def change_output() -> None:
         exchange = EXCHANGE.get()
         if exchange is None:
             return outputs
-        known = exchange.known
-        return exchange.follow(outputs, 0 if known is None else len(known.token_ids))
+        return exchange.follow(outputs)
 
     OutputProcessor.add_request = add_request
     AsyncLLM._add_request = add_to_engine
