@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from classifier import ModelTokenCounter
 from router.api.problems import refusal
@@ -21,17 +21,22 @@ from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.engine.conftest import Up
+
+class Tiered(Protocol):
+    """Real engines by tier."""
+
+    def tiers(self) -> dict[str, dict[str, Any]]:
+        """Return what ``/tiers`` says of each tier."""
 
 
 @asynccontextmanager
 async def real_router(
-    up: Up, engine_keys: dict[str, str], folder: Path, overrides: dict[str, Any]
+    up: Tiered, engine_keys: dict[str, str], folder: Path, overrides: dict[str, Any]
 ) -> AsyncIterator[tuple[str, Fleet]]:
     """Serve a router over the running engines; yield its URL and its fleet.
 
     Args:
-        up: The session's engines.
+        up: The engines.
         engine_keys: The engines' keys, by tier.
         folder: The folder of profiles.
         overrides: Settings that are not the defaults.
