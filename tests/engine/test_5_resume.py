@@ -299,7 +299,7 @@ def test_stop_strings_count_across_the_seam(engine_url: str) -> None:
     asked(engine_url, script)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "several choices": ({"n": 2}, "n is 2"),
     "not a stream": ({"stream": False}, "stream must be true"),
     "log-probabilities": ({"logprobs": True}, "logprobs cannot be resumed"),
