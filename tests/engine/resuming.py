@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODEL = "smollm2-135m-instruct"
+CHUNK_TOKENS = 256  # Of a prompt, so many are computed in a step.
 QUESTION = "Tell me about Paris."
 TOKENS_COMMENT = ": qarr-tokens "
 TELL_TOKENS = {"x-qarr-tokens": "1"}
@@ -38,6 +39,7 @@ def started_thinker(
     argv += ["--model", str(checkpoint), "--served-model-name", MODEL]
     argv += ["--enforce-eager", "--port", str(port), "--dtype", "float32"]
     argv += ["--max-model-len", "1024", "--max-num-seqs", "16"]
+    argv += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
     argv += parser_args(checkpoint, ())
     own = {
         "VLLM_CPU_KVCACHE_SPACE": "1",

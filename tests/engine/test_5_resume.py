@@ -20,8 +20,10 @@ from router.settings import load_settings
 from tests.engine.chart_processes import PYTHON, until_ok
 from tests.engine.resuming import (
     CHAT,
+    CHUNK_TOKENS,
     COMPLETION,
     MESSAGES,
+    MODEL,
     RESPONSES,
     RESUME,
     TELL_TOKENS,
@@ -365,5 +367,18 @@ def test_a_caller_cannot_set_the_note(engine_url: str) -> None:
         body = {**CASES["text"].body, "vllm_xargs": {"qarr_resume": 3}}
         answer = await engine.http.post(CHAT, json=body)
         assert "qarr_resume is not allowed" in answer.text
+
+    asked(engine_url, script)
+
+
+def test_a_seed_beside_a_long_prompt_ends_no_engine(engine_url: str) -> None:
+    """The prompt is computed in several chunks, and the seed still makes the answer the same each time."""
+
+    async def script(engine: Engine) -> None:
+        body = {"model": MODEL, "seed": 5, "temperature": 1, "max_tokens": 8}
+        body["prompt"] = "word " * (2 * CHUNK_TOKENS)
+        answers = [await engine.http.post(COMPLETION, json=body) for _ in range(2)]
+        first, second = (answer.json()["choices"][0]["text"] for answer in answers)
+        assert first == second
 
     asked(engine_url, script)

@@ -10,8 +10,8 @@ vLLM loads this plugin in each of its processes through the ``vllm.general_plugi
 - A product of BF16 matrices in float32, on processors with AVX2 alone. oneDNN has none for BF16 there; vLLM then takes
   PyTorch's, which takes 2.6 times as long for 8 rows and 6.4 times for 64 (benchmarks/results/kernels_avx2.txt).
 
-Layers that these kernels cannot compute go to vLLM's own. The plugin also mends a fault of LoRA on CPUs. Without a CPU
-platform it does nothing.
+Layers that these kernels cannot compute go to vLLM's own. The plugin also mends faults of LoRA and of seeds on CPUs.
+Without a CPU platform it does nothing.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def register() -> None:
     from vllm.model_executor.kernels.linear import register_linear_kernel
 
     mend_adapters()
+    mend_seeds()
     choice = choose_kernels(
         has_amx=torch.cpu._is_amx_tile_supported(),
         has_amx_fp8=_custom_ops.cpu_has_amx_fp8(),
@@ -250,6 +251,49 @@ def mend_adapters() -> None:
         return original(self, y, x, *args, **kwargs)
 
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
+
+
+def mend_seeds() -> None:
+    """Keep an engine alive when the prompt of a request with a seed is computed in several chunks.
+
+    vLLM also draws a token after each chunk but the last, and then sets the request's generator back by what that took. A
+    CPU's generator cannot be set back in that way (vLLM 0.32), and the engine ended. Its state is kept and restored here.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    original_sample = CPUModelRunner._sample
+    original_bookkeeping = CPUModelRunner._bookkeeping_sync
+
+    def discarded_generators(runner: Any) -> dict[int, torch.Generator]:
+        """Return the generators of requests whose drawn token is discarded, by the request's index."""
+        is_discarded = runner.discard_request_mask.np
+        return {
+            index: generator
+            for index, generator in runner.input_batch.generators.items()
+            if is_discarded[index]
+        }
+
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = [
+            (generator, generator.get_state())
+            for generator in discarded_generators(self).values()
+        ]
+        output = original_sample(self, *args, **kwargs)
+        for generator, state in kept:
+            generator.set_state(state)
+        return output
+
+    def bookkeeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        discarded = discarded_generators(self)
+        for index in discarded:
+            del self.input_batch.generators[index]
+        try:
+            return original_bookkeeping(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators.update(discarded)
+
+    CPUModelRunner._sample = sample
+    CPUModelRunner._bookkeeping_sync = bookkeeping
 
 
 def int4_kernel() -> type:
