@@ -22,6 +22,7 @@ from tests.engine.in_process import real_router
 from tests.engine.resuming import (
     CHAT,
     MESSAGES,
+    MODEL,
     RESPONSES,
     Case,
     Stream,
@@ -30,12 +31,17 @@ from tests.engine.resuming import (
 from tests.engine.thinking_checkpoint import make_thinking
 from tests.ports import reserved_ports
 from tiers.checkpoints.prepare import finished
+from tiers.replica import Replica
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tiers.fleet import Fleet
+
+TIER = "precise"
 NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
 NOTE = {
     "type": "object",
@@ -92,23 +98,22 @@ CASES = {
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Two engines with the same model, as the tiers ``fast`` and ``precise``."""
+    """Two engines with the same model. The first one is the tier's only replica until all answers have begun."""
 
     checkpoint: Path
     first: subprocess.Popen[bytes]
-    urls: dict[str, str]
+    first_url: str
+    second_url: str
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        return {
-            name: {
-                "replicas": [{"url": url}],
-                "max_model_len": 1024,
-                "max_num_seqs": 16,
-                "checkpoint": str(self.checkpoint),
-                "checkpoint_digest": name,
-            }
-            for name, url in self.urls.items()
+        precise = {
+            "replicas": [{"url": self.first_url}],
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            "checkpoint": str(self.checkpoint),
+            "checkpoint_digest": None,
         }
+        return {TIER: precise}
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +122,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     checkpoint = folder / "checkpoint"
     make_thinking(finished(prepare_options(load_settings()))[-1].path, checkpoint)
     with ExitStack() as stack:
-        processes = []
-        urls = {}
-        for name, port in zip(("fast", "precise"), reserved_ports(2), strict=True):
-            log = folder / f"{name}.out"
-            processes.append(
-                stack.enter_context(started_thinker(checkpoint, port, log))
-            )
-            urls[name] = f"http://127.0.0.1:{port}"
-        for name, process in zip(urls, processes, strict=True):
-            until_ok(f"{urls[name]}/health", process, folder / f"{name}.out")
-        yield Engines(checkpoint, processes[0], urls)
+        started = []
+        for number, port in enumerate(reserved_ports(2)):
+            log = folder / f"engine-{number}.out"
+            process = stack.enter_context(started_thinker(checkpoint, port, log))
+            started.append((process, f"http://127.0.0.1:{port}", log))
+        for process, url, log in started:
+            until_ok(f"{url}/health", process, log)
+        (first, first_url, _), (_, second_url, _) = started
+        yield Engines(checkpoint, first, first_url, second_url)
 
 
 @dataclass(slots=True)
@@ -144,7 +147,7 @@ class Caller:
 
     async def ask(self, http: httpx.AsyncClient) -> None:
         case, begun_part = CASES[self.name]
-        body = {**case.body, "model": "fast"}
+        body = {**case.body, "model": TIER}
         assert self.has_begun is not None
         async with http.stream("POST", case.path, json=body) as answer:
             assert answer.status_code == 200
@@ -158,16 +161,14 @@ def test_callers_see_no_break(engines: Engines, tmp_path: Path) -> None:
     """Whatever an answer was in the middle of, it goes on: nothing is missing, doubled or begun anew."""
 
     async def script() -> tuple[list[Caller], dict[str, Stream]]:
-        async with real_router(
-            engines, dict.fromkeys(engines.urls, ""), tmp_path, overrides={}
-        ) as (url, fleet):
-            async with httpx.AsyncClient(trust_env=False, timeout=600) as http:
-                for replica in fleet.replicas:
-                    listed = await http.get(f"{replica.url}/v1/models")
-                    replica.resumes = listed.headers.get("x-qarr-resume") == "1"
-                    assert replica.resumes
-            callers = await _break_off(url, engines.first.pid)
-            return callers, await _unbroken(engines.urls["precise"])
+        async with real_router(engines, {TIER: ""}, tmp_path, overrides={}) as (
+            url,
+            fleet,
+        ):
+            (first,) = fleet.replicas
+            await _learn_capability(first)
+            callers = await _break_off(url, fleet, engines)
+        return callers, await _unbroken(engines.second_url)
 
     callers, unbroken = asyncio.run(script())
     for caller in callers:
@@ -176,9 +177,26 @@ def test_callers_see_no_break(engines: Engines, tmp_path: Path) -> None:
         _check_identity(stream)
 
 
-async def _break_off(url: str, engine_pid: int) -> list[Caller]:
+async def _learn_capability(replica: Replica) -> None:
+    """Note what an engine announces, as the router does when an engine becomes ready."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        listed = await http.get(f"{replica.url}/v1/models")
+    replica.resumes = listed.headers.get("x-qarr-resume") == "1"
+    assert replica.resumes
+
+
+async def _break_off(url: str, fleet: Fleet, engines: Engines) -> list[Caller]:
     """Ask for all kinds of answers, kill the engine once all are in their midst, and return what the callers got."""
     callers = [Caller(name, has_begun=asyncio.Event()) for name in CASES]
+    (first,) = fleet.replicas
+    second = Replica(
+        f"{TIER}-1",
+        first.spec,
+        url=engines.second_url,
+        model=MODEL,
+        status=ReplicaStatus.READY,
+    )
+    await _learn_capability(second)
     async with (
         httpx.AsyncClient(base_url=url, trust_env=False, timeout=600) as http,
         asyncio.TaskGroup() as group,
@@ -190,7 +208,8 @@ async def _break_off(url: str, engine_pid: int) -> list[Caller]:
             await caller.has_begun.wait()
         for caller in callers:
             assert "end" not in caller.stream.parts(), f"{caller.name} is too short"
-        os.killpg(engine_pid, signal.SIGKILL)
+        fleet.add(second)
+        os.killpg(engines.first.pid, signal.SIGKILL)
     return callers
 
 
