@@ -193,6 +193,7 @@ async def _break_off(url: str, fleet: Fleet, engines: Engines) -> list[Caller]:
         f"{TIER}-1",
         first.spec,
         url=engines.second_url,
+        api_key="",
         model=MODEL,
         status=ReplicaStatus.READY,
     )
