@@ -1,6 +1,7 @@
 """A real engine is killed in the middle of answers of all kinds; another one resumes them, and their callers see no break.
 
-Both compute in float32, so that each answer is, to its last character, the one that nobody broke off.
+Both compute in float32, so that each answer is, to its last character, the one that nobody broke off. Plain texts, which any
+engine continues, are in ``test_8_continuation.py``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,6 @@ TOKENS = 160
 BEGUN = 12
 CASES = {
     "a thought": (Case(CHAT, {"max_tokens": TOKENS}), "thought"),
-    "a text": (Case(CHAT, {**NO_THOUGHT, "max_tokens": TOKENS}), "text"),
     "a call's arguments": (
         Case(CHAT, {**NO_THOUGHT, **CHAT_TOOL, "max_tokens": TOKENS}),
         "call 0: arguments",
