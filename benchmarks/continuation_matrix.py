@@ -160,7 +160,9 @@ def table(run: dict[str, Any]) -> str:
             for row in run["cells"].values()
             for counts in row.values()
         )
-        rows.append(f"{breaks} breaks, every {run['every']}. byte: {len(cells)} cells")
+        rows.append(
+            f"{breaks} breaks, at one byte in {run['every']}; {len(cells)} cells by their worst outcome"
+        )
         rows += [f"{by_outcome[outcome]:8} {outcome}" for outcome in Outcome]
         rows.append("")
         rows.append(f"{'request':58} " + " ".join(f"{m[:22]:22}" for m in MOMENTS))
