@@ -31,6 +31,7 @@ from tests.engine.resuming import (
 )
 from tests.engine.thinking_checkpoint import make_thinking
 from tests.ports import reserved_ports
+from tests.waiting import within
 from tiers.checkpoints.prepare import finished
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus
@@ -206,7 +207,9 @@ async def _break_off(url: str, fleet: Fleet, engines: Engines) -> list[Caller]:
             group.create_task(caller.ask(http))
         for caller in callers:
             assert caller.has_begun is not None
-            await caller.has_begun.wait()
+            await within(
+                caller.has_begun.wait(), f"the beginning of {caller.name}", within_s=300
+            )
         for caller in callers:
             assert "end" not in caller.stream.parts(), f"{caller.name} is too short"
         fleet.add(second)
