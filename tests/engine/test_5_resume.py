@@ -175,7 +175,11 @@ def test_the_plugin_knows_this_vllm() -> None:
         "print(json.dumps([plugin.is_tested(vllm.__version__), plugin.find_changes()]))"
     )
     shown = subprocess.run(
-        [str(PYTHON), "-c", code], capture_output=True, text=True, check=True
+        [str(PYTHON), "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
     ).stdout.splitlines()
     assert json.loads(shown[-1]) == [True, []]
 
