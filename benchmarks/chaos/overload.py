@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from measure import free_port, wait_for  # noqa: E402
 
-from tests.fakes.engine import FakeEngine  # noqa: E402
+from tests.fakes.engine import Exchange, FakeEngine  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
@@ -64,10 +64,10 @@ class SlottedEngine(FakeEngine):
         return await super()._generate(request)
 
     async def _stream(
-        self, answer: AsyncGenerator[bytes, None]
+        self, answer: AsyncGenerator[bytes, None], exchange: Exchange
     ) -> AsyncIterator[bytes]:
         async with self._slots:
-            async for event in super()._stream(answer):
+            async for event in super()._stream(answer, exchange):
                 yield event
 
 

@@ -38,7 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from measure import free_port, wait_for  # noqa: E402
 
 from router.auth.api_keys import add_key  # noqa: E402
-from tests.fakes.engine import Behaviour, FakeEngine, serving_all  # noqa: E402
+from tests.fakes.engine import Behaviour, Exchange, FakeEngine, serving_all  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -80,10 +80,10 @@ class CountingEngine(FakeEngine):
             return await super()._whole(body, chat=chat)
 
     async def _stream(
-        self, answer: AsyncGenerator[bytes, None]
+        self, answer: AsyncGenerator[bytes, None], exchange: Exchange
     ) -> AsyncIterator[bytes]:
         with self._one() as done:
-            async for event in super()._stream(answer):
+            async for event in super()._stream(answer, exchange):
                 if b"[DONE]" in event:
                     done()
                 yield event
