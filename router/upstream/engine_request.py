@@ -399,7 +399,8 @@ def may_be_resumed(document: JsonObject, *, choices: int = 1) -> bool:
 
 def may_response_be_resumed(document: JsonObject) -> bool:
     """Tell whether the stream of a response can be resumed: of one turn of the model, without log-probabilities."""
-    if document.get("include") and _OUTPUT_LOGPROBS in document.get("include"):
+    included = document.get("include")
+    if isinstance(included, list) and _OUTPUT_LOGPROBS in included:
         return False
     tools = document.get("tools")
     return not isinstance(tools, list) or not any(map(_is_engines_tool, tools))

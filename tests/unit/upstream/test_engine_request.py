@@ -97,6 +97,23 @@ def test_a_response_in_which_the_engine_calls_tools_is_not_resumed(
     assert may_response_be_resumed(document) is may_be
 
 
+@pytest.mark.parametrize(
+    ("include", "may_be"),
+    [
+        (["message.output_text.logprobs"], False),
+        (["reasoning.encrypted_content"], True),
+        (5, True),
+        ("all", True),
+    ],
+)
+def test_a_response_with_log_probabilities_is_not_resumed(
+    include: object, *, may_be: bool
+) -> None:
+    """A value that is no list is the engine's to refuse."""
+    content = json.dumps({"input": "hi", "include": include}).encode()
+    assert may_response_be_resumed(JsonObject.parse(content)) is may_be
+
+
 def test_all_but_the_model_are_the_callers_own_bytes() -> None:
     """Digits of numbers, escapes and unknown members are as they came; the router's own object goes to no engine."""
     body = b'{"temperature": 1.10, "seed":12345678901234567890, "model":"auto", "x":"\\u00e9", "qarr":{"tier":"fast"}}'
