@@ -160,8 +160,9 @@ def table(run: dict[str, Any]) -> str:
             for row in run["cells"].values()
             for counts in row.values()
         )
+        where = "every byte" if run["every"] == 1 else f"one byte in {run['every']}"
         rows.append(
-            f"{breaks} breaks, at one byte in {run['every']}; {len(cells)} cells by their worst outcome"
+            f"{breaks} breaks, at {where}; {len(cells)} cells by their worst outcome"
         )
         rows += [f"{by_outcome[outcome]:8} {outcome}" for outcome in Outcome]
         rows.append("")
@@ -181,7 +182,7 @@ def table(run: dict[str, Any]) -> str:
         rows.append(
             f"{fault['outcome']}: {fault['cell']} at {fault['breaks']}: {fault['why']}"
         )
-    return "\n".join(rows) + "\n"
+    return "\n".join(row.rstrip() for row in rows) + "\n"
 
 
 def command_of(run: dict[str, Any]) -> str:
