@@ -234,6 +234,24 @@ def table(
     return lines
 
 
+def named(checkout: Path) -> str:
+    """Return the commit of a checkout and the version of its environment's Python."""
+
+    def said(*command: str) -> str:
+        run = subprocess.run(
+            command,
+            cwd=checkout,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        return run.stdout.strip()
+
+    commit = said("git", "rev-parse", "--short", "HEAD")
+    return f"{commit} {said('.venv/bin/python', '-V').removeprefix('Python ')}"
+
+
 def main() -> None:
     """Measure every checkout under every load, and print the tables."""
     parser = argparse.ArgumentParser(
@@ -242,19 +260,8 @@ def main() -> None:
     parser.add_argument("checkouts", nargs="*", type=Path, default=[ROOT])
     parser.add_argument("--seconds", type=float, default=5)
     options = parser.parse_args()
-    checkouts = {}
-    for folder in options.checkouts:
-        said = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        checkouts[said.stdout.strip() or folder.name] = folder.resolve()
-    print(
-        f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, Python {sys.version.split()[0]}"
-    )
+    checkouts = {named(folder): folder.resolve() for folder in options.checkouts}
+    print(f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
     ports = tuple(free_port() for _ in range(3))
     core = max(os.sched_getaffinity(0))
     with process(
