@@ -89,19 +89,19 @@ class Load:
 WHOLE = f"non-streaming, {WHOLE_TOKENS} tokens"
 LOADS: dict[str, Load] = {
     "non-streaming, 1 connection": Load(f"{WHOLE}, 1 connection", 1, False, 0, None),
-    "non-streaming": Load(f"{WHOLE}, 16 connections", 16, False, 0, 1.0),
+    "non-streaming": Load(f"{WHOLE}, 16 connections", 16, False, 0, 2.5),
     "non-streaming, 64 connections": Load(
         f"{WHOLE}, 64 connections", 64, False, 0, None
     ),
     "saturated": Load(
-        f"{STREAM_TOKENS}-token streams, saturated, 32 connections", 32, True, 0, 0.8
+        f"{STREAM_TOKENS}-token streams, saturated, 32 connections", 32, True, 0, 1.3
     ),
     "paced": Load(
         f"{STREAM_TOKENS}-token streams, 5 ms a token, 32 connections",
         32,
         True,
         5000,
-        1.3,
+        1.6,
     ),
 }
 BURSTS = (64, 500)  # new connections at once

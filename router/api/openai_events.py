@@ -68,16 +68,8 @@ class RelayedEvents:
         """
         events = []
         for chunk in chunks:
-            if (
-                self._first_event
-                and chunk.raw
-                and chunk.text
-                and chunk.token_ids
-                and chunk.finish_reason is None
-                and not chunk.prompt_ids
-            ):
-                event = _write_null_for_token_ids(_NO_TOKEN_IDS, chunk.raw, 1)
-                events.append(event + SEPARATOR)
+            if chunk.without_ids and self._first_event:
+                events.append(chunk.without_ids)
                 continue
             unusual_event = self._event(chunk)
             if unusual_event is not None:

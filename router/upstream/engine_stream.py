@@ -6,7 +6,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import httpx
@@ -36,7 +35,7 @@ from router.upstream.token_details import (
     TokenDetails,
     token_details_of,
 )
-from router.upstream.transport import Body, body_of
+from router.upstream.transport import Body, Sink, body_of
 from tiers.fleet import Lease
 from tiers.replica import SentPrompt
 from tiers.spec import TierName, TierSpec
@@ -234,17 +233,6 @@ class EngineAnswer(ABC):
         self.token_details = token_details_of(usage)
 
 
-class StreamPhase(Enum):
-    """What becomes of the events of a stream."""
-
-    OPENING = auto()  # they are held back until the answer has begun
-    RELAYING = auto()  # a receiver gets them as they come
-
-
-# Compared for each token: to look a member up in its class costs as much as two calls (Python 3.11).
-_OPENING = StreamPhase.OPENING
-
-
 class EngineStream(EngineAnswer):
     """A streamed answer. What came before it began is held back by ``begin``; ``relay`` passes that on, and what follows.
 
@@ -287,11 +275,9 @@ class EngineStream(EngineAnswer):
         if request.resume_point is not None:
             self._resumed_tokens = len(request.resume_point.token_ids)
         self.answer_usage: dict[str, int] = {}
-        self._phase = StreamPhase.OPENING
         self._held_chunks: list[Chunk] = []  # chunks that no receiver has got yet
-        self._pass_on: ReceiveChunks | None = (
-            None  # the receiver, while the answer is relayed
-        )
+        # the receiver, while the answer is relayed
+        self._pass_on: ReceiveChunks | None = None
         self._receiver_errors: list[Exception] = []  # at most one
         self.first_event = b""
         self._has_output = False  # whether an event with output of the model has come
@@ -358,7 +344,7 @@ class EngineStream(EngineAnswer):
         other fault is raised here, so that another engine can answer instead.
         """
         self._body.patience = self._patience
-        await self._pump()
+        await self._pump(self._hold_back)
         if not (self._has_output and self._can_be_continued()):
             self._parser.check()
         if not self._has_output:
@@ -382,9 +368,9 @@ class EngineStream(EngineAnswer):
             and len(progress.prompt_ids) > 0
         )
 
-    async def _pump(self) -> None:
-        """Let ``receive`` have what the engine sends, until it wants no more or the stream has ended."""
-        has_body_ended = await self._body.pump(self.receive)
+    async def _pump(self, sink: Sink) -> None:
+        """Let ``sink`` have what the engine sends, until it wants no more or the stream has ended."""
+        has_body_ended = await self._body.pump(sink)
         if has_body_ended and not self._parser.ended:
             raise EngineBrokeError(ENDED_EARLY)
 
@@ -436,10 +422,9 @@ class EngineStream(EngineAnswer):
             if not receive(chunks):
                 return False
         if not parser.ended:
-            self._phase = StreamPhase.RELAYING
             self._pass_on = receive
             try:
-                await self._pump()
+                await self._pump(self._relay)
             finally:
                 # break the reference cycle: the receiver leads back here
                 self._pass_on = None
@@ -454,14 +439,15 @@ class EngineStream(EngineAnswer):
         self.complete = True
         return True
 
-    def receive(self, data: bytes) -> bool:
-        """Parse a part of the stream, note what it holds, and hold it back or pass it on; tell whether to go on now.
-
-        It runs for each token, so what is noted of a chunk is noted here, in one loop.
-        """
-        chunks = self._parser.parse(data)
+    def _note(self, chunks: Sequence[Chunk]) -> int:
+        """Note what chunks hold; return the tokens that they stand for."""
         tokens = 0
         for chunk in chunks:
+            if chunk.without_ids and self._has_output and not self.is_thinking:
+                self._tells_tokens = True
+                self._latest_tokens = 1
+                tokens += 1
+                continue
             if chunk.usage:
                 self._note_usage(chunk.usage)
             if chunk.finish_reason:
@@ -480,9 +466,7 @@ class EngineStream(EngineAnswer):
             self._unnoted += chunks
         if tokens and not self.usage:
             self.output_tokens += tokens
-        if self._phase is _OPENING:
-            return self._hold_back(chunks, tokens)
-        return self._relay(chunks, tokens)
+        return tokens
 
     def _note_thought(self, chunk: Chunk) -> None:
         """Count an event's tokens, if they are reasoning."""
@@ -498,8 +482,10 @@ class EngineStream(EngineAnswer):
                 self._answer_at = time.monotonic()
                 return
 
-    def _hold_back(self, chunks: Sequence[Chunk], tokens: int) -> bool:
-        """Keep chunks until there is a receiver; tell whether more is wanted before that."""
+    def _hold_back(self, data: bytes) -> bool:
+        """Keep what comes until there is a receiver; tell whether more is wanted before that."""
+        chunks = self._parser.parse(data)
+        tokens = self._note(chunks)
         if not self.first_event:
             self.first_event = _first_event_in(chunks)
         if tokens:
@@ -523,10 +509,12 @@ class EngineStream(EngineAnswer):
         elif now >= self._note_at:
             self._report_tokens(now)
 
-    def _relay(self, chunks: Sequence[Chunk], tokens: int) -> bool:
-        """Pass chunks on to the receiver; tell whether more is wanted now."""
+    def _relay(self, data: bytes) -> bool:
+        """Pass on what comes to the receiver; tell whether more is wanted now."""
+        chunks = self._parser.parse(data)
         if not chunks:
             return not self._parser.ended
+        tokens = self._note(chunks)
         if tokens:
             now = time.monotonic()
             self._last_at = now

@@ -11,7 +11,12 @@ import pytest
 
 from router.api.paths import MESSAGES, RESPONSES
 from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
-from router.upstream.sse import COMPLETION_FORMAT
+from router.upstream.sse import (
+    COMPLETION_FORMAT,
+    Chunk,
+    parse_event,
+    read_plain_token,
+)
 from tests.fakes.engine import FakeEngine, serving
 from tiers.checkpoints.precision import root_precision
 from tiers.fleet import Fleet
@@ -96,6 +101,17 @@ async def script(url: str, key: str) -> dict[str, Any]:
                     ("/v1/completions", text),
                 )
                 for ids in ({}, {"return_token_ids": True})
+            ],
+            "plain": [
+                await _plain(
+                    client,
+                    path,
+                    {**body, **extra, "max_tokens": 16, "return_token_ids": True},
+                )
+                for path, body in (
+                    ("/v1/chat/completions", chat),
+                    ("/v1/completions", text),
+                )
             ],
             "named": [
                 await _named(
@@ -228,6 +244,21 @@ async def _usual(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     )
 
 
+async def _plain(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bool:
+    """Tell whether tokens of plain text are written as the router recognizes them, if there are any."""
+    stream = (await client.post(path, json=body)).content
+    events = [event for event in stream.split(b"\n\n") if event.startswith(b"data: {")]
+    plain_events = [event for event in events if _holds_plain_text(parse_event(event))]
+    return len(plain_events) > 0 and all(map(read_plain_token, plain_events))
+
+
+def _holds_plain_text(chunk: Chunk) -> bool:
+    """Tell whether a chunk is one token of text that JSON writes as it is, and nothing else."""
+    is_one_token = len(chunk.token_ids) == 1 and chunk.finish_reason is None
+    is_written_as_it_is = json.dumps(chunk.text) == f'"{chunk.text}"' and chunk.text
+    return is_one_token and not chunk.prompt_ids and bool(is_written_as_it_is)
+
+
 # No model ends its answer to this within three tokens.
 STORY = {"messages": [{"role": "user", "content": "Tell me a long story about a fox."}]}
 NAMED: dict[str, dict[str, Any]] = {
@@ -355,6 +386,7 @@ def test_fake_and_real_engine_look_alike(
 
     fake, real = asyncio.run(both())
     assert fake == real
+    assert all((*real["usual"], *real["plain"])), "these take the fast way"
 
 
 @pytest.mark.parametrize("tier", ["fast", "balanced", "precise"])

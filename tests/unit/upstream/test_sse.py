@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from router.upstream.errors import EngineBrokeError
 from router.upstream.named_events import MESSAGE_FORMAT
-from router.upstream.sse import DONE, MAX_EVENT_BYTES, Chunk, EventParser, parse_event
+from router.upstream.sse import (
+    DONE,
+    MAX_EVENT_BYTES,
+    Chunk,
+    EventParser,
+    parse_event,
+    read_plain_token,
+)
 
 
 def event(number: int) -> bytes:
@@ -157,6 +165,73 @@ def test_text_is_told_from_all_else(choice: str, text: str, other: bool) -> None
     read = parse_event(b'data: {"choices": [%s]}' % choice.encode())
     assert read.text == text
     assert read.other == other
+
+
+CHAT_TOKEN = (
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,'
+    b'"delta":{"content":" a"},"logprobs":null,"finish_reason":null,"token_ids":[7]}]}'
+)
+COMPLETION_TOKEN = (
+    b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" a",'
+    b'"logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":[7]}]}'
+)
+
+
+@pytest.mark.parametrize("token", [CHAT_TOKEN, COMPLETION_TOKEN])
+def test_a_plain_token_is_read_as_other_events_are(token: bytes) -> None:
+    plain = read_plain_token(token)
+    assert plain is not None
+    assert plain.without_ids == token.replace(b"[7]", b"null") + b"\n\n"
+    assert as_other_events_are(plain) == comparable(parse_event(token))
+
+
+@pytest.mark.parametrize("token", [CHAT_TOKEN, COMPLETION_TOKEN])
+def test_nothing_but_a_plain_token_is_taken_for_one(token: bytes) -> None:
+    """Each byte is left out, doubled, and replaced."""
+    for position in range(len(token)):
+        before, after = token[:position], token[position + 1 :]
+        byte = token[position : position + 1]
+        replacements = [
+            b"",
+            byte * 2,
+            *(b"%c" % other for other in b'x9 "\\{}[]:,\n\0\xc3\xff'),
+        ]
+        for replacement in replacements:
+            event = before + replacement + after
+            plain = read_plain_token(event)
+            if plain is not None:
+                assert as_other_events_are(plain) == comparable(parse_event(event)), (
+                    event
+                )
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        (b'{"content":" a"}', b'{"role":"assistant","content":" a"}'),
+        (b'{"content":" a"}', b'{"reasoning":" a"}'),
+        (b'{"content":" a"}', b'{"content":" a","tool_calls":[{}]}'),
+        (b'"finish_reason":null', b'"finish_reason":"stop"'),
+        (b"[7]", b"[7,8]"),
+        (b"[7]", b"null"),
+        (b"}]}", b'}],"usage":{"completion_tokens":1}}'),
+        (b"}]}", b"},{}]}"),
+        (b'" a"', b'""'),
+    ],
+)  # fmt: skip
+def test_an_event_with_more_or_less_is_no_plain_token(
+    part: bytes, other: bytes
+) -> None:
+    assert part in CHAT_TOKEN
+    assert read_plain_token(CHAT_TOKEN.replace(part, other)) is None
+
+
+def comparable(chunk: Chunk) -> Chunk:
+    return msgspec.structs.replace(chunk, token_ids=list(chunk.token_ids))
+
+
+def as_other_events_are(plain: Chunk) -> Chunk:
+    return comparable(msgspec.structs.replace(plain, without_ids=b""))
 
 
 NOTED = b": qarr-tokens 15,823\n\n" + event(1) + b": ping\n\n: qarr-tokens 4\n\n"
