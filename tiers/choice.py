@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from tiers.snapshot import FleetLoad, ReplicaState, TierSnapshot, load_of
 from tiers.spec import ReplicaStatus
 from tiers.speed import IDLE, PredictedTimes, ReplicaLoad
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiers.snapshot import Trends
+    from tiers.snapshot import FleetLoad, ReplicaState, TierSnapshot, Trends
     from tiers.speed import SpeedModel
 
 # A session's own replica is supposed to hold this share of what no cache is known to hold of the prompt.
@@ -148,7 +147,7 @@ def candidate_at(
     replica = tier.replicas[position]
     speed = replica.speed
     cached_tokens = None if tier.cached is None else tier.cached[position]
-    load = load_of(replica, tier.output_tokens[position], fleet)
+    load = tier.load_at(position, fleet)
     corrected: CorrectedTimes | None = None
     uncorrected: PredictedTimes | None = None
     if speed is not None:
@@ -246,25 +245,24 @@ def choose_replica(
 def _least_loaded(tier: TierSnapshot, demand: Demand) -> int | None:
     """Return the position of the least loaded replica that takes a request; None: none takes it.
 
-    This runs for every replica on every demand, so it makes no tuples to compare loads by, and finds out whether a replica
-    takes the request only if it is less loaded than the best so far.
+    This runs for every replica on every demand, so it looks at a replica's state only if it may be less loaded than the
+    best so far.
     """
     max_in_flight = tier.spec.max_in_flight
     best_position: int | None = None
     fewest_tokens = inf
     fewest_sequences = 0
-    for position, (replica, output_tokens) in enumerate(
-        zip(tier.replicas, tier.output_tokens, strict=True)
-    ):
-        tokens = replica.prompt_tokens + output_tokens
-        if tokens > fewest_tokens or (
-            tokens == fewest_tokens and replica.load.sequences >= fewest_sequences
-        ):
+    for position, tokens in enumerate(tier.outstanding_tokens):
+        if tokens > fewest_tokens:
+            continue
+        replica = tier.replicas[position]
+        sequences = replica.load.sequences
+        if tokens == fewest_tokens and sequences >= fewest_sequences:
             continue
         if takes(replica, demand, max_in_flight):
             best_position = position
             fewest_tokens = tokens
-            fewest_sequences = replica.load.sequences
+            fewest_sequences = sequences
     return best_position
 
 
@@ -292,7 +290,7 @@ def _cheapest(
     ranked = []
     for position in able:
         replica = tier.replicas[position]
-        tokens = replica.prompt_tokens + tier.output_tokens[position]
+        tokens = tier.outstanding_tokens[position]
         uncached_tokens = demand.prompt_tokens - cached[position]
         lost_tokens = max(held_tokens - cached[position], 0)
         if are_speeds_known:
@@ -344,7 +342,7 @@ def _answer_ms(
     replica = tier.replicas[position]
     speed = replica.speed
     assert speed is not None
-    load = load_of(replica, tier.output_tokens[position], fleet)
+    load = tier.load_at(position, fleet)
     output_tokens_each = demand.output_tokens / demand.sequences
     ttft_ms, tpot_ms = speed.times(
         uncached_tokens,

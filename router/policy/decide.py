@@ -26,16 +26,18 @@ from router.policy.decision import (
     CALLERS_OWN,
     Basis,
     Decision,
+    ExpectedQuality,
+    ExpectedTiming,
     Refusal,
     TierComparison,
     TierEstimate,
     Unfitness,
     is_noticeably_later,
+    latest_unnoticed_ms,
 )
 from router.policy.explain import obstacle_text, reason, refusal_reason
 from router.policy.losses import Z90
 from tiers.choice import READY, Demand, best_candidate, expected_demand
-from tiers.snapshot import load_of
 from tiers.spec import UNKNOWN, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
         RoutingQuery,
         Sla,
     )
-    from router.policy.losses import ExpectedLoss
     from tiers.choice import Candidate, CorrectedTimes
     from tiers.snapshot import FleetSnapshot, TierSnapshot
     from tiers.spec import TierSpec
@@ -96,15 +97,17 @@ def decide(
         table = table.with_adapter(query.adapter)
     demand = _demand(query, fleet)
     comparison = _compare_tiers(query, fleet, table, demand)
+    acceptable = [
+        estimate for estimate in comparison.considered if estimate.meets_bounds
+    ]
+    if acceptable:
+        return _serve(comparison, acceptable)
     possible = [
         estimate for estimate in comparison.considered if estimate.obstacle is None
     ]
-    acceptable = [estimate for estimate in possible if estimate.meets_bounds]
-    if not possible or (query.require and not acceptable):
+    if not possible or query.require:
         return _refuse(comparison, fleet, demand, is_possible=bool(possible))
-    if not acceptable:
-        return _degrade(comparison, possible, fleet, demand)
-    return _serve(comparison, acceptable)
+    return _degrade(comparison, possible, fleet, demand)
 
 
 def _demand(query: RoutingQuery, fleet: FleetSnapshot) -> Demand:
@@ -135,7 +138,7 @@ class _Market(Struct, frozen=True):
         confidence_z: The confidence asked for, as a quantile of the normal distribution.
         scarcity: Of engine time, 0..1.
         bound: See ``TierComparison``.
-        sequences: In the fleet, the request's own included.
+        sequences: In the fleet, the request's own included; not all of them where they are more than any tier's batch.
     """
 
     confidence_z: float
@@ -195,12 +198,9 @@ def _market(
     query: RoutingQuery, table: PolicyParameters, offers: Sequence[_Offer]
 ) -> _Market:
     highest: TierSnapshot | None = None
-    sequences = query.sequences
     for offer in offers:
         if offer.obstacle is None and offer.candidate.replica is not None:
             highest = offer.tier
-        # A ``map`` in C takes half the time of a loop, and a tier may have hundreds of replicas.
-        sequences += sum(map(_slots_of, offer.tier.replicas))
     confidence = query.sla.confidence
     if confidence is None:
         confidence = table.sla_confidence
@@ -211,8 +211,20 @@ def _market(
         confidence_z=_NORMAL.inv_cdf(confidence),
         scarcity=scarcity_at(table.objective, _taken_share(highest)),
         bound=bound,
-        sequences=sequences,
+        sequences=_sequences(query, [offer.tier for offer in offers]),
     )
+
+
+def _sequences(query: RoutingQuery, tiers: Sequence[TierSnapshot]) -> int:
+    """Return the sequences in the fleet with the request's own, or as many of them as make the largest batch full."""
+    largest_batch = max([tier.spec.max_num_seqs for tier in tiers], default=0)
+    sequences = query.sequences
+    for tier in tiers:
+        if sequences >= largest_batch:
+            break
+        # A ``map`` in C takes half the time of a loop, and a tier may have hundreds of replicas.
+        sequences += sum(map(_slots_of, tier.replicas))
+    return sequences
 
 
 def _taken_share(highest: TierSnapshot | None) -> float:
@@ -250,42 +262,31 @@ def _estimate(
 ) -> TierEstimate:
     """Predict what one tier would do with a request: whether it can, how fast, and how good its answer would be."""
     spec = offer.tier.spec
-    best = offer.candidate
+    candidate = offer.candidate
     batch_size = min(spec.max_num_seqs, market.sequences)
-    speed = None if best.replica is None else best.replica.speed
     obstacle = _obstacle_now(offer)
     state = READY
     text = ""
     if obstacle is not None:
         state = offer.tier.status
         text = obstacle_text(obstacle, offer.tier, query)
-    is_slow, bound_ratio = _lateness(query.sla, best.times, market.confidence_z)
+    timing = _timing(candidate.times, query.sla, demand, market.confidence_z)
     quality = _quality(
         spec.name, query, table, market=market, is_below_hint=is_below_hint
     )
+    price = table.prices.get(spec.name, 1.0)
     return TierEstimate(
-        tier=spec.name,
-        precision=spec.precision,
+        spec.name,
+        spec.precision,
         state=state,
-        speed=speed,
+        candidate=candidate,
         batch_size=batch_size,
-        times=best.times,
-        loss=quality.loss,
-        worst_loss=quality.worst_loss,
-        allowed_loss=quality.allowed_loss,
-        cost=_cost(
-            best, demand, batch_size=batch_size, price=table.prices.get(spec.name, 1.0)
-        ),
-        bound_ratio=bound_ratio,
+        timing=timing,
+        quality=quality,
+        cost=_cost(candidate, demand, batch_size=batch_size, price=price),
         obstacle=obstacle,
         obstacle_text=text,
-        is_slow=is_slow,
-        is_lossy=quality.is_lossy,
-        cached_tokens=best.cached_tokens,
-        meets_bounds=obstacle is None and not is_slow and not quality.is_lossy,
-        candidate=best,
-        finish_ms=_finish_ms(best.times, demand),
-        unfitness=quality.unfitness,
+        meets_bounds=obstacle is None and not timing.is_slow and not quality.is_lossy,
         held_tokens=offer.held_tokens,
     )
 
@@ -418,19 +419,20 @@ def within_context(query: RoutingQuery, fleet: FleetSnapshot) -> RoutingQuery:
 # The times that are expected of each tier.
 
 
-def _lateness(
-    sla: Sla, times: CorrectedTimes | None, confidence_z: float
-) -> tuple[bool, float]:
-    """Tell whether a tier's times break a bound with the confidence asked for; return the largest ratio of time to bound.
+def _timing(
+    times: CorrectedTimes | None, sla: Sla, demand: Demand, confidence_z: float
+) -> ExpectedTiming:
+    """Hold a tier's times against the bounds on time, with the confidence asked for.
 
     An unknown time meets no bound. Times are log-normally distributed about the prediction.
     """
     is_slow = False
     bound_ratio = 0.0
-    if sla.ttft_ms is None and sla.tpot_ms is None:
-        return is_slow, bound_ratio
     if times is None:
-        return True, math.inf
+        if sla.ttft_ms is not None or sla.tpot_ms is not None:
+            is_slow = True
+            bound_ratio = math.inf
+        return ExpectedTiming(is_slow, bound_ratio, finish_ms=None)
     if sla.tpot_ms is not None:
         safe_tpot_ms = times.tpot_ms * math.exp(confidence_z * times.tpot_spread)
         is_slow = safe_tpot_ms > sla.tpot_ms
@@ -439,13 +441,11 @@ def _lateness(
         safe_ttft_ms = times.ttft_ms * math.exp(confidence_z * times.ttft_spread)
         is_slow = is_slow or safe_ttft_ms > sla.ttft_ms
         bound_ratio = max(bound_ratio, safe_ttft_ms / sla.ttft_ms)
-    return is_slow, bound_ratio
+    return ExpectedTiming(is_slow, bound_ratio, finish_ms=_finish_ms(times, demand))
 
 
-def _finish_ms(times: CorrectedTimes | None, demand: Demand) -> float | None:
+def _finish_ms(times: CorrectedTimes, demand: Demand) -> float:
     """Return when the caller should have the whole answer: its queue and prefill, then each further token."""
-    if times is None:
-        return None
     tokens_after_first = max(demand.output_tokens / demand.sequences - 1, 0.0)
     return times.ttft_ms + tokens_after_first * times.tpot_ms
 
@@ -467,16 +467,6 @@ def _cost(
 # The quality that is expected of each tier's answer.
 
 
-class _Quality(Struct, frozen=True):
-    """What is expected of a tier's answer; see ``TierEstimate``."""
-
-    loss: ExpectedLoss
-    worst_loss: float
-    allowed_loss: float
-    is_lossy: bool
-    unfitness: Unfitness | None
-
-
 def _quality(
     tier: TierName,
     query: RoutingQuery,
@@ -484,7 +474,7 @@ def _quality(
     market: _Market,
     *,
     is_below_hint: bool,
-) -> _Quality:
+) -> ExpectedQuality:
     """Hold the loss that is expected of a tier against what the request, its class and the loss budget allow."""
     loss = table.loss(tier, query.features)
     worst_loss = min(
@@ -499,7 +489,7 @@ def _quality(
         unfitness = Unfitness.OVER_BOUND
     elif loss.mean > table.negligible_loss + spare_budget:
         unfitness = Unfitness.OVER_BUDGET
-    return _Quality(
+    return ExpectedQuality(
         loss=loss,
         worst_loss=worst_loss,
         allowed_loss=table.negligible_loss + market.scarcity * spare_budget,
@@ -584,7 +574,9 @@ def _stays(
         )
     if comparison.query.in_tool_loop:
         return True
-    return own.loss.mean <= _allowed_to_stay(comparison, own, chosen, recompute_ms)
+    return own.quality.loss.mean <= _allowed_to_stay(
+        comparison, own, chosen, recompute_ms
+    )
 
 
 def _saves_time(own: TierEstimate, chosen: TierEstimate, recompute_ms: float) -> bool:
@@ -622,8 +614,8 @@ def _allowed_to_stay(
     """
     table = comparison.table
     wasted_share = 0.0
-    if chosen.finish_ms:
-        wasted_share = min(recompute_ms / chosen.finish_ms, 1.0)
+    if chosen.timing.finish_ms:
+        wasted_share = min(recompute_ms / chosen.timing.finish_ms, 1.0)
     spare_budget = max(table.budget(own.tier) - table.negligible_loss, 0.0)
     return table.negligible_loss + max(comparison.scarcity, wasted_share) * spare_budget
 
@@ -646,13 +638,11 @@ def _lowest_in_time(fit: Sequence[TierEstimate]) -> TierEstimate:
 
 def _within_loss(fit: Sequence[TierEstimate]) -> list[TierEstimate]:
     """Return the tiers that lose no more than is allowed now; if the tiers that lose so little cannot serve, the best."""
-    allowed = [
-        estimate for estimate in fit if estimate.loss.mean <= estimate.allowed_loss
-    ]
+    allowed = [estimate for estimate in fit if estimate.quality.is_allowed]
     if allowed:
         return allowed
-    smallest_loss = min(estimate.loss.mean for estimate in fit)
-    return [estimate for estimate in fit if estimate.loss.mean == smallest_loss]
+    smallest_loss = min(estimate.quality.loss.mean for estimate in fit)
+    return [estimate for estimate in fit if estimate.quality.loss.mean == smallest_loss]
 
 
 def _fastest_or_cheapest(
@@ -660,11 +650,10 @@ def _fastest_or_cheapest(
 ) -> TierEstimate:
     """Choose the tier that should finish soonest, or the cheapest of those whose finish a person cannot tell apart."""
     if objective == "best":
-        soonest_ms = min(estimate.finishes_in_ms for estimate in allowed)
+        soonest_ms = min([estimate.finishes_in_ms for estimate in allowed])
+        latest_ms = latest_unnoticed_ms(soonest_ms)
         allowed = [
-            estimate
-            for estimate in allowed
-            if not is_noticeably_later(estimate.finishes_in_ms, soonest_ms)
+            estimate for estimate in allowed if estimate.finishes_in_ms <= latest_ms
         ]
     return min(allowed, key=TierEstimate.order)
 
@@ -701,14 +690,14 @@ def _basis(
     acceptable tiers, not only with the fit ones: one that loses as little but is below the hint, or may lose more than the
     class allows, was passed over, but not because it is expected to lose more.
     """
-    if chosen.loss.mean > negligible_loss:
+    if chosen.quality.loss.mean > negligible_loss:
         if len(fit) > 1:
             return Basis.BUDGET
         return Basis.MIN_LOSS
-    rivals = [estimate for estimate in acceptable if estimate is not chosen]
-    if all(rival.loss.mean > negligible_loss for rival in rivals):
-        return Basis.MIN_LOSS
-    return Basis.NEGLIGIBLE
+    for rival in acceptable:
+        if rival is not chosen and rival.quality.loss.mean <= negligible_loss:
+            return Basis.NEGLIGIBLE
+    return Basis.MIN_LOSS
 
 
 def _degrade(
@@ -745,8 +734,8 @@ def _nearest(
     late: so load beyond what the tiers can do spreads over all of them. Of those that keep the latency, the one that
     loses least.
     """
-    lossless = [estimate for estimate in possible if not estimate.is_lossy]
-    timely = [estimate for estimate in possible if not estimate.is_slow]
+    lossless = [estimate for estimate in possible if not estimate.quality.is_lossy]
+    timely = [estimate for estimate in possible if not estimate.timing.is_slow]
     gives_up_latency = table.give_up == "latency"
     keeping = lossless if gives_up_latency else timely
     for estimate in keeping:
@@ -761,23 +750,24 @@ def _least_late(lossless: Sequence[TierEstimate]) -> TierEstimate:
     """Choose the tier that misses its bounds on times by least, a fit one if there is any; of equals, the cheapest."""
     fit = [estimate for estimate in lossless if not estimate.is_unfit]
     return min(
-        fit or lossless, key=lambda estimate: (estimate.bound_ratio, estimate.order())
+        fit or lossless,
+        key=lambda estimate: (estimate.timing.bound_ratio, estimate.order()),
     )
 
 
 def _least_lossy(estimates: Sequence[TierEstimate]) -> TierEstimate:
     """Choose the tier that loses least; of equals, the highest precision."""
-    return min(reversed(estimates), key=lambda estimate: estimate.loss.mean)
+    return min(reversed(estimates), key=lambda estimate: estimate.quality.loss.mean)
 
 
 def _given_up(chosen: TierEstimate) -> tuple[Degraded, ...]:
     """Return what a request does not get on a tier that does not meet its bounds; quality comes first."""
     given_up: list[Degraded] = []
-    if chosen.is_lossy or chosen.is_unfit:
+    if chosen.quality.is_lossy or chosen.is_unfit:
         given_up.append("quality")
-    if chosen.is_slow and chosen.times is None:
+    if chosen.timing.is_slow and chosen.times is None:
         given_up.append("unmeasured")
-    elif chosen.is_slow:
+    elif chosen.timing.is_slow:
         given_up.append("latency")
     return tuple(given_up)
 
@@ -916,7 +906,7 @@ def _possible_in_s(
         return _ready_in_s(tier)
     if estimate.obstacle in CALLERS_OWN:
         return None
-    if comparison.query.require and estimate.is_lossy:
+    if comparison.query.require and estimate.quality.is_lossy:
         return None  # Waiting does not make its answers better.
     waits_s = []
     for position, replica in enumerate(tier.replicas):
@@ -965,7 +955,7 @@ def _relieved_in_s(
         speed, spec, comparison, demand, cached_tokens=cached_tokens
     ):
         return None
-    load = load_of(replica, tier.output_tokens[position], fleet.load)
+    load = tier.load_at(position, fleet.load)
     limit = min(spec.max_in_flight, replica.limit)
     to_end = max(replica.slots + min(query.sequences, limit) - limit, 1)
     if query.require and query.sla.tpot_ms is not None:
