@@ -71,6 +71,7 @@ class Candidate(Struct, frozen=True):
         replica: Its state; None: no replica is ready.
         times: Predicted times, corrected by recent errors; None: its speed is not known.
         cached_tokens: Tokens of the prompt in its prefix cache; None: not known.
+        uncached_tokens: Tokens of the prompt that it would have to compute.
         position: Its position in the tier; None: no replica is ready.
         snapshot_at: Monotonic time of the snapshot; None: not known.
         load: The replica's load, without the demand.
@@ -81,6 +82,7 @@ class Candidate(Struct, frozen=True):
     replica: ReplicaState | None
     times: CorrectedTimes | None
     cached_tokens: int | None
+    uncached_tokens: int = 0
     position: int | None = None
     snapshot_at: float | None = None
     load: ReplicaLoad = IDLE
@@ -147,11 +149,11 @@ def candidate_at(
     replica = tier.replicas[position]
     speed = replica.speed
     cached_tokens = None if tier.cached is None else tier.cached[position]
+    uncached_tokens = max(demand.prompt_tokens - (cached_tokens or 0), 0)
     load = tier.load_at(position, fleet)
     corrected: CorrectedTimes | None = None
     uncorrected: PredictedTimes | None = None
     if speed is not None:
-        uncached_tokens = max(demand.prompt_tokens - (cached_tokens or 0), 0)
         uncorrected = speed.times(
             uncached_tokens,
             load,
@@ -166,6 +168,7 @@ def candidate_at(
         replica=replica,
         times=corrected,
         cached_tokens=cached_tokens,
+        uncached_tokens=uncached_tokens,
         position=position,
         snapshot_at=None if fleet is None else fleet.now,
         load=load,
@@ -206,8 +209,8 @@ def takes(replica: ReplicaState, demand: Demand, max_in_flight: int) -> bool:
     """
     if replica.status is not READY or not replica.breaker.admits:
         return False
-    limit = min(replica.limit, max_in_flight)
-    if limit <= 0 or replica.slots + min(demand.sequences, limit) > limit:
+    free_slots = min(replica.limit, max_in_flight) - replica.slots
+    if free_slots <= 0 or (free_slots < demand.sequences and replica.slots):
         return False
     kv = replica.kv
     if (
@@ -344,7 +347,7 @@ def _answer_ms(
     assert speed is not None
     load = tier.load_at(position, fleet)
     output_tokens_each = demand.output_tokens / demand.sequences
-    ttft_ms, tpot_ms = speed.times(
+    times = speed.times(
         uncached_tokens,
         load,
         tier.spec.max_num_seqs,
@@ -353,4 +356,5 @@ def _answer_ms(
         output_tokens=output_tokens_each,
     )
     ttft_trend, tpot_trend = replica.trends.means(_time_of(fleet), speed)
-    return ttft_ms * exp(ttft_trend) + output_tokens_each * tpot_ms * exp(tpot_trend)
+    ttft_ms = times.ttft_ms * exp(ttft_trend)
+    return ttft_ms + output_tokens_each * times.tpot_ms * exp(tpot_trend)

@@ -139,12 +139,16 @@ class _Market(Struct, frozen=True):
         scarcity: Of engine time, 0..1.
         bound: See ``TierComparison``.
         sequences: In the fleet, the request's own included; not all of them where they are more than any tier's batch.
+        tokens_after_first: Expected output tokens of each answer after its first.
+        output_tokens: Expected output tokens of all answers, at least one.
     """
 
     confidence_z: float
     scarcity: float
     bound: float | None
     sequences: int
+    tokens_after_first: float
+    output_tokens: float
 
 
 def _compare_tiers(
@@ -160,7 +164,7 @@ def _compare_tiers(
         )
         held_tokens = _held_tokens(tier, query)
         offers.append(_Offer(tier, best, obstacle, held_tokens))
-    market = _market(query, table, offers)
+    market = _market(query, table, offers, demand)
     is_below_hint = query.hint is not None
     estimates = []
     for offer in offers:
@@ -171,7 +175,6 @@ def _compare_tiers(
                 offer,
                 query,
                 table,
-                demand=demand,
                 market=market,
                 is_below_hint=is_below_hint,
             )
@@ -195,7 +198,10 @@ def _held_tokens(tier: TierSnapshot, query: RoutingQuery) -> int:
 
 
 def _market(
-    query: RoutingQuery, table: PolicyParameters, offers: Sequence[_Offer]
+    query: RoutingQuery,
+    table: PolicyParameters,
+    offers: Sequence[_Offer],
+    demand: Demand,
 ) -> _Market:
     highest: TierSnapshot | None = None
     for offer in offers:
@@ -212,6 +218,8 @@ def _market(
         scarcity=scarcity_at(table.objective, _taken_share(highest)),
         bound=bound,
         sequences=_sequences(query, [offer.tier for offer in offers]),
+        tokens_after_first=max(demand.output_tokens / demand.sequences - 1, 0.0),
+        output_tokens=max(1.0, demand.output_tokens),
     )
 
 
@@ -241,7 +249,7 @@ def _taken_share(highest: TierSnapshot | None) -> float:
         if replica.status is READY:
             taken_slots += replica.slots
             slots += min(highest.spec.max_num_seqs, replica.limit)
-    return taken_slots / max(slots, 1)
+    return taken_slots / (slots or 1)
 
 
 def scarcity_at(objective: Objective, taken_share: float) -> float:
@@ -255,7 +263,6 @@ def _estimate(
     offer: _Offer,
     query: RoutingQuery,
     table: PolicyParameters,
-    demand: Demand,
     market: _Market,
     *,
     is_below_hint: bool,
@@ -270,7 +277,7 @@ def _estimate(
     if obstacle is not None:
         state = offer.tier.status
         text = obstacle_text(obstacle, offer.tier, query)
-    timing = _timing(candidate.times, query.sla, demand, market.confidence_z)
+    timing = _timing(candidate.times, query.sla, market)
     quality = _quality(
         spec.name, query, table, market=market, is_below_hint=is_below_hint
     )
@@ -283,7 +290,7 @@ def _estimate(
         batch_size=batch_size,
         timing=timing,
         quality=quality,
-        cost=_cost(candidate, demand, batch_size=batch_size, price=price),
+        cost=_cost(candidate, market, batch_size=batch_size, price=price),
         obstacle=obstacle,
         obstacle_text=text,
         meets_bounds=obstacle is None and not timing.is_slow and not quality.is_lossy,
@@ -419,9 +426,7 @@ def within_context(query: RoutingQuery, fleet: FleetSnapshot) -> RoutingQuery:
 # The times that are expected of each tier.
 
 
-def _timing(
-    times: CorrectedTimes | None, sla: Sla, demand: Demand, confidence_z: float
-) -> ExpectedTiming:
+def _timing(times: CorrectedTimes | None, sla: Sla, market: _Market) -> ExpectedTiming:
     """Hold a tier's times against the bounds on time, with the confidence asked for.
 
     An unknown time meets no bound. Times are log-normally distributed about the prediction.
@@ -434,33 +439,28 @@ def _timing(
             bound_ratio = math.inf
         return ExpectedTiming(is_slow, bound_ratio, finish_ms=None)
     if sla.tpot_ms is not None:
-        safe_tpot_ms = times.tpot_ms * math.exp(confidence_z * times.tpot_spread)
+        safe_tpot_ms = times.tpot_ms * math.exp(market.confidence_z * times.tpot_spread)
         is_slow = safe_tpot_ms > sla.tpot_ms
         bound_ratio = safe_tpot_ms / sla.tpot_ms
     if sla.ttft_ms is not None:
-        safe_ttft_ms = times.ttft_ms * math.exp(confidence_z * times.ttft_spread)
+        safe_ttft_ms = times.ttft_ms * math.exp(market.confidence_z * times.ttft_spread)
         is_slow = is_slow or safe_ttft_ms > sla.ttft_ms
         bound_ratio = max(bound_ratio, safe_ttft_ms / sla.ttft_ms)
-    return ExpectedTiming(is_slow, bound_ratio, finish_ms=_finish_ms(times, demand))
-
-
-def _finish_ms(times: CorrectedTimes, demand: Demand) -> float:
-    """Return when the caller should have the whole answer: its queue and prefill, then each further token."""
-    tokens_after_first = max(demand.output_tokens / demand.sequences - 1, 0.0)
-    return times.ttft_ms + tokens_after_first * times.tpot_ms
+    # The whole answer takes its queue and prefill, then each further token.
+    finish_ms = times.ttft_ms + market.tokens_after_first * times.tpot_ms
+    return ExpectedTiming(is_slow, bound_ratio, finish_ms=finish_ms)
 
 
 def _cost(
-    best: Candidate, demand: Demand, *, batch_size: int, price: float
+    candidate: Candidate, market: _Market, *, batch_size: int, price: float
 ) -> float | None:
     """Return the engine-seconds that the request takes, times the tier's price; None: its speed is not known."""
-    if best.replica is None or best.replica.speed is None:
+    if candidate.replica is None or candidate.replica.speed is None:
         return None
-    tokens_to_read = max(demand.prompt_tokens - (best.cached_tokens or 0), 0)
-    engine_ms = best.replica.speed.engine_ms(
-        tokens_to_read, max(1.0, demand.output_tokens), batch_size
+    engine_ms = candidate.replica.speed.engine_ms(
+        candidate.uncached_tokens, market.output_tokens, batch_size
     )
-    drift = 1.0 if best.times is None else best.times.drift
+    drift = 1.0 if candidate.times is None else candidate.times.drift
     return engine_ms * drift / 1000 * price
 
 

@@ -360,8 +360,12 @@ class TierEstimate(Struct, frozen=True):
     @property
     def is_known_under_load(self) -> bool:
         """Tell whether the tier's speed was measured with other requests at the same time."""
-        speed = self.speed
-        return speed is not None and speed.under_load
+        replica = self.candidate.replica
+        return (
+            replica is not None
+            and replica.speed is not None
+            and replica.speed.under_load
+        )
 
     @property
     def finishes_in_ms(self) -> float:
