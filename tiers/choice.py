@@ -116,8 +116,8 @@ def expected_demand(
     if answer_tokens is not None:
         output_tokens = min(output_tokens, answer_tokens)
     return Demand(
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens * sequences,
+        prompt_tokens,
+        output_tokens * sequences,
         sequences=sequences,
         is_long=prompt_tokens > long_prompt_tokens,
         output_share=output_share,
@@ -164,8 +164,8 @@ def candidate_at(
         )
         corrected = _correct(uncorrected, speed, replica.trends, now=_time_of(fleet))
     return Candidate(
-        is_free=is_free,
-        replica=replica,
+        is_free,
+        replica,
         times=corrected,
         cached_tokens=cached_tokens,
         uncached_tokens=uncached_tokens,
@@ -189,8 +189,8 @@ def _correct(
     tpot_mean, tpot_variance = trends.tpot.at_time(now, speed.tpot_spread)
     drift = exp(tpot_mean)
     return CorrectedTimes(
-        ttft_ms=times.ttft_ms * exp(ttft_mean),
-        tpot_ms=times.tpot_ms * drift,
+        times.ttft_ms * exp(ttft_mean),
+        times.tpot_ms * drift,
         ttft_spread=sqrt(ttft_variance),
         tpot_spread=sqrt(tpot_variance),
         drift=drift,

@@ -641,11 +641,11 @@ class Fleet:
         replica_count = len(self.replicas)
         others = max(replica_count - 1, 1)
         if not totals.contended or replica_count > MAX_BESIDE:
-            return FleetLoad(now, busy=totals.busy, others=others)
+            return FleetLoad(now, totals.busy, others=others)
         left_ms = self._left_ms(now)
         return FleetLoad(
             now,
-            busy=totals.busy,
+            totals.busy,
             others=others,
             left_ms=left_ms,
             left_ms_sum=sum(left_ms.values()),
@@ -745,8 +745,8 @@ class Fleet:
                 tier = _without_free_slots(tier, reserved)
             tiers.append(tier)
         return FleetSnapshot(
-            tiers=tuple(tiers),
-            template=self.template,
+            tuple(tiers),
+            self.template,
             output_share=self.output_share,
             long_prompt_tokens=self.options.long_prompt_tokens,
             load=load,

@@ -233,8 +233,8 @@ def load_of(
         own_left_ms = fleet.left_ms.get(replica.id, 0.0)
         neighbours_left_ms = (fleet.left_ms_sum - own_left_ms) / busy_neighbours
     return ReplicaLoad(
-        sequences=load.sequences,
-        prompt_tokens=prompt_tokens_left(replica, fleet.now),
+        load.sequences,
+        prompt_tokens_left(replica, fleet.now),
         output_tokens=output_tokens + load.output_tokens,
         neighbours=busy_neighbours / fleet.others,
         prefill_rate=prefill_rate,

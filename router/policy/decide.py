@@ -34,6 +34,7 @@ from router.policy.decision import (
     Unfitness,
     is_noticeably_later,
     latest_unnoticed_ms,
+    without_known_speed,
 )
 from router.policy.explain import obstacle_text, reason, refusal_reason
 from router.policy.losses import Z90
@@ -138,7 +139,7 @@ class _Market(Struct, frozen=True):
         confidence_z: The confidence asked for, as a quantile of the normal distribution.
         scarcity: Of engine time, 0..1.
         bound: See ``TierComparison``.
-        sequences: In the fleet, the request's own included; not all of them where they are more than any tier's batch.
+        sequences: In the fleet, the request's own included.
         tokens_after_first: Expected output tokens of each answer after its first.
         output_tokens: Expected output tokens of all answers, at least one.
     """
@@ -162,7 +163,9 @@ def _compare_tiers(
         obstacle = _lasting_obstacle(
             checks, tier.spec, query, is_ready=best.replica is not None
         )
-        held_tokens = _held_tokens(tier, query)
+        held_tokens = 0
+        if query.conversation_tokens:
+            held_tokens = _held_tokens(tier, query.conversation_tokens)
         offers.append(_Offer(tier, best, obstacle, held_tokens))
     market = _market(query, table, offers, demand)
     is_below_hint = query.hint is not None
@@ -180,8 +183,8 @@ def _compare_tiers(
             )
         )
     return TierComparison(
-        query=query,
-        table=table,
+        query,
+        table,
         confidence_z=market.confidence_z,
         scarcity=market.scarcity,
         estimates=tuple(estimates),
@@ -189,12 +192,12 @@ def _compare_tiers(
     )
 
 
-def _held_tokens(tier: TierSnapshot, query: RoutingQuery) -> int:
+def _held_tokens(tier: TierSnapshot, conversation_tokens: int) -> int:
     """Return the most tokens of a conversation that a replica of a tier holds; 0: none has computed its turn before."""
-    if not query.conversation_tokens or tier.cached is None:
+    if tier.cached is None:
         return 0
     most_tokens = max(tier.cached, default=0)
-    return most_tokens if most_tokens >= query.conversation_tokens else 0
+    return most_tokens if most_tokens >= conversation_tokens else 0
 
 
 def _market(
@@ -204,9 +207,12 @@ def _market(
     demand: Demand,
 ) -> _Market:
     highest: TierSnapshot | None = None
+    sequences = query.sequences
     for offer in offers:
         if offer.obstacle is None and offer.candidate.replica is not None:
             highest = offer.tier
+        # A ``map`` in C takes half the time of a loop, and a tier may have hundreds of replicas.
+        sequences += sum(map(_slots_of, offer.tier.replicas))
     confidence = query.sla.confidence
     if confidence is None:
         confidence = table.sla_confidence
@@ -217,22 +223,10 @@ def _market(
         confidence_z=_NORMAL.inv_cdf(confidence),
         scarcity=scarcity_at(table.objective, _taken_share(highest)),
         bound=bound,
-        sequences=_sequences(query, [offer.tier for offer in offers]),
+        sequences=sequences,
         tokens_after_first=max(demand.output_tokens / demand.sequences - 1, 0.0),
         output_tokens=max(1.0, demand.output_tokens),
     )
-
-
-def _sequences(query: RoutingQuery, tiers: Sequence[TierSnapshot]) -> int:
-    """Return the sequences in the fleet with the request's own, or as many of them as make the largest batch full."""
-    largest_batch = max([tier.spec.max_num_seqs for tier in tiers], default=0)
-    sequences = query.sequences
-    for tier in tiers:
-        if sequences >= largest_batch:
-            break
-        # A ``map`` in C takes half the time of a loop, and a tier may have hundreds of replicas.
-        sequences += sum(map(_slots_of, tier.replicas))
-    return sequences
 
 
 def _taken_share(highest: TierSnapshot | None) -> float:
@@ -243,12 +237,14 @@ def _taken_share(highest: TierSnapshot | None) -> float:
     """
     if highest is None:
         return 0.0
+    max_num_seqs = highest.spec.max_num_seqs
     taken_slots = 0
     slots = 0
     for replica in highest.replicas:
         if replica.status is READY:
             taken_slots += replica.slots
-            slots += min(highest.spec.max_num_seqs, replica.limit)
+            limit = replica.limit
+            slots += limit if limit < max_num_seqs else max_num_seqs  # noqa: FURB136  ``min`` takes most of the loop's time
     return taken_slots / (slots or 1)
 
 
@@ -490,8 +486,8 @@ def _quality(
     elif loss.mean > table.negligible_loss + spare_budget:
         unfitness = Unfitness.OVER_BUDGET
     return ExpectedQuality(
-        loss=loss,
-        worst_loss=worst_loss,
+        loss,
+        worst_loss,
         allowed_loss=table.negligible_loss + market.scarcity * spare_budget,
         is_lossy=loss_bound is not None and worst_loss > loss_bound,
         unfitness=unfitness,
@@ -509,8 +505,8 @@ def _serve(comparison: TierComparison, acceptable: Sequence[TierEstimate]) -> De
     if basis is Basis.DEGRADED_QUALITY:
         degraded = ("quality",)
     return Decision(
-        tier=chosen.tier,
-        reason=reason(comparison, chosen),
+        chosen.tier,
+        reason(comparison, chosen),
         query=comparison.query,
         comparison=comparison,
         basis=basis,
@@ -537,12 +533,17 @@ def _choose(
     if query.features.prompt_class is PromptClass.SMALL_TALK:
         return _lowest_in_time(fit), Basis.SMALL_TALK
     allowed = _within_loss(fit)
-    if all(estimate.is_known_under_load for estimate in allowed):
-        chosen = _fastest_or_cheapest(allowed, table.objective)
-    else:
+    if without_known_speed(allowed):
         chosen = _lowest(allowed, table.max_slowdown)
+    else:
+        chosen = _fastest_or_cheapest(allowed, table.objective)
     own = comparison.conversation_tier
-    if own in fit and own is not chosen and _stays(comparison, own, chosen, allowed):
+    if (
+        own is not None
+        and own is not chosen
+        and own in fit
+        and _stays(comparison, own, chosen, allowed)
+    ):
         return own, Basis.CONVERSATION
     return chosen, _basis(
         chosen, fit, acceptable=acceptable, negligible_loss=table.negligible_loss

@@ -419,6 +419,11 @@ class TierEstimate(Struct, frozen=True):
         )
 
 
+def without_known_speed(estimates: Sequence[TierEstimate]) -> list[TierEstimate]:
+    """Return the tiers whose speed was not measured with other requests at the same time."""
+    return [estimate for estimate in estimates if not estimate.is_known_under_load]
+
+
 def is_noticeably_later(finish_ms: float, soonest_ms: float) -> bool:
     """Return whether a person would notice that an answer finishes later than another."""
     return finish_ms > latest_unnoticed_ms(soonest_ms)

@@ -14,6 +14,7 @@ from router.policy.decision import (
     Refusal,
     Unfitness,
     is_noticeably_later,
+    without_known_speed,
 )
 from router.policy.losses import of_100
 from tiers.preparing import about
@@ -329,7 +330,7 @@ def _advantage(
         and not estimate.is_unfit
         and estimate.quality.is_allowed
     ]
-    if rivals and all(estimate.is_known_under_load for estimate in (chosen, *rivals)):
+    if rivals and not without_known_speed([chosen, *rivals]):
         return _faster_text(comparison, chosen, rivals)
     if _fit_below(comparison, chosen, acceptable):
         return "is much faster here than lower precisions"
