@@ -167,7 +167,7 @@ def _compare_tiers(
         if query.conversation_tokens:
             held_tokens = _held_tokens(tier, query.conversation_tokens)
         offers.append(_Offer(tier, best, obstacle, held_tokens))
-    market = _market(query, table, offers, demand)
+    market = _market(query, table, offers, demand=demand)
     is_below_hint = query.hint is not None
     estimates = []
     for offer in offers:
@@ -278,6 +278,8 @@ def _estimate(
         spec.name, query, table, market=market, is_below_hint=is_below_hint
     )
     price = table.prices.get(spec.name, 1.0)
+    cost = _cost(candidate, market, batch_size=batch_size, price=price)
+    is_within_bounds = not timing.is_slow and not quality.is_lossy
     return TierEstimate(
         spec.name,
         spec.precision,
@@ -286,10 +288,10 @@ def _estimate(
         batch_size=batch_size,
         timing=timing,
         quality=quality,
-        cost=_cost(candidate, market, batch_size=batch_size, price=price),
+        cost=cost,
         obstacle=obstacle,
         obstacle_text=text,
-        meets_bounds=obstacle is None and not timing.is_slow and not quality.is_lossy,
+        meets_bounds=obstacle is None and is_within_bounds,
         held_tokens=offer.held_tokens,
     )
 

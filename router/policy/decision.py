@@ -340,7 +340,9 @@ class TierEstimate(Struct, frozen=True):
     def speed(self) -> SpeedModel | None:
         """Return the speed of the candidate."""
         replica = self.candidate.replica
-        return None if replica is None else replica.speed
+        if replica is None:
+            return None
+        return replica.speed
 
     @property
     def times(self) -> CorrectedTimes | None:
