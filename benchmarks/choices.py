@@ -283,7 +283,11 @@ class Fleet:
         for engine in self.engines.values():
             state = engine.state()
             tiers.append(
-                TierSnapshot(engine.spec, (state,), (state.load.output_tokens,))
+                TierSnapshot(
+                    engine.spec,
+                    (state,),
+                    (state.prompt_tokens + state.load.output_tokens,),
+                )
             )
         return FleetSnapshot(
             tuple(tiers), TemplateTokens(), output_share=1 / ALLOWED_TOKENS
@@ -337,7 +341,7 @@ def _allowed(decision: Decision) -> list[TierEstimate]:
         for each in decision.comparison.estimates
         if each.meets_bounds and not each.is_unfit
     ]
-    allowed = [each for each in meeting if each.loss.mean <= each.allowed_loss]
+    allowed = [each for each in meeting if each.quality.is_allowed]
     return allowed or [each for each in meeting if each.tier is decision.tier]
 
 

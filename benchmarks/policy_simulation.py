@@ -479,8 +479,10 @@ class _Router:
         tiers = []
         for tier in self._fleet.tiers:
             states = tuple(state for name, state in there if name is tier.spec.name)
-            outputs = tuple(state.load.output_tokens for state in states)
-            tiers.append(TierSnapshot(tier.spec, states, outputs, tier.preparing))
+            outstanding = tuple(
+                state.prompt_tokens + state.load.output_tokens for state in states
+            )
+            tiers.append(TierSnapshot(tier.spec, states, outstanding, tier.preparing))
         return FleetSnapshot(
             tuple(tiers),
             self._fleet.template,

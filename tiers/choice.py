@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from tiers.snapshot import FleetLoad, ReplicaState, TierSnapshot, load_of
 from tiers.spec import ReplicaStatus
 from tiers.speed import IDLE, PredictedTimes, ReplicaLoad
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiers.snapshot import Trends
+    from tiers.snapshot import FleetLoad, ReplicaState, TierSnapshot, Trends
     from tiers.speed import SpeedModel
 
 # A session's own replica is supposed to hold this share of what no cache is known to hold of the prompt.
@@ -72,6 +71,7 @@ class Candidate(Struct, frozen=True):
         replica: Its state; None: no replica is ready.
         times: Predicted times, corrected by recent errors; None: its speed is not known.
         cached_tokens: Tokens of the prompt in its prefix cache; None: not known.
+        uncached_tokens: Tokens of the prompt that it would have to compute.
         position: Its position in the tier; None: no replica is ready.
         snapshot_at: Monotonic time of the snapshot; None: not known.
         load: The replica's load, without the demand.
@@ -82,6 +82,7 @@ class Candidate(Struct, frozen=True):
     replica: ReplicaState | None
     times: CorrectedTimes | None
     cached_tokens: int | None
+    uncached_tokens: int = 0
     position: int | None = None
     snapshot_at: float | None = None
     load: ReplicaLoad = IDLE
@@ -115,8 +116,8 @@ def expected_demand(
     if answer_tokens is not None:
         output_tokens = min(output_tokens, answer_tokens)
     return Demand(
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens * sequences,
+        prompt_tokens,
+        output_tokens * sequences,
         sequences=sequences,
         is_long=prompt_tokens > long_prompt_tokens,
         output_share=output_share,
@@ -148,11 +149,11 @@ def candidate_at(
     replica = tier.replicas[position]
     speed = replica.speed
     cached_tokens = None if tier.cached is None else tier.cached[position]
-    load = load_of(replica, tier.output_tokens[position], fleet)
+    uncached_tokens = max(demand.prompt_tokens - (cached_tokens or 0), 0)
+    load = tier.load_at(position, fleet)
     corrected: CorrectedTimes | None = None
     uncorrected: PredictedTimes | None = None
     if speed is not None:
-        uncached_tokens = max(demand.prompt_tokens - (cached_tokens or 0), 0)
         uncorrected = speed.times(
             uncached_tokens,
             load,
@@ -163,10 +164,11 @@ def candidate_at(
         )
         corrected = _correct(uncorrected, speed, replica.trends, now=_time_of(fleet))
     return Candidate(
-        is_free=is_free,
-        replica=replica,
+        is_free,
+        replica,
         times=corrected,
         cached_tokens=cached_tokens,
+        uncached_tokens=uncached_tokens,
         position=position,
         snapshot_at=None if fleet is None else fleet.now,
         load=load,
@@ -187,8 +189,8 @@ def _correct(
     tpot_mean, tpot_variance = trends.tpot.at_time(now, speed.tpot_spread)
     drift = exp(tpot_mean)
     return CorrectedTimes(
-        ttft_ms=times.ttft_ms * exp(ttft_mean),
-        tpot_ms=times.tpot_ms * drift,
+        times.ttft_ms * exp(ttft_mean),
+        times.tpot_ms * drift,
         ttft_spread=sqrt(ttft_variance),
         tpot_spread=sqrt(tpot_variance),
         drift=drift,
@@ -207,8 +209,8 @@ def takes(replica: ReplicaState, demand: Demand, max_in_flight: int) -> bool:
     """
     if replica.status is not READY or not replica.breaker.admits:
         return False
-    limit = min(replica.limit, max_in_flight)
-    if limit <= 0 or replica.slots + min(demand.sequences, limit) > limit:
+    free_slots = min(replica.limit, max_in_flight) - replica.slots
+    if free_slots <= 0 or (free_slots < demand.sequences and replica.slots):
         return False
     kv = replica.kv
     if (
@@ -246,25 +248,24 @@ def choose_replica(
 def _least_loaded(tier: TierSnapshot, demand: Demand) -> int | None:
     """Return the position of the least loaded replica that takes a request; None: none takes it.
 
-    This runs for every replica on every demand, so it makes no tuples to compare loads by, and finds out whether a replica
-    takes the request only if it is less loaded than the best so far.
+    This runs for every replica on every demand, so it looks at a replica's state only if it may be less loaded than the
+    best so far.
     """
     max_in_flight = tier.spec.max_in_flight
     best_position: int | None = None
     fewest_tokens = inf
     fewest_sequences = 0
-    for position, (replica, output_tokens) in enumerate(
-        zip(tier.replicas, tier.output_tokens, strict=True)
-    ):
-        tokens = replica.prompt_tokens + output_tokens
-        if tokens > fewest_tokens or (
-            tokens == fewest_tokens and replica.load.sequences >= fewest_sequences
-        ):
+    for position, tokens in enumerate(tier.outstanding_tokens):
+        if tokens > fewest_tokens:
+            continue
+        replica = tier.replicas[position]
+        sequences = replica.load.sequences
+        if tokens == fewest_tokens and sequences >= fewest_sequences:
             continue
         if takes(replica, demand, max_in_flight):
             best_position = position
             fewest_tokens = tokens
-            fewest_sequences = replica.load.sequences
+            fewest_sequences = sequences
     return best_position
 
 
@@ -292,7 +293,7 @@ def _cheapest(
     ranked = []
     for position in able:
         replica = tier.replicas[position]
-        tokens = replica.prompt_tokens + tier.output_tokens[position]
+        tokens = tier.outstanding_tokens[position]
         uncached_tokens = demand.prompt_tokens - cached[position]
         lost_tokens = max(held_tokens - cached[position], 0)
         if are_speeds_known:
@@ -344,9 +345,9 @@ def _answer_ms(
     replica = tier.replicas[position]
     speed = replica.speed
     assert speed is not None
-    load = load_of(replica, tier.output_tokens[position], fleet)
+    load = tier.load_at(position, fleet)
     output_tokens_each = demand.output_tokens / demand.sequences
-    ttft_ms, tpot_ms = speed.times(
+    times = speed.times(
         uncached_tokens,
         load,
         tier.spec.max_num_seqs,
@@ -355,4 +356,5 @@ def _answer_ms(
         output_tokens=output_tokens_each,
     )
     ttft_trend, tpot_trend = replica.trends.means(_time_of(fleet), speed)
-    return ttft_ms * exp(ttft_trend) + output_tokens_each * tpot_ms * exp(tpot_trend)
+    ttft_ms = times.ttft_ms * exp(ttft_trend)
+    return ttft_ms + output_tokens_each * times.tpot_ms * exp(tpot_trend)

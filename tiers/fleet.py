@@ -29,7 +29,13 @@ from tiers.choice import (
 from tiers.preparing import Preparations
 from tiers.ranking import rising
 from tiers.replica import FleetOptions, Replica, SentPrompt, SlotShare, Totals, WorkMark
-from tiers.snapshot import FleetLoad, FleetSnapshot, TierSnapshot, Trends, load_of
+from tiers.snapshot import (
+    FleetLoad,
+    FleetSnapshot,
+    TierSnapshot,
+    Trends,
+    prompt_tokens_left,
+)
 from tiers.spec import (
     EngineBuild,
     ReplicaStatus,
@@ -52,7 +58,7 @@ if TYPE_CHECKING:
     from tiers.snapshot import ReplicaState
 
 STATE = attrgetter("state")
-OUTPUT_TOKENS = attrgetter("output_tokens")
+OUTSTANDING_TOKENS = attrgetter("outstanding_tokens")
 FRESH_S = 0.01  # up to this age of a decision the rest of the fleet counts as unchanged
 # weight of the past in ``Fleet.output_share``: about the last twenty answers
 OUTPUT_MEMORY = 0.95
@@ -149,7 +155,7 @@ class Lease(Struct, eq=False):
         self._generated += tokens
         # an engine may send more than was asked for
         counted_tokens = min(tokens, self._output_tokens)
-        replica.output_tokens -= counted_tokens
+        replica.outstanding_tokens -= counted_tokens
         self._output_tokens -= counted_tokens
 
     def finished(
@@ -597,12 +603,12 @@ class Fleet:
     ) -> TierSnapshot:
         """Return some replicas of a tier as they are, and what they hold of a prompt."""
         states = tuple(map(STATE, members))
-        output_tokens = tuple(map(OUTPUT_TOKENS, members))
+        outstanding_tokens = tuple(map(OUTSTANDING_TOKENS, members))
         preparing = None
         if spec.name in self.preparations.lacking:
             preparing = self.preparations.of(spec.name)
         if prefix is None:
-            return TierSnapshot(spec, states, output_tokens, preparing=preparing)
+            return TierSnapshot(spec, states, outstanding_tokens, preparing=preparing)
         cached = tuple([replica.cached_tokens(prefix) for replica in members])
         home = -1
         if len(members) > 1 and prefix.session and _is_home_needed(prefix, cached):
@@ -610,7 +616,7 @@ class Fleet:
         return TierSnapshot(
             spec,
             states,
-            output_tokens,
+            outstanding_tokens,
             preparing=preparing,
             cached=cached,
             home=home,
@@ -633,28 +639,33 @@ class Fleet:
             self.refresh(now)
         totals = self._totals
         replica_count = len(self.replicas)
-        load = FleetLoad(now, busy=totals.busy, others=max(replica_count - 1, 1))
+        others = max(replica_count - 1, 1)
         if not totals.contended or replica_count > MAX_BESIDE:
-            return load
-        left_ms = self._left_ms(load)
+            return FleetLoad(now, totals.busy, others=others)
+        left_ms = self._left_ms(now)
         return FleetLoad(
             now,
-            busy=load.busy,
-            others=load.others,
+            totals.busy,
+            others=others,
             left_ms=left_ms,
             left_ms_sum=sum(left_ms.values()),
             usually=min(totals.busy_lately(now) / replica_count, 1.0),
         )
 
-    def _left_ms(self, load: FleetLoad) -> dict[str, float]:
+    def _left_ms(self, now: float) -> dict[str, float]:
         """Predict the time until each busy replica of known speed is idle, by its id."""
         left_ms = {}
         for replica in self.replicas:
             state = replica.state
-            if state.load.sequences and state.speed is not None:
-                replica_load = load_of(state, replica.output_tokens, load)
+            load = state.load
+            if load.sequences and state.speed is not None:
+                load_left = ReplicaLoad(
+                    load.sequences,
+                    prompt_tokens_left(state, now),
+                    output_tokens=replica.output_tokens + load.output_tokens,
+                )
                 left_ms[replica.id] = state.speed.left_ms(
-                    replica_load, replica.spec.max_num_seqs, self.output_share
+                    load_left, replica.spec.max_num_seqs, self.output_share
                 )
         return left_ms
 
@@ -734,8 +745,8 @@ class Fleet:
                 tier = _without_free_slots(tier, reserved)
             tiers.append(tier)
         return FleetSnapshot(
-            tiers=tuple(tiers),
-            template=self.template,
+            tuple(tiers),
+            self.template,
             output_share=self.output_share,
             long_prompt_tokens=self.options.long_prompt_tokens,
             load=load,
@@ -790,13 +801,7 @@ def _least_loaded_open(members: Sequence[Replica]) -> int | None:
     for position, replica in enumerate(members):
         state = replica.state
         if state.open:
-            loads.append(
-                (
-                    state.prompt_tokens + replica.output_tokens,
-                    state.load.sequences,
-                    position,
-                )
-            )
+            loads.append((replica.outstanding_tokens, state.load.sequences, position))
     if not loads:
         return None
     return min(loads)[-1]

@@ -312,8 +312,8 @@ class Replica:
         takes_thinking: The engine takes a bound on tokens of reasoning; others refuse it.
         resumes: The engine resumes answers that others have begun, and tells its tokens in comments.
         source: Who names it; None: it was started here.
-        output_tokens: Output of the router's requests that is still to come. It changes with every token, so it is not in
-            ``state``.
+        outstanding_tokens: Tokens of the router's requests that it has still to compute: of prompts, and of outputs. It
+            changes with every token, so it is not in ``state``.
         state: What is known of it; replaced when something changes, by ``Fleet.refresh`` where time changes it.
         state_expires_at: Monotonic time at which a share, a report of other routers or a pause in ``state`` ends.
         prefixes: The prompts that this process has sent to it since its start.
@@ -332,7 +332,7 @@ class Replica:
     fingerprint: str | None = None
     source: str | None = None
     options: FleetOptions = field(default_factory=FleetOptions)
-    output_tokens: int = 0
+    outstanding_tokens: int = 0
     state: ReplicaState = field(init=False)
     state_expires_at: float = math.inf
     others: OtherClients = field(default_factory=OtherClients)
@@ -425,6 +425,11 @@ class Replica:
         is_busy = state.load.sequences > 0
         if is_busy != was_busy:
             totals.note_busy(is_busy - was_busy, now)
+
+    @property
+    def output_tokens(self) -> int:
+        """Return the output tokens of the router's requests that are still to come."""
+        return self.outstanding_tokens - self.state.prompt_tokens
 
     @property
     def whole_limit(self) -> int:
@@ -537,7 +542,7 @@ class Replica:
         self._integrate(now)
         self.turnover.note(now, state.slots)
         self.work.prompt_tokens += prompt_tokens
-        self.output_tokens += output_tokens
+        self.outstanding_tokens += prompt_tokens + output_tokens
         if not load.sequences:
             self.totals.note_busy(1, now)
         faded_prefill_rate = load.prefill_rate * math.exp(
@@ -564,6 +569,7 @@ class Replica:
         state = self.state
         load = state.load
         self.progressed(now)
+        self.outstanding_tokens -= prompt_tokens
         self.state = replace(
             state,
             prompt_tokens=state.prompt_tokens - prompt_tokens,
@@ -585,7 +591,7 @@ class Replica:
         kv = state.kv
         self._integrate(now)
         self.turnover.note(now, state.slots, freed=sequences)
-        self.output_tokens -= output_tokens
+        self.outstanding_tokens -= prompt_tokens + output_tokens
         sequences_left = load.sequences - sequences
         if not sequences_left:
             self.totals.note_busy(-1, now)

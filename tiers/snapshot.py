@@ -197,6 +197,18 @@ class FleetLoad(Struct, frozen=True):
     usually: float = 0.0
 
 
+def prompt_tokens_left(replica: ReplicaState, now: float) -> int:
+    """Return the prompt tokens of all clients that a replica has still to compute at one time."""
+    prompt_tokens = replica.load.prompt_tokens
+    speed = replica.speed
+    if not prompt_tokens or speed is None or speed.prefill_ms_per_token <= 0:
+        return prompt_tokens
+    computed_tokens = int(
+        (now - replica.prompts_at) * 1000 / speed.prefill_ms_per_token
+    )
+    return max(prompt_tokens - computed_tokens, 0)
+
+
 def load_of(
     replica: ReplicaState, output_tokens: int, fleet: FleetLoad | None
 ) -> ReplicaLoad:
@@ -210,13 +222,6 @@ def load_of(
     load = replica.load
     if fleet is None:
         return load
-    speed = replica.speed
-    prompt_tokens = load.prompt_tokens
-    if prompt_tokens and speed is not None and speed.prefill_ms_per_token > 0:
-        computed_tokens = int(
-            (fleet.now - replica.prompts_at) * 1000 / speed.prefill_ms_per_token
-        )
-        prompt_tokens = max(prompt_tokens - computed_tokens, 0)
     prefill_rate = load.prefill_rate
     if prefill_rate:
         prefill_rate *= exp((replica.prefill_at - fleet.now) * 1000 / PREFILL_MEMORY_MS)
@@ -228,8 +233,8 @@ def load_of(
         own_left_ms = fleet.left_ms.get(replica.id, 0.0)
         neighbours_left_ms = (fleet.left_ms_sum - own_left_ms) / busy_neighbours
     return ReplicaLoad(
-        sequences=load.sequences,
-        prompt_tokens=prompt_tokens,
+        load.sequences,
+        prompt_tokens_left(replica, fleet.now),
         output_tokens=output_tokens + load.output_tokens,
         neighbours=busy_neighbours / fleet.others,
         prefill_rate=prefill_rate,
@@ -243,7 +248,8 @@ class TierSnapshot(Struct, frozen=True):
 
     Attributes:
         replicas: States of its replicas.
-        output_tokens: Output tokens to come on each replica, of this router's requests.
+        outstanding_tokens: Tokens of this router's requests that each replica has still to compute: of prompts, and of
+            outputs.
         preparing: What the tier needs before it serves for the first time; None: nothing.
         cached: Tokens of the request's prompt that each replica's prefix cache is likely to hold; None: not known.
         home: Position of the session's own replica, where no replica is known to hold more of the prompt, or none holds its
@@ -254,11 +260,27 @@ class TierSnapshot(Struct, frozen=True):
 
     spec: TierSpec
     replicas: tuple[ReplicaState, ...]
-    output_tokens: tuple[int, ...]
+    outstanding_tokens: tuple[int, ...]
     preparing: Preparing | None = None
     cached: tuple[int, ...] | None = None
     home: int = -1
     conversation_tokens: int = 0
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """Return the output tokens to come on each replica, of this router's requests."""
+        return [
+            tokens - replica.prompt_tokens
+            for replica, tokens in zip(
+                self.replicas, self.outstanding_tokens, strict=True
+            )
+        ]
+
+    def load_at(self, position: int, fleet: FleetLoad | None) -> ReplicaLoad:
+        """Return the load of the replica at a position; for ``fleet`` see ``load_of``."""
+        replica = self.replicas[position]
+        output_tokens = self.outstanding_tokens[position] - replica.prompt_tokens
+        return load_of(replica, output_tokens, fleet)
 
     @property
     def ready(self) -> list[ReplicaState]:

@@ -68,7 +68,7 @@ class ReplicaLoad(Struct, frozen=True):
 IDLE = ReplicaLoad()
 
 
-class PredictedTimes(NamedTuple):
+class PredictedTimes(Struct, frozen=True):
     """Times of one answer, in milliseconds."""
 
     ttft_ms: float
@@ -231,7 +231,7 @@ class SpeedModel:
 
 def remaining_tokens(load: ReplicaLoad, output_share: float) -> float:
     """Return the output tokens that each sequence is expected to have left."""
-    return output_share * load.output_tokens / max(load.sequences, 1)
+    return output_share * load.output_tokens / (load.sequences or 1)
 
 
 class Trend(Struct, frozen=True):

@@ -26,16 +26,19 @@ from router.policy.decision import (
     CALLERS_OWN,
     Basis,
     Decision,
+    ExpectedQuality,
+    ExpectedTiming,
     Refusal,
     TierComparison,
     TierEstimate,
     Unfitness,
     is_noticeably_later,
+    latest_unnoticed_ms,
+    without_known_speed,
 )
 from router.policy.explain import obstacle_text, reason, refusal_reason
 from router.policy.losses import Z90
 from tiers.choice import READY, Demand, best_candidate, expected_demand
-from tiers.snapshot import load_of
 from tiers.spec import UNKNOWN, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
@@ -50,7 +53,6 @@ if TYPE_CHECKING:
         RoutingQuery,
         Sla,
     )
-    from router.policy.losses import ExpectedLoss
     from tiers.choice import Candidate, CorrectedTimes
     from tiers.snapshot import FleetSnapshot, TierSnapshot
     from tiers.spec import TierSpec
@@ -96,15 +98,17 @@ def decide(
         table = table.with_adapter(query.adapter)
     demand = _demand(query, fleet)
     comparison = _compare_tiers(query, fleet, table, demand)
+    acceptable = [
+        estimate for estimate in comparison.considered if estimate.meets_bounds
+    ]
+    if acceptable:
+        return _serve(comparison, acceptable)
     possible = [
         estimate for estimate in comparison.considered if estimate.obstacle is None
     ]
-    acceptable = [estimate for estimate in possible if estimate.meets_bounds]
-    if not possible or (query.require and not acceptable):
+    if not possible or query.require:
         return _refuse(comparison, fleet, demand, is_possible=bool(possible))
-    if not acceptable:
-        return _degrade(comparison, possible, fleet, demand)
-    return _serve(comparison, acceptable)
+    return _degrade(comparison, possible, fleet, demand)
 
 
 def _demand(query: RoutingQuery, fleet: FleetSnapshot) -> Demand:
@@ -136,12 +140,16 @@ class _Market(Struct, frozen=True):
         scarcity: Of engine time, 0..1.
         bound: See ``TierComparison``.
         sequences: In the fleet, the request's own included.
+        tokens_after_first: Expected output tokens of each answer after its first.
+        output_tokens: Expected output tokens of all answers, at least one.
     """
 
     confidence_z: float
     scarcity: float
     bound: float | None
     sequences: int
+    tokens_after_first: float
+    output_tokens: float
 
 
 def _compare_tiers(
@@ -155,9 +163,11 @@ def _compare_tiers(
         obstacle = _lasting_obstacle(
             checks, tier.spec, query, is_ready=best.replica is not None
         )
-        held_tokens = _held_tokens(tier, query)
+        held_tokens = 0
+        if query.conversation_tokens:
+            held_tokens = _held_tokens(tier, query.conversation_tokens)
         offers.append(_Offer(tier, best, obstacle, held_tokens))
-    market = _market(query, table, offers)
+    market = _market(query, table, offers, demand=demand)
     is_below_hint = query.hint is not None
     estimates = []
     for offer in offers:
@@ -168,14 +178,13 @@ def _compare_tiers(
                 offer,
                 query,
                 table,
-                demand=demand,
                 market=market,
                 is_below_hint=is_below_hint,
             )
         )
     return TierComparison(
-        query=query,
-        table=table,
+        query,
+        table,
         confidence_z=market.confidence_z,
         scarcity=market.scarcity,
         estimates=tuple(estimates),
@@ -183,16 +192,19 @@ def _compare_tiers(
     )
 
 
-def _held_tokens(tier: TierSnapshot, query: RoutingQuery) -> int:
+def _held_tokens(tier: TierSnapshot, conversation_tokens: int) -> int:
     """Return the most tokens of a conversation that a replica of a tier holds; 0: none has computed its turn before."""
-    if not query.conversation_tokens or tier.cached is None:
+    if tier.cached is None:
         return 0
     most_tokens = max(tier.cached, default=0)
-    return most_tokens if most_tokens >= query.conversation_tokens else 0
+    return most_tokens if most_tokens >= conversation_tokens else 0
 
 
 def _market(
-    query: RoutingQuery, table: PolicyParameters, offers: Sequence[_Offer]
+    query: RoutingQuery,
+    table: PolicyParameters,
+    offers: Sequence[_Offer],
+    demand: Demand,
 ) -> _Market:
     highest: TierSnapshot | None = None
     sequences = query.sequences
@@ -212,6 +224,8 @@ def _market(
         scarcity=scarcity_at(table.objective, _taken_share(highest)),
         bound=bound,
         sequences=sequences,
+        tokens_after_first=max(demand.output_tokens / demand.sequences - 1, 0.0),
+        output_tokens=max(1.0, demand.output_tokens),
     )
 
 
@@ -223,13 +237,15 @@ def _taken_share(highest: TierSnapshot | None) -> float:
     """
     if highest is None:
         return 0.0
+    max_num_seqs = highest.spec.max_num_seqs
     taken_slots = 0
     slots = 0
     for replica in highest.replicas:
         if replica.status is READY:
             taken_slots += replica.slots
-            slots += min(highest.spec.max_num_seqs, replica.limit)
-    return taken_slots / max(slots, 1)
+            limit = replica.limit
+            slots += limit if limit < max_num_seqs else max_num_seqs  # noqa: FURB136  ``min`` takes most of the loop's time
+    return taken_slots / (slots or 1)
 
 
 def scarcity_at(objective: Objective, taken_share: float) -> float:
@@ -243,49 +259,39 @@ def _estimate(
     offer: _Offer,
     query: RoutingQuery,
     table: PolicyParameters,
-    demand: Demand,
     market: _Market,
     *,
     is_below_hint: bool,
 ) -> TierEstimate:
     """Predict what one tier would do with a request: whether it can, how fast, and how good its answer would be."""
     spec = offer.tier.spec
-    best = offer.candidate
+    candidate = offer.candidate
     batch_size = min(spec.max_num_seqs, market.sequences)
-    speed = None if best.replica is None else best.replica.speed
     obstacle = _obstacle_now(offer)
     state = READY
     text = ""
     if obstacle is not None:
         state = offer.tier.status
         text = obstacle_text(obstacle, offer.tier, query)
-    is_slow, bound_ratio = _lateness(query.sla, best.times, market.confidence_z)
+    timing = _timing(candidate.times, query.sla, market)
     quality = _quality(
         spec.name, query, table, market=market, is_below_hint=is_below_hint
     )
+    price = table.prices.get(spec.name, 1.0)
+    cost = _cost(candidate, market, batch_size=batch_size, price=price)
+    is_within_bounds = not timing.is_slow and not quality.is_lossy
     return TierEstimate(
-        tier=spec.name,
-        precision=spec.precision,
+        spec.name,
+        spec.precision,
         state=state,
-        speed=speed,
+        candidate=candidate,
         batch_size=batch_size,
-        times=best.times,
-        loss=quality.loss,
-        worst_loss=quality.worst_loss,
-        allowed_loss=quality.allowed_loss,
-        cost=_cost(
-            best, demand, batch_size=batch_size, price=table.prices.get(spec.name, 1.0)
-        ),
-        bound_ratio=bound_ratio,
+        timing=timing,
+        quality=quality,
+        cost=cost,
         obstacle=obstacle,
         obstacle_text=text,
-        is_slow=is_slow,
-        is_lossy=quality.is_lossy,
-        cached_tokens=best.cached_tokens,
-        meets_bounds=obstacle is None and not is_slow and not quality.is_lossy,
-        candidate=best,
-        finish_ms=_finish_ms(best.times, demand),
-        unfitness=quality.unfitness,
+        meets_bounds=obstacle is None and is_within_bounds,
         held_tokens=offer.held_tokens,
     )
 
@@ -418,63 +424,45 @@ def within_context(query: RoutingQuery, fleet: FleetSnapshot) -> RoutingQuery:
 # The times that are expected of each tier.
 
 
-def _lateness(
-    sla: Sla, times: CorrectedTimes | None, confidence_z: float
-) -> tuple[bool, float]:
-    """Tell whether a tier's times break a bound with the confidence asked for; return the largest ratio of time to bound.
+def _timing(times: CorrectedTimes | None, sla: Sla, market: _Market) -> ExpectedTiming:
+    """Hold a tier's times against the bounds on time, with the confidence asked for.
 
     An unknown time meets no bound. Times are log-normally distributed about the prediction.
     """
     is_slow = False
     bound_ratio = 0.0
-    if sla.ttft_ms is None and sla.tpot_ms is None:
-        return is_slow, bound_ratio
     if times is None:
-        return True, math.inf
+        if sla.ttft_ms is not None or sla.tpot_ms is not None:
+            is_slow = True
+            bound_ratio = math.inf
+        return ExpectedTiming(is_slow, bound_ratio, finish_ms=None)
     if sla.tpot_ms is not None:
-        safe_tpot_ms = times.tpot_ms * math.exp(confidence_z * times.tpot_spread)
+        safe_tpot_ms = times.tpot_ms * math.exp(market.confidence_z * times.tpot_spread)
         is_slow = safe_tpot_ms > sla.tpot_ms
         bound_ratio = safe_tpot_ms / sla.tpot_ms
     if sla.ttft_ms is not None:
-        safe_ttft_ms = times.ttft_ms * math.exp(confidence_z * times.ttft_spread)
+        safe_ttft_ms = times.ttft_ms * math.exp(market.confidence_z * times.ttft_spread)
         is_slow = is_slow or safe_ttft_ms > sla.ttft_ms
         bound_ratio = max(bound_ratio, safe_ttft_ms / sla.ttft_ms)
-    return is_slow, bound_ratio
-
-
-def _finish_ms(times: CorrectedTimes | None, demand: Demand) -> float | None:
-    """Return when the caller should have the whole answer: its queue and prefill, then each further token."""
-    if times is None:
-        return None
-    tokens_after_first = max(demand.output_tokens / demand.sequences - 1, 0.0)
-    return times.ttft_ms + tokens_after_first * times.tpot_ms
+    # The whole answer takes its queue and prefill, then each further token.
+    finish_ms = times.ttft_ms + market.tokens_after_first * times.tpot_ms
+    return ExpectedTiming(is_slow, bound_ratio, finish_ms=finish_ms)
 
 
 def _cost(
-    best: Candidate, demand: Demand, *, batch_size: int, price: float
+    candidate: Candidate, market: _Market, *, batch_size: int, price: float
 ) -> float | None:
     """Return the engine-seconds that the request takes, times the tier's price; None: its speed is not known."""
-    if best.replica is None or best.replica.speed is None:
+    if candidate.replica is None or candidate.replica.speed is None:
         return None
-    tokens_to_read = max(demand.prompt_tokens - (best.cached_tokens or 0), 0)
-    engine_ms = best.replica.speed.engine_ms(
-        tokens_to_read, max(1.0, demand.output_tokens), batch_size
+    engine_ms = candidate.replica.speed.engine_ms(
+        candidate.uncached_tokens, market.output_tokens, batch_size
     )
-    drift = 1.0 if best.times is None else best.times.drift
+    drift = 1.0 if candidate.times is None else candidate.times.drift
     return engine_ms * drift / 1000 * price
 
 
 # The quality that is expected of each tier's answer.
-
-
-class _Quality(Struct, frozen=True):
-    """What is expected of a tier's answer; see ``TierEstimate``."""
-
-    loss: ExpectedLoss
-    worst_loss: float
-    allowed_loss: float
-    is_lossy: bool
-    unfitness: Unfitness | None
 
 
 def _quality(
@@ -484,7 +472,7 @@ def _quality(
     market: _Market,
     *,
     is_below_hint: bool,
-) -> _Quality:
+) -> ExpectedQuality:
     """Hold the loss that is expected of a tier against what the request, its class and the loss budget allow."""
     loss = table.loss(tier, query.features)
     worst_loss = min(
@@ -499,9 +487,9 @@ def _quality(
         unfitness = Unfitness.OVER_BOUND
     elif loss.mean > table.negligible_loss + spare_budget:
         unfitness = Unfitness.OVER_BUDGET
-    return _Quality(
-        loss=loss,
-        worst_loss=worst_loss,
+    return ExpectedQuality(
+        loss,
+        worst_loss,
         allowed_loss=table.negligible_loss + market.scarcity * spare_budget,
         is_lossy=loss_bound is not None and worst_loss > loss_bound,
         unfitness=unfitness,
@@ -519,8 +507,8 @@ def _serve(comparison: TierComparison, acceptable: Sequence[TierEstimate]) -> De
     if basis is Basis.DEGRADED_QUALITY:
         degraded = ("quality",)
     return Decision(
-        tier=chosen.tier,
-        reason=reason(comparison, chosen),
+        chosen.tier,
+        reason(comparison, chosen),
         query=comparison.query,
         comparison=comparison,
         basis=basis,
@@ -547,12 +535,17 @@ def _choose(
     if query.features.prompt_class is PromptClass.SMALL_TALK:
         return _lowest_in_time(fit), Basis.SMALL_TALK
     allowed = _within_loss(fit)
-    if all(estimate.is_known_under_load for estimate in allowed):
-        chosen = _fastest_or_cheapest(allowed, table.objective)
-    else:
+    if without_known_speed(allowed):
         chosen = _lowest(allowed, table.max_slowdown)
+    else:
+        chosen = _fastest_or_cheapest(allowed, table.objective)
     own = comparison.conversation_tier
-    if own in fit and own is not chosen and _stays(comparison, own, chosen, allowed):
+    if (
+        own is not None
+        and own is not chosen
+        and own in fit
+        and _stays(comparison, own, chosen, allowed)
+    ):
         return own, Basis.CONVERSATION
     return chosen, _basis(
         chosen, fit, acceptable=acceptable, negligible_loss=table.negligible_loss
@@ -584,7 +577,9 @@ def _stays(
         )
     if comparison.query.in_tool_loop:
         return True
-    return own.loss.mean <= _allowed_to_stay(comparison, own, chosen, recompute_ms)
+    return own.quality.loss.mean <= _allowed_to_stay(
+        comparison, own, chosen, recompute_ms
+    )
 
 
 def _saves_time(own: TierEstimate, chosen: TierEstimate, recompute_ms: float) -> bool:
@@ -622,8 +617,8 @@ def _allowed_to_stay(
     """
     table = comparison.table
     wasted_share = 0.0
-    if chosen.finish_ms:
-        wasted_share = min(recompute_ms / chosen.finish_ms, 1.0)
+    if chosen.timing.finish_ms:
+        wasted_share = min(recompute_ms / chosen.timing.finish_ms, 1.0)
     spare_budget = max(table.budget(own.tier) - table.negligible_loss, 0.0)
     return table.negligible_loss + max(comparison.scarcity, wasted_share) * spare_budget
 
@@ -646,13 +641,11 @@ def _lowest_in_time(fit: Sequence[TierEstimate]) -> TierEstimate:
 
 def _within_loss(fit: Sequence[TierEstimate]) -> list[TierEstimate]:
     """Return the tiers that lose no more than is allowed now; if the tiers that lose so little cannot serve, the best."""
-    allowed = [
-        estimate for estimate in fit if estimate.loss.mean <= estimate.allowed_loss
-    ]
+    allowed = [estimate for estimate in fit if estimate.quality.is_allowed]
     if allowed:
         return allowed
-    smallest_loss = min(estimate.loss.mean for estimate in fit)
-    return [estimate for estimate in fit if estimate.loss.mean == smallest_loss]
+    smallest_loss = min(estimate.quality.loss.mean for estimate in fit)
+    return [estimate for estimate in fit if estimate.quality.loss.mean == smallest_loss]
 
 
 def _fastest_or_cheapest(
@@ -660,11 +653,10 @@ def _fastest_or_cheapest(
 ) -> TierEstimate:
     """Choose the tier that should finish soonest, or the cheapest of those whose finish a person cannot tell apart."""
     if objective == "best":
-        soonest_ms = min(estimate.finishes_in_ms for estimate in allowed)
+        soonest_ms = min([estimate.finishes_in_ms for estimate in allowed])
+        latest_ms = latest_unnoticed_ms(soonest_ms)
         allowed = [
-            estimate
-            for estimate in allowed
-            if not is_noticeably_later(estimate.finishes_in_ms, soonest_ms)
+            estimate for estimate in allowed if estimate.finishes_in_ms <= latest_ms
         ]
     return min(allowed, key=TierEstimate.order)
 
@@ -701,14 +693,14 @@ def _basis(
     acceptable tiers, not only with the fit ones: one that loses as little but is below the hint, or may lose more than the
     class allows, was passed over, but not because it is expected to lose more.
     """
-    if chosen.loss.mean > negligible_loss:
+    if chosen.quality.loss.mean > negligible_loss:
         if len(fit) > 1:
             return Basis.BUDGET
         return Basis.MIN_LOSS
-    rivals = [estimate for estimate in acceptable if estimate is not chosen]
-    if all(rival.loss.mean > negligible_loss for rival in rivals):
-        return Basis.MIN_LOSS
-    return Basis.NEGLIGIBLE
+    for rival in acceptable:
+        if rival is not chosen and rival.quality.loss.mean <= negligible_loss:
+            return Basis.NEGLIGIBLE
+    return Basis.MIN_LOSS
 
 
 def _degrade(
@@ -745,8 +737,8 @@ def _nearest(
     late: so load beyond what the tiers can do spreads over all of them. Of those that keep the latency, the one that
     loses least.
     """
-    lossless = [estimate for estimate in possible if not estimate.is_lossy]
-    timely = [estimate for estimate in possible if not estimate.is_slow]
+    lossless = [estimate for estimate in possible if not estimate.quality.is_lossy]
+    timely = [estimate for estimate in possible if not estimate.timing.is_slow]
     gives_up_latency = table.give_up == "latency"
     keeping = lossless if gives_up_latency else timely
     for estimate in keeping:
@@ -761,23 +753,24 @@ def _least_late(lossless: Sequence[TierEstimate]) -> TierEstimate:
     """Choose the tier that misses its bounds on times by least, a fit one if there is any; of equals, the cheapest."""
     fit = [estimate for estimate in lossless if not estimate.is_unfit]
     return min(
-        fit or lossless, key=lambda estimate: (estimate.bound_ratio, estimate.order())
+        fit or lossless,
+        key=lambda estimate: (estimate.timing.bound_ratio, estimate.order()),
     )
 
 
 def _least_lossy(estimates: Sequence[TierEstimate]) -> TierEstimate:
     """Choose the tier that loses least; of equals, the highest precision."""
-    return min(reversed(estimates), key=lambda estimate: estimate.loss.mean)
+    return min(reversed(estimates), key=lambda estimate: estimate.quality.loss.mean)
 
 
 def _given_up(chosen: TierEstimate) -> tuple[Degraded, ...]:
     """Return what a request does not get on a tier that does not meet its bounds; quality comes first."""
     given_up: list[Degraded] = []
-    if chosen.is_lossy or chosen.is_unfit:
+    if chosen.quality.is_lossy or chosen.is_unfit:
         given_up.append("quality")
-    if chosen.is_slow and chosen.times is None:
+    if chosen.timing.is_slow and chosen.times is None:
         given_up.append("unmeasured")
-    elif chosen.is_slow:
+    elif chosen.timing.is_slow:
         given_up.append("latency")
     return tuple(given_up)
 
@@ -916,7 +909,7 @@ def _possible_in_s(
         return _ready_in_s(tier)
     if estimate.obstacle in CALLERS_OWN:
         return None
-    if comparison.query.require and estimate.is_lossy:
+    if comparison.query.require and estimate.quality.is_lossy:
         return None  # Waiting does not make its answers better.
     waits_s = []
     for position, replica in enumerate(tier.replicas):
@@ -965,7 +958,7 @@ def _relieved_in_s(
         speed, spec, comparison, demand, cached_tokens=cached_tokens
     ):
         return None
-    load = load_of(replica, tier.output_tokens[position], fleet.load)
+    load = tier.load_at(position, fleet.load)
     limit = min(spec.max_in_flight, replica.limit)
     to_end = max(replica.slots + min(query.sequences, limit) - limit, 1)
     if query.require and query.sla.tpot_ms is not None:

@@ -20,6 +20,8 @@ from tiers.prefix_memory import Prefix
 from tiers.spec import ReplicaStatus, TierName
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tiers.choice import Candidate, CorrectedTimes
     from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
@@ -270,26 +272,53 @@ class Rate(NamedTuple):
     output_us: float
 
 
+class ExpectedQuality(Struct, frozen=True):
+    """The loss that is expected of a tier's answer, and whether it is allowed.
+
+    Attributes:
+        worst_loss: Upper bound of the loss at the confidence asked for.
+        allowed_loss: Share of answers, 0..1, that may get worse on the tier now.
+        is_lossy: The tier breaks the bound on loss with the confidence asked for.
+        unfitness: Of several reasons, the first in the order of ``Unfitness``; None: the tier is fit.
+    """
+
+    loss: ExpectedLoss
+    worst_loss: float
+    allowed_loss: float
+    is_lossy: bool
+    unfitness: Unfitness | None
+
+    @property
+    def is_allowed(self) -> bool:
+        """Tell whether the loss is no more than is allowed now."""
+        return self.loss.mean <= self.allowed_loss
+
+
+class ExpectedTiming(Struct, frozen=True):
+    """When a tier is expected to answer.
+
+    Attributes:
+        is_slow: The tier breaks a bound on time with the confidence asked for, or its times are not known.
+        bound_ratio: Largest ratio of a predicted time to its bound; infinite where a time is not known.
+        finish_ms: When the caller should have the whole answer; None: not known.
+    """
+
+    is_slow: bool
+    bound_ratio: float
+    finish_ms: float | None
+
+
 class TierEstimate(Struct, frozen=True):
     """What the policy expects of one tier for a request at the present load. None: not known.
 
     Attributes:
         precision: What the tier serves; see ``TierSpec``.
-        speed: Of the replica that would serve the request, or of the first ready one.
+        candidate: The replica that would serve the request, or the first ready one.
         batch_size: Sequences that this replica is expected to compute at once.
-        worst_loss: Upper bound of the loss at the confidence asked for.
-        allowed_loss: Share of answers, 0..1, that may get worse on the tier now.
         cost: Engine-seconds, times the tier's price.
-        bound_ratio: Largest ratio of a predicted time to its bound; infinite where a time is not known.
         obstacle: Why the tier cannot serve now; None: it can.
         obstacle_text: The obstacle in words, for a person.
-        is_slow: The tier breaks a bound on time with the confidence asked for, or its times are not known.
-        is_lossy: The tier breaks the bound on loss with the confidence asked for.
-        cached_tokens: Prompt tokens that need no prefill on the replica that would serve it.
         meets_bounds: The tier can serve the request within the bounds asked for.
-        candidate: The replica that would serve it, or the first ready one.
-        finish_ms: When the caller should have the whole answer.
-        unfitness: Of several reasons, the first in the order of ``Unfitness``; None: the tier is fit.
         held_tokens: The most tokens of the request's conversation that a replica of the tier holds, whichever replica would
             serve it; 0: none holds the conversation.
     """
@@ -297,39 +326,54 @@ class TierEstimate(Struct, frozen=True):
     tier: TierName
     precision: str
     state: ReplicaStatus
-    speed: SpeedModel | None
+    candidate: Candidate
     batch_size: int
-    times: CorrectedTimes | None
-    loss: ExpectedLoss
-    worst_loss: float
-    allowed_loss: float
+    timing: ExpectedTiming
+    quality: ExpectedQuality
     cost: float | None
-    bound_ratio: float
     obstacle: Obstacle | None
     obstacle_text: str
-    is_slow: bool
-    is_lossy: bool
-    cached_tokens: int | None
     meets_bounds: bool
-    candidate: Candidate | None = None
-    finish_ms: float | None = None
-    unfitness: Unfitness | None = None
     held_tokens: int = 0
+
+    @property
+    def speed(self) -> SpeedModel | None:
+        """Return the speed of the candidate."""
+        replica = self.candidate.replica
+        if replica is None:
+            return None
+        return replica.speed
+
+    @property
+    def times(self) -> CorrectedTimes | None:
+        """Return the times that are expected of the candidate."""
+        return self.candidate.times
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Return the prompt tokens that need no prefill on the candidate."""
+        return self.candidate.cached_tokens
 
     @property
     def is_unfit(self) -> bool:
         """Tell whether the tier serves the request only if no better one can."""
-        return self.unfitness is not None
+        return self.quality.unfitness is not None
 
     @property
     def is_known_under_load(self) -> bool:
         """Tell whether the tier's speed was measured with other requests at the same time."""
-        return self.speed is not None and self.speed.under_load
+        replica = self.candidate.replica
+        return (
+            replica is not None
+            and replica.speed is not None
+            and replica.speed.under_load
+        )
 
     @property
     def finishes_in_ms(self) -> float:
         """Return when the whole answer should be there; infinite where the speed is not known."""
-        return math.inf if self.finish_ms is None else self.finish_ms
+        finish_ms = self.timing.finish_ms
+        return math.inf if finish_ms is None else finish_ms
 
     @property
     def predicted_ttft_ms(self) -> float | None:
@@ -377,6 +421,11 @@ class TierEstimate(Struct, frozen=True):
         )
 
 
+def without_known_speed(estimates: Sequence[TierEstimate]) -> list[TierEstimate]:
+    """Return the tiers whose speed was not measured with other requests at the same time."""
+    return [estimate for estimate in estimates if not estimate.is_known_under_load]
+
+
 def is_noticeably_later(finish_ms: float, soonest_ms: float) -> bool:
     """Return whether a person would notice that an answer finishes later than another."""
     return finish_ms > latest_unnoticed_ms(soonest_ms)
@@ -413,10 +462,10 @@ class TierComparison(Struct, frozen=True):
     bound: float | None = None
 
     @property
-    def considered(self) -> list[TierEstimate]:
+    def considered(self) -> Sequence[TierEstimate]:
         """Return the tiers that may be chosen: all, or only the one that the request requires."""
         if self.query.hint is None or not self.query.require:
-            return list(self.estimates)
+            return self.estimates
         return [
             estimate for estimate in self.estimates if estimate.tier is self.query.hint
         ]
@@ -427,6 +476,8 @@ class TierComparison(Struct, frozen=True):
 
         None: the conversation begins with this request, no tier holds it any more, or several hold as much of it.
         """
+        if not self.query.conversation_tokens:
+            return None
         most_tokens = max(
             [estimate.held_tokens for estimate in self.estimates], default=0
         )

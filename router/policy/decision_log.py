@@ -32,7 +32,6 @@ from tiers.snapshot import (
     ReplicaState,
     TierSnapshot,
     Trends,
-    load_of,
 )
 from tiers.spec import TierName
 
@@ -79,14 +78,15 @@ def _replica_line(
     tier: TierSnapshot, position: int, fleet_load: FleetLoad | None
 ) -> dict[str, Any]:
     state = tier.replicas[position]
-    output_tokens = tier.output_tokens[position]
     now = 0.0
     if fleet_load is not None:
         now = fleet_load.now
-    load = load_of(state, output_tokens, fleet_load)
+    load = tier.load_at(position, fleet_load)
     trends = state.trends.faded(now, state.speed)
     line = _state_line(structs.replace(state, load=load, trends=trends))
-    line["output_tokens_outstanding"] = output_tokens
+    line["output_tokens_outstanding"] = (
+        tier.outstanding_tokens[position] - state.prompt_tokens
+    )
     line["cached_tokens"] = None
     if tier.cached is not None:
         line["cached_tokens"] = tier.cached[position]
@@ -130,7 +130,11 @@ def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
             break
     return line | {
         "replicas": [_read_state(replica) for replica in replicas],
-        "output_tokens": [replica["output_tokens_outstanding"] for replica in replicas],
+        "outstanding_tokens": [
+            replica.get("prompt_tokens_outstanding", 0)
+            + replica["output_tokens_outstanding"]
+            for replica in replicas
+        ],
         "cached": cached_tokens,
         "home": home_position,
     }

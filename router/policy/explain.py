@@ -14,13 +14,14 @@ from router.policy.decision import (
     Refusal,
     Unfitness,
     is_noticeably_later,
+    without_known_speed,
 )
 from router.policy.losses import of_100
 from tiers.preparing import about
 from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from router.policy.decision import (
         Obstacle,
@@ -52,8 +53,8 @@ def verdict(comparison: TierComparison, estimate: TierEstimate) -> str:
     sort = comparison.query.sort
     if comparison.basis is Basis.SORT and sort is not None:
         return f"would do, {_sort_comparison(estimate, chosen, sort)}"
-    if estimate.loss.mean > estimate.allowed_loss and comparison.scarcity < 1:
-        wrong_share = of_100(estimate.loss.stated_high)
+    if not estimate.quality.is_allowed and comparison.scarcity < 1:
+        wrong_share = of_100(estimate.quality.loss.stated_high)
         return f"may get up to {wrong_share} answers wrong, and engine time is not scarce enough for that"
     return f"would do, {_comparison(estimate, chosen)}"
 
@@ -74,17 +75,19 @@ def _sort_comparison(estimate: TierEstimate, chosen: TierEstimate, sort: Sort) -
 
 def _comparison(estimate: TierEstimate, chosen: TierEstimate) -> str:
     """Return why a tier that would do as well was not chosen, to follow "would do"."""
-    if estimate.finish_ms is None or chosen.finish_ms is None:
+    finish_ms = estimate.timing.finish_ms
+    chosen_finish_ms = chosen.timing.finish_ms
+    if finish_ms is None or chosen_finish_ms is None:
         return f"but {chosen.tier} was taken"
-    own_finish = _seconds(estimate.finish_ms)
-    chosen_finish = _seconds(chosen.finish_ms)
+    own_finish = _seconds(finish_ms)
+    chosen_finish = _seconds(chosen_finish_ms)
     finish_text = f"finished in {own_finish} instead of {chosen_finish}"
     if chosen.cost is None or estimate.cost is None or estimate.cost <= chosen.cost:
         return finish_text
     engine_time_text = (
         f"with {estimate.cost:.2g} s of engine time instead of {chosen.cost:.2g}"
     )
-    if estimate.finish_ms <= chosen.finish_ms:
+    if finish_ms <= chosen_finish_ms:
         return engine_time_text
     return f"{finish_text}, {engine_time_text}"
 
@@ -124,8 +127,9 @@ def _leaving_text(comparison: TierComparison, chosen: TierEstimate) -> str | Non
     recompute_text = ""
     if recompute_ms:
         recompute_text = f", although it computes {_seconds(recompute_ms)} of it again"
-    if own.loss.mean > max(own.allowed_loss, chosen.loss.mean):
-        wrong_share = of_100(own.loss.stated_high)
+    own_loss = own.quality.loss
+    if own_loss.mean > max(own.quality.allowed_loss, chosen.quality.loss.mean):
+        wrong_share = of_100(own_loss.stated_high)
         return f"{text}{own.tier} may get up to {wrong_share} answers wrong, too many for the time that it saves"
     if is_noticeably_later(own.finishes_in_ms, chosen.finishes_in_ms):
         saved_ms = own.finishes_in_ms - chosen.finishes_in_ms
@@ -164,16 +168,30 @@ def _why(comparison: TierComparison, chosen: TierEstimate) -> str:
     """Return what a choice rests on."""
     if comparison.given_up:
         return _given_up_text(comparison, chosen)
-    if comparison.basis is Basis.HINT and comparison.query.require:
-        return f"{chosen.tier} is required"
+    text_of_loss = _TEXT_OF_LOSS.get(comparison.basis)
+    if text_of_loss is not None:
+        acceptable = [
+            estimate for estimate in comparison.considered if estimate.meets_bounds
+        ]
+        loss_text = text_of_loss(comparison, chosen, acceptable)
+        return f"{_kind(comparison)}: {loss_text}"
     if comparison.basis is Basis.HINT:
-        return f"hint {chosen.tier}"
+        return _hint_text(comparison, chosen)
     if comparison.basis is Basis.DEGRADED_QUALITY:
         unfit_text = _unfit(comparison, chosen)
         no_better_text = _no_better(comparison.considered)
         return f"degraded to {chosen.tier}: {unfit_text}, {no_better_text}"
-    chosen_text = _chosen_text(comparison, chosen)
-    return f"{_kind(comparison)}: {chosen_text}"
+    if comparison.basis is Basis.SORT and comparison.query.sort is not None:
+        sorted_text = _sorted_text(chosen, comparison.query.sort)
+        return f"{_kind(comparison)}: {sorted_text}"
+    held_text = f"{chosen.tier} holds {chosen.held_tokens} tokens of the conversation"
+    return f"{_kind(comparison)}: {held_text}, which leaves it only if that pays"
+
+
+def _hint_text(comparison: TierComparison, chosen: TierEstimate) -> str:
+    if comparison.query.require:
+        return f"{chosen.tier} is required"
+    return f"hint {chosen.tier}"
 
 
 def _given_up_text(comparison: TierComparison, chosen: TierEstimate) -> str:
@@ -190,25 +208,9 @@ def _kind(comparison: TierComparison) -> str:
     prompt_class = features.prompt_class
     complexity = features.complexity or Complexity.MODERATE
     if features.confidence >= SURE_CONFIDENCE or prompt_class is PromptClass.UNKNOWN:
-        class_name = prompt_class.value.replace("_", " ")
-        return f"{class_name}, {complexity.value}"
-    return f"probably {prompt_class.value}, {complexity.value}"
-
-
-def _chosen_text(comparison: TierComparison, chosen: TierEstimate) -> str:
-    """Return why a tier was chosen, to follow the prompt's kind."""
-    if comparison.basis is Basis.SORT and comparison.query.sort is not None:
-        return _sorted_text(chosen, comparison.query.sort)
-    if comparison.basis is Basis.CONVERSATION:
-        return f"{chosen.tier} holds {chosen.held_tokens} tokens of the conversation, which leaves it only if that pays"
-    acceptable = [
-        estimate for estimate in comparison.considered if estimate.meets_bounds
-    ]
-    if comparison.basis is Basis.SMALL_TALK:
-        return _small_talk_text(comparison, chosen, acceptable)
-    if comparison.basis is Basis.BUDGET:
-        return _budget_text(comparison, chosen, acceptable)
-    return _little_loss_text(comparison, chosen, acceptable)
+        class_name = prompt_class.replace("_", " ")
+        return f"{class_name}, {complexity}"
+    return f"probably {prompt_class}, {complexity}"
 
 
 def _sorted_text(chosen: TierEstimate, sort: Sort) -> str:
@@ -237,13 +239,14 @@ def _budget_text(
 ) -> str:
     """Return why a tier was chosen that loses more than a negligible share of answers."""
     highest_tier = comparison.estimates[-1].tier
-    wrong_share = of_100(chosen.loss.stated_high)
+    loss = chosen.quality.loss
+    wrong_share = of_100(loss.stated_high)
     wrong_text = f"{chosen.tier} gets up to {wrong_share} answers wrong that {highest_tier} gets right"
     scarcity_text = ""
     if comparison.table.objective == "best":
         scarcity_text = " while engine time is scarce"
     advantage_text = _advantage(comparison, chosen, acceptable)
-    return f"{wrong_text} ({chosen.loss.basis}), within the loss budget{scarcity_text}, and {advantage_text}"
+    return f"{wrong_text} ({loss.basis}), within the loss budget{scarcity_text}, and {advantage_text}"
 
 
 def _little_loss_text(
@@ -251,8 +254,10 @@ def _little_loss_text(
 ) -> str:
     """Return why a tier was chosen that loses next to nothing, or less than all others."""
     highest = comparison.estimates[-1].tier
-    tolerated = max(chosen.loss.mean, comparison.table.negligible_loss)
-    worse = [estimate for estimate in acceptable if estimate.loss.mean > tolerated]
+    tolerated = max(chosen.quality.loss.mean, comparison.table.negligible_loss)
+    worse = [
+        estimate for estimate in acceptable if estimate.quality.loss.mean > tolerated
+    ]
     parts = []
     if worse:
         parts.append(_wrong_text(worse, highest))
@@ -265,24 +270,37 @@ def _little_loss_text(
     return _alone_text(comparison, chosen, acceptable)
 
 
+# The words for the choices that were made among acceptable tiers by the loss that is expected.
+_TEXT_OF_LOSS: dict[
+    Basis, Callable[[TierComparison, TierEstimate, Sequence[TierEstimate]], str]
+] = {
+    Basis.MIN_LOSS: _little_loss_text,
+    Basis.NEGLIGIBLE: _little_loss_text,
+    Basis.BUDGET: _budget_text,
+    Basis.SMALL_TALK: _small_talk_text,
+}
+
+
 def _wrong_text(worse: Sequence[TierEstimate], highest: TierName) -> str:
     """Return how many answers the tiers get wrong that were not chosen for it."""
-    lowest, *higher = worse
-    wrong_share = of_100(lowest.loss.stated_high)
-    texts = [
-        f"{lowest.tier} may get up to {wrong_share} answers wrong that {highest} gets right ({lowest.loss.basis})"
-    ]
-    for estimate in higher:
-        wrong_share = of_100(estimate.loss.stated_high)
-        texts.append(f"{estimate.tier} up to {wrong_share}")
-    return "; ".join(texts)
+    lowest = worse[0]
+    loss = lowest.quality.loss
+    wrong_share = of_100(loss.stated_high)
+    text = f"{lowest.tier} may get up to {wrong_share} answers wrong that {highest} gets right ({loss.basis})"
+    for estimate in worse[1:]:
+        wrong_share = of_100(estimate.quality.loss.stated_high)
+        text += f"; {estimate.tier} up to {wrong_share}"
+    return text
 
 
 def _good_text(chosen: TierEstimate, highest: TierName) -> str:
-    if chosen.loss.mean == 0:
+    loss = chosen.quality.loss
+    if loss.mean == 0:
         return "loses nothing"
-    worse_share = of_100(chosen.loss.stated_high)
-    return f"is as good as {highest} (up to {worse_share} answers get worse, {chosen.loss.basis})"
+    worse_share = of_100(loss.stated_high)
+    return (
+        f"is as good as {highest} (up to {worse_share} answers get worse, {loss.basis})"
+    )
 
 
 def _alone_text(
@@ -305,21 +323,14 @@ def _advantage(
     comparison: TierComparison, chosen: TierEstimate, acceptable: Sequence[TierEstimate]
 ) -> str:
     """Return what decided between the tiers whose loss is allowed."""
-    fit_others = [
-        estimate
-        for estimate in acceptable
-        if not estimate.is_unfit and estimate is not chosen
-    ]
     rivals = [
         estimate
-        for estimate in fit_others
-        if estimate.loss.mean <= estimate.allowed_loss
+        for estimate in acceptable
+        if estimate is not chosen
+        and not estimate.is_unfit
+        and estimate.quality.is_allowed
     ]
-    if (
-        chosen.is_known_under_load
-        and rivals
-        and all(rival.is_known_under_load for rival in rivals)
-    ):
+    if rivals and not without_known_speed([chosen, *rivals]):
         return _faster_text(comparison, chosen, rivals)
     if _fit_below(comparison, chosen, acceptable):
         return "is much faster here than lower precisions"
@@ -344,27 +355,26 @@ def _faster_text(
     comparison: TierComparison, chosen: TierEstimate, rivals: Sequence[TierEstimate]
 ) -> str:
     """Return by how much a tier should finish sooner than its rivals, or how much engine time it saves if that decided."""
-    finishes_later = any(
-        is_noticeably_later(rival.finishes_in_ms, chosen.finishes_in_ms)
-        for rival in rivals
-    )
-    if comparison.table.objective == "best" and finishes_later:
-        finish_text = _finish_text(chosen, rivals)
+    latest = max(rivals, key=lambda estimate: estimate.finishes_in_ms)
+    is_later = is_noticeably_later(latest.finishes_in_ms, chosen.finishes_in_ms)
+    if comparison.table.objective == "best" and is_later:
+        finish_text = _finish_text(chosen, latest)
         return f"should finish soonest: {finish_text}"
     costs = ", ".join([f"{rival.tier} {rival.order():.2g}" for rival in rivals])
     return f"should take {chosen.order():.2g} s of engine time ({costs})"
 
 
-def _finish_text(chosen: TierEstimate, rivals: Sequence[TierEstimate]) -> str:
-    """Return when a tier and its rivals should finish, or have their first token if that makes the difference."""
-    rival = max(rivals, key=lambda estimate: estimate.finishes_in_ms)
-    if rival.times is None or chosen.times is None:
+def _finish_text(chosen: TierEstimate, rival: TierEstimate) -> str:
+    """Return when a tier and a rival should finish, or have their first token if that makes the difference."""
+    times = chosen.times
+    rival_times = rival.times
+    if rival_times is None or times is None:
         return f"{chosen.tier} finishes sooner"
     later_ms = rival.finishes_in_ms - chosen.finishes_in_ms
-    later_ttft_ms = rival.times.ttft_ms - chosen.times.ttft_ms
+    later_ttft_ms = rival_times.ttft_ms - times.ttft_ms
     if later_ms > 0 and later_ttft_ms > later_ms / 2:
-        rival_ttft = _seconds(rival.times.ttft_ms)
-        chosen_ttft = _seconds(chosen.times.ttft_ms)
+        rival_ttft = _seconds(rival_times.ttft_ms)
+        chosen_ttft = _seconds(times.ttft_ms)
         return f"{rival.tier} would take {rival_ttft} to its first token, {chosen.tier} {chosen_ttft}"
     rival_finish = _seconds(rival.finishes_in_ms)
     chosen_finish = _seconds(chosen.finishes_in_ms)
@@ -376,19 +386,19 @@ def _seconds(milliseconds: float) -> str:
     seconds = milliseconds / 1000
     if seconds >= 10:  # noqa: PLR2004
         return f"{seconds:.0f} s"
-    two_digits = float(f"{seconds:.2g}")
-    return f"{two_digits:g} s"
+    return f"{seconds:.2g} s"
 
 
 def _against(comparison: TierComparison, estimate: TierEstimate) -> str:
     """Return what speaks against a tier that has an obstacle, breaks a bound or is unfit."""
     if estimate.obstacle is not None:
         return estimate.obstacle_text
-    if estimate.is_lossy:
-        wrong_share = of_100(estimate.worst_loss)
+    quality = estimate.quality
+    if quality.is_lossy:
+        wrong_share = of_100(quality.worst_loss)
         allowed_share = of_100(comparison.query.sla.max_quality_loss or 0.0)
-        return f"may get up to {wrong_share} answers wrong ({estimate.loss.basis}), {allowed_share} allowed"
-    if estimate.is_slow:
+        return f"may get up to {wrong_share} answers wrong ({quality.loss.basis}), {allowed_share} allowed"
+    if estimate.timing.is_slow:
         return _slow_text(estimate, comparison.query, comparison.confidence_z)
     return _unfit(comparison, estimate)
 
@@ -397,13 +407,14 @@ def _unfit(comparison: TierComparison, estimate: TierEstimate) -> str:
     """Return why a tier is unfit."""
     hint = comparison.query.hint
     tier = estimate.tier
-    if estimate.unfitness is Unfitness.BELOW_HINT:
+    quality = estimate.quality
+    if quality.unfitness is Unfitness.BELOW_HINT:
         return f"hint {hint} wants {hint} or higher"
-    if estimate.unfitness is Unfitness.OVER_BOUND:
-        wrong_share = of_100(estimate.worst_loss)
+    if quality.unfitness is Unfitness.OVER_BOUND:
+        wrong_share = of_100(quality.worst_loss)
         allowed_share = of_100(comparison.bound or 0.0)
         return f"{_kind(comparison)}: {tier} may get up to {wrong_share} answers wrong, {allowed_share} allowed"
-    wrong_share = of_100(estimate.loss.mean)
+    wrong_share = of_100(quality.loss.mean)
     return f"{_kind(comparison)}: {tier} is expected to get {wrong_share} answers wrong, more than policy.loss_budget allows"
 
 

@@ -89,29 +89,34 @@ class ExpectedLoss:
     said: str = ""
 
     @property
-    def source(self) -> LossSource:
-        """Return what it rests on: on answers only if these bear it alone."""
-        if (
+    def is_measured(self) -> bool:
+        """Tell whether it rests on answers: only if these bear it alone."""
+        return (
             self.measured_high is not None
             and self.measured_high <= self.high * BORNE_WITHIN
-        ):
+        )
+
+    @property
+    def source(self) -> LossSource:
+        """Return what it rests on."""
+        if self.is_measured:
             return LossSource.MEASURED
         return LossSource.PUBLISHED if self.published_for_size else LossSource.ESTIMATED
 
     @property
     def stated_high(self) -> float:
         """Return the largest loss that is stated to people: where it is called measured, what the answers alone allow."""
-        if self.source is LossSource.MEASURED and self.measured_high is not None:
+        if self.measured_high is not None and self.is_measured:
             return max(self.high, self.measured_high)
         return self.high
 
     @property
     def basis(self) -> str:
         """Return in words what it rests on."""
-        if self.source is LossSource.MEASURED:
+        if self.is_measured:
             return f"measured on {self.answers} answers"
         origin = self.said or "published for models of this size"
-        if self.source is LossSource.ESTIMATED:
+        if not self.published_for_size:
             origin = "estimated from what is published for other models"
         if self.answers:
             return f"{origin}; {self.answers} answers here do not tell more yet"

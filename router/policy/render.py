@@ -22,7 +22,7 @@ def render_estimates(decision: Decision) -> list[dict[str, Any]]:
 
 
 def _render_estimate(estimate: TierEstimate, verdict_text: str) -> dict[str, Any]:
-    loss = render_loss(estimate.loss)
+    loss = render_loss(estimate.quality.loss)
     return {
         "tier": estimate.tier,
         "state": estimate.state.value,

@@ -71,7 +71,7 @@ def decision_attributes(decision: Decision) -> dict[str, Any]:
     }
     chosen = decision.chosen
     if chosen is not None:
-        attributes["qarr.loss.expected"] = chosen.loss.mean
+        attributes["qarr.loss.expected"] = chosen.quality.loss.mean
         attributes["qarr.cost"] = chosen.rounded_cost
     return without_unknown(attributes)
 
@@ -82,8 +82,8 @@ def estimate_attributes(estimate: TierEstimate, verdict: str) -> dict[str, Any]:
         "state": estimate.state.value,
         "predicted_ttft_ms": estimate.predicted_ttft_ms,
         "predicted_tpot_ms": estimate.predicted_tpot_ms,
-        "expected_loss": estimate.loss.mean,
-        "expected_loss_high": estimate.loss.high,
+        "expected_loss": estimate.quality.loss.mean,
+        "expected_loss_high": estimate.quality.loss.high,
         "cost": estimate.rounded_cost,
         "cached_prompt_tokens": estimate.cached_tokens,
     }

@@ -10,6 +10,8 @@ from classifier import PromptClass, PromptFeatures
 from router.policy.decision import (
     Basis,
     Decision,
+    ExpectedQuality,
+    ExpectedTiming,
     PolicyParameters,
     RoutingQuery,
     TierComparison,
@@ -17,7 +19,7 @@ from router.policy.decision import (
 )
 from router.policy.losses import NO_LOSS
 from router.telemetry.record import Outcome, RequestRecord, Served, Times, Tokens
-from tiers.choice import CorrectedTimes
+from tiers.choice import Candidate, CorrectedTimes
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 
@@ -46,19 +48,24 @@ def decision(
             tier=name,
             precision="bf16",
             state=ReplicaStatus.READY,
-            speed=None,
+            candidate=Candidate(
+                is_free=True,
+                replica=None,
+                times=CorrectedTimes(100.0, 20.0, ttft_spread=0.0, tpot_spread=0.0),
+                cached_tokens=None,
+            ),
             batch_size=1,
-            times=CorrectedTimes(100.0, 20.0, ttft_spread=0.0, tpot_spread=0.0),
-            loss=NO_LOSS,
-            worst_loss=0.0,
-            allowed_loss=0.0,
+            timing=ExpectedTiming(is_slow=False, bound_ratio=0.0, finish_ms=None),
+            quality=ExpectedQuality(
+                NO_LOSS,
+                worst_loss=0.0,
+                allowed_loss=0.0,
+                is_lossy=False,
+                unfitness=None,
+            ),
             cost=2.5,
-            bound_ratio=0.0,
             obstacle=None,
             obstacle_text="",
-            is_slow=False,
-            is_lossy=False,
-            cached_tokens=None,
             meets_bounds=True,
         )
         for name in STANDARD_TIERS

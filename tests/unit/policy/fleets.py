@@ -108,7 +108,7 @@ def fleet(
             TierSnapshot(
                 TierSpec(name, LENGTHS[name], max_num_seqs=16, max_in_flight=32),
                 (replica,),
-                (load.output_tokens,),
+                (load.prompt_tokens + load.output_tokens,),
             )
         )
     return FleetSnapshot(tuple(tiers), TemplateTokens())

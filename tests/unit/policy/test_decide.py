@@ -102,7 +102,7 @@ def test_what_a_draft_forbids_goes_to_tiers_without_one() -> None:
         every.tiers[1],
         spec=replace(every.tiers[1].spec, replicas=0),
         replicas=(),
-        output_tokens=(),
+        outstanding_tokens=(),
     )
     refused = decide(
         query(undraftable="min_p"),

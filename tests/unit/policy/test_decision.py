@@ -51,7 +51,9 @@ def test_a_loss_rises_with_the_confidence_asked_for(
             {FAST: {kind: dict.fromkeys(Complexity, loss) for kind in PromptClass}}
         )
         decision = decide(query(sla=Sla(confidence=asked)), fleet(), table)
-        assert decision.estimate(FAST).worst_loss == pytest.approx(worst, abs=1e-4)
+        assert decision.estimate(FAST).quality.worst_loss == pytest.approx(
+            worst, abs=1e-4
+        )
 
 
 def test_a_loss_is_that_of_the_kind_and_of_others_where_the_class_is_not_sure() -> None:

@@ -14,7 +14,13 @@ from pydantic import TypeAdapter
 from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
 from router.policy.decide import decide, successors
-from router.policy.decision import Decision, PolicyParameters, RoutingQuery, Sla
+from router.policy.decision import (
+    Decision,
+    PolicyParameters,
+    RoutingQuery,
+    Sla,
+    TierEstimate,
+)
 from router.policy.decision_log import LoggedFleet, _fleet_line
 from router.policy.losses import ExpectedLoss
 from tiers.choice import Demand, choose_replica
@@ -25,6 +31,7 @@ from tiers.snapshot import FleetSnapshot, Gauges
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 from tiers.speed import (
     ALWAYS_MS,
+    IDLE,
     MAX_BESIDE,
     PREFILL_MEMORY_MS,
     ReplicaLoad,
@@ -340,12 +347,17 @@ def lines(snapshot: FleetSnapshot) -> list[dict[str, Any]]:
     ]
 
 
-def shown(decision: Decision) -> dict[str, Any]:
-    """Return a decision without its candidates: a logged replica's load is not spread over its parts."""
-    estimates = tuple(
-        structs.replace(each, candidate=None) for each in decision.comparison.estimates
+def shown_estimate(estimate: TierEstimate) -> TierEstimate:
+    """Return an estimate without its replica's load: a logged one is not spread over its parts."""
+    candidate = structs.replace(
+        estimate.candidate, replica=None, load=IDLE, snapshot_at=None
     )
-    chosen = decision.chosen and structs.replace(decision.chosen, candidate=None)
+    return structs.replace(estimate, candidate=candidate)
+
+
+def shown(decision: Decision) -> dict[str, Any]:
+    estimates = tuple(map(shown_estimate, decision.comparison.estimates))
+    chosen = decision.chosen and shown_estimate(decision.chosen)
     return structs.asdict(decision) | {
         "comparison": structs.replace(
             decision.comparison, estimates=estimates, chosen=chosen

@@ -45,7 +45,7 @@ def preferred(replicas: Sequence[Replica], conversation_tokens: int = 0) -> int:
     tier = TierSnapshot(
         TierSpec(TierName.FAST, 9999, max_num_seqs=16, max_in_flight=32),
         tuple(states),
-        output_tokens=outputs,
+        outstanding_tokens=outputs,
         preparing=None,
         cached=cached,
         home=home,

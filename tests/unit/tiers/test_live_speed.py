@@ -10,6 +10,7 @@ from statistics import median
 
 import httpx
 import pytest
+from msgspec.structs import astuple
 
 from tests.fakes.engine import Behaviour
 from tests.unit.measuring_router import measuring_router
@@ -80,8 +81,8 @@ def furthest_off(model: SpeedModel) -> float:
             for neighbours in (0.0, 1.0):
                 load = ReplicaLoad(sequences, 0, output_tokens=0, neighbours=neighbours)
                 pairs = zip(
-                    model.times(prompt, load, SEQS, 1.0),
-                    TRUE.times(prompt, load, SEQS, 1.0),
+                    astuple(model.times(prompt, load, SEQS, 1.0)),
+                    astuple(TRUE.times(prompt, load, SEQS, 1.0)),
                     strict=True,
                 )
                 worst = max(worst, *(max(a / b, b / a) for a, b in pairs))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from msgspec.structs import astuple
 
 from tiers.speed import (
     HALF_LIFE_S,
@@ -16,6 +17,7 @@ from tiers.speed import (
     MAX_PREFILL,
     MEMORY,
     STEADY,
+    PredictedTimes,
     ReplicaLoad,
     SpeedModel,
     Trend,
@@ -42,29 +44,31 @@ def test_a_step_grows_faster_beyond_the_knee(sequences: int, step: float) -> Non
 
 def test_an_idle_replica_takes_its_base_times() -> None:
     """TTFT: base and own prompt. TPOT: a step of one sequence, or of as many as the request has."""
-    assert MODEL.times(100, IDLE, SEQS, 1.0) == (40 + 50, 12)
-    assert MODEL.times(100, IDLE, SEQS, 1.0, sequences=3) == (90, 16)
+    assert MODEL.times(100, IDLE, SEQS, 1.0) == PredictedTimes(40 + 50, 12)
+    assert MODEL.times(100, IDLE, SEQS, 1.0, sequences=3) == PredictedTimes(90, 16)
 
 
 def test_a_new_prompt_waits_for_prompts_and_steps_before_it() -> None:
     """Waiting prompts are computed first, and steps of the running batch are in between."""
     times = MODEL.times(100, ReplicaLoad(sequences=3, prompt_tokens=200), SEQS, 1.0)
-    assert times == (40 + 0.5 * 300 + 1.5 * MODEL.step_ms(3), MODEL.step_ms(4))
+    assert times == PredictedTimes(
+        40 + 0.5 * 300 + 1.5 * MODEL.step_ms(3), MODEL.step_ms(4)
+    )
 
 
 def test_beyond_the_largest_batch_a_request_waits_for_others_to_end() -> None:
     """With all sequences taken, it waits for the next end; its own steps are those of the full batch."""
     load = ReplicaLoad(sequences=SEQS, output_tokens=800)
-    ttft, tpot = MODEL.times(0, load, SEQS, 0.5)
+    times = MODEL.times(0, load, SEQS, 0.5)
     left = 0.5 * 800 / SEQS
-    assert ttft == pytest.approx(
+    assert times.ttft_ms == pytest.approx(
         40 + 1.5 * MODEL.step_ms(SEQS) + MODEL.step_ms(SEQS) * 2 * left / (SEQS + 1)
     )
-    assert tpot == MODEL.step_ms(SEQS)
+    assert times.tpot_ms == MODEL.step_ms(SEQS)
     further = MODEL.times(
         0, structs.replace(load, sequences=SEQS + 3), SEQS, 0.5
     ).ttft_ms
-    assert further > ttft
+    assert further > times.ttft_ms
 
 
 def test_neighbours_slow_both_times_in_proportion() -> None:
@@ -73,7 +77,7 @@ def test_neighbours_slow_both_times_in_proportion() -> None:
         slowed.times(100, ReplicaLoad(neighbours=share), SEQS, 1.0)
         for share in (0.0, 1.0)
     )
-    assert beside == tuple(pytest.approx(1.5 * each) for each in alone)
+    assert astuple(beside) == pytest.approx([1.5 * ms for ms in astuple(alone)])
 
 
 def test_neighbours_count_for_as_long_as_they_compute() -> None:
