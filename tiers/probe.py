@@ -803,10 +803,7 @@ class EngineProbe:
         ):
             body = {**body, "priority": self.priority}
         limit_s = ANSWER_S if timeout_s is None else timeout_s
-        if body is None:
-            request = self._get(path)
-        else:
-            request = self._post(path, body, timeout_s)
+        request = self._request(path, body, timeout_s)
         async with self._errors(path, limit_s):
             try:
                 response, content = await self._whole_answer(path, request)
@@ -818,21 +815,27 @@ class EngineProbe:
             raise self._refusal(path, response.status_code, content)
         return content, response.headers
 
-    def _get(self, path: str) -> httpx.Request:
-        """Return a GET request, which is made once."""
-        request = self._gets.get(path)
-        if request is None:
-            request = self.client.build_request(
-                "GET", f"{self.url}{path}", headers=self._headers()
-            )
-            self._gets[path] = request
-        return request
+    def _request(
+        self, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+    ) -> httpx.Request:
+        """Return the POST request with a body, or a path's GET request, which is made once."""
+        if body is None:
+            request = self._gets.get(path)
+            if request is None:
+                request = self._make_request("GET", path)
+                self._gets[path] = request
+            return request
+        return self._make_request("POST", path, body, timeout_s)
 
-    def _post(
-        self, path: str, body: Mapping[str, Any], timeout_s: float | None
+    def _make_request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> httpx.Request:
         return self.client.build_request(
-            "POST",
+            method,
             f"{self.url}{path}",
             json=body,
             headers=self._headers(),
