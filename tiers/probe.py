@@ -802,7 +802,9 @@ class EngineProbe:
             and path in {CHAT, COMPLETIONS}
         ):
             body = {**body, "priority": self.priority}
-        limit_s = ANSWER_S if timeout_s is None else timeout_s
+        limit_s = ANSWER_S
+        if timeout_s is not None:
+            limit_s = timeout_s
         request = self._request(path, body, timeout_s)
         async with self._errors(path, limit_s):
             try:
@@ -834,12 +836,15 @@ class EngineProbe:
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> httpx.Request:
+        timeout: httpx.Timeout | float = self.client.timeout
+        if timeout_s is not None:
+            timeout = timeout_s
         return self.client.build_request(
             method,
             f"{self.url}{path}",
             json=body,
             headers=self._headers(),
-            timeout=self.client.timeout if timeout_s is None else timeout_s,
+            timeout=timeout,
         )
 
     async def _whole_answer(
