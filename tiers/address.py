@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -36,6 +37,8 @@ def wrong_with(url: str) -> str | None:
     return None
 
 
+# The roster compares the addresses of all engines every second.
+@lru_cache(1024)
 def normalised(url: str) -> str:
     """Return a text that is equal for equal addresses, also where a host has several or the port is not written."""
     parts = urlsplit(url)

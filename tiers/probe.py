@@ -11,7 +11,7 @@ import re
 import time
 from collections import defaultdict
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from operator import add, sub
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
@@ -28,26 +28,32 @@ if TYPE_CHECKING:
     from tiers.spec import Adapter
 
 # The names of vLLM 0.32. Older releases say gpu_cache_usage_perc for kv_cache_usage_perc.
-_GAUGE = re.compile(
-    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc)(?:\{[^}]*\})? (\S+)$",
-    re.MULTILINE,
+_GAUGES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "gpu_cache_usage_perc",
 )
 # Each counter is summed over its label sets. Those of the prefix cache count tokens.
-_COUNTER = re.compile(
-    r"^vllm:(prompt_tokens_total|generation_tokens_total|time_to_first_token_seconds_sum|time_to_first_token_seconds_count"
-    r"|prefix_cache_hits_total|prefix_cache_queries_total|spec_decode_num_draft_tokens_total"
-    r"|spec_decode_num_accepted_tokens_total)(?:\{[^}]*\})? (\S+)$",
+_COUNTERS = (
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "time_to_first_token_seconds_sum",
+    "time_to_first_token_seconds_count",
+    "prefix_cache_hits_total",
+    "prefix_cache_queries_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+)
+_CACHE_CONFIG = "cache_config_info"
+# A page has hundreds of lines. A line break in the pattern finds those of vLLM ten times as fast as ^ does.
+_METRIC = re.compile(
+    rf"\nvllm:({'|'.join((*_GAUGES, *_COUNTERS, _CACHE_CONFIG))})(?:\{{(.*)\}})? (\S+)$",
     re.MULTILINE,
 )
-_KV_TOKENS = re.compile(
-    r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\d+)"', re.MULTILINE
-)
-_KV_BLOCK = re.compile(
-    r'^vllm:cache_config_info\{(?:[^}]*,)?block_size="(\d+)"', re.MULTILINE
-)
-_CACHE_DTYPE = re.compile(
-    r'^vllm:cache_config_info\{(?:[^}]*,)?cache_dtype="([^"]+)"', re.MULTILINE
-)
+_KV_TOKENS = re.compile(r'kv_cache_size_tokens="(\d+)"')
+_KV_BLOCK = re.compile(r'(?:^|,)block_size="(\d+)"', re.MULTILINE)
+_CACHE_DTYPE = re.compile(r'(?:^|,)cache_dtype="([^"]+)"', re.MULTILINE)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 # bounds a complete answer that is no generation: the client's own timeouts start over with every byte
@@ -103,8 +109,15 @@ class Generation:
     fingerprint: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
+class _Metric(NamedTuple):
+    """A line of a page of metrics; ``name`` is without vLLM's prefix."""
+
+    name: str
+    labels: str
+    value: str
+
+
+class Counters(NamedTuple):
     """What an engine has counted since its start; 0: not counted.
 
     Attributes:
@@ -125,11 +138,11 @@ class Counters:
 
     def since(self, earlier: Counters) -> Counters:
         """Return what was counted since an earlier reading."""
-        return Counters(*map(sub, astuple(self), astuple(earlier)))
+        return Counters(*map(sub, self, earlier))
 
     def plus(self, other: Counters) -> Counters:
         """Return the sum of both."""
-        return Counters(*map(add, astuple(self), astuple(other)))
+        return Counters(*map(add, self, other))
 
 
 class _ParsedAnswer(BaseModel):
@@ -321,6 +334,10 @@ class EngineProbe:
     url: str
     api_key: str
     priority: int | None = None
+    # GET requests by path: making one takes longer than sending it.
+    _gets: dict[str, httpx.Request] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     async def alive(self) -> bool:
         """Tell whether ``/health`` answers 200. An engine that is alive need not be warm."""
@@ -329,7 +346,7 @@ class EngineProbe:
     async def ailment(self) -> str | None:
         """Return why ``/health`` does not answer 200; None: it does."""
         try:
-            await self._content("GET", "/health")
+            await self._content("/health")
         except ProbeError as error:
             return str(error)
         return None
@@ -341,21 +358,26 @@ class EngineProbe:
             ProbeError: The engine does not answer, or the metrics are missing or not numbers.
         """
         path = "/metrics"
-        page = (await self._content("GET", path)).decode(errors="replace")
-        gauges = {name: self._number(name, text) for name, text in _GAUGE.findall(page)}
+        metrics = _parse_metrics(await self._content(path))
+        gauges = {
+            metric.name: self._number(metric)
+            for metric in metrics
+            if metric.name in _GAUGES
+        }
         usage = gauges.get("kv_cache_usage_perc", gauges.get("gpu_cache_usage_perc"))
         if usage is None or "num_requests_running" not in gauges:
             raise ProbeError(f"{self.url}{path} has no vLLM gauges")
-        counters = self._sum_counters(page)
+        counters = self._sum_counters(metrics)
+        cache_config = _cache_config(metrics)
         return (
             Gauges(
                 running=int(gauges["num_requests_running"]),
                 waiting=int(gauges.get("num_requests_waiting", 0)),
                 kv_cache_usage=usage,
-                kv_cache_tokens=_first_int(_KV_TOKENS, page),
+                kv_cache_tokens=_first_int(_KV_TOKENS, cache_config),
                 drafted=int(counters["spec_decode_num_draft_tokens_total"]),
                 accepted=int(counters["spec_decode_num_accepted_tokens_total"]),
-                kv_block_tokens=_first_int(_KV_BLOCK, page) or None,
+                kv_block_tokens=_first_int(_KV_BLOCK, cache_config) or None,
                 cache_queries=int(counters["prefix_cache_queries_total"]),
                 cache_hits=int(counters["prefix_cache_hits_total"]),
             ),
@@ -369,11 +391,12 @@ class EngineProbe:
             ),
         )
 
-    def _sum_counters(self, page: str) -> Mapping[str, float]:
-        """Return each counter of a page of metrics, summed over its label sets; 0 where the page has none."""
+    def _sum_counters(self, metrics: Sequence[_Metric]) -> Mapping[str, float]:
+        """Return each counter, summed over its label sets; 0 where there is none."""
         counters: defaultdict[str, float] = defaultdict(float)
-        for name, text in _COUNTER.findall(page):
-            counters[name] += self._number(name, text)
+        for metric in metrics:
+            if metric.name in _COUNTERS:
+                counters[metric.name] += self._number(metric)
         return counters
 
     async def model(self) -> ServedModel:
@@ -383,7 +406,7 @@ class EngineProbe:
             ProbeError: The engine does not answer, or lists no model.
         """
         path = "/v1/models"
-        content, headers = await self._content_and_headers("GET", path)
+        content, headers = await self._content_and_headers(path)
         listed = self._checked(_ModelList, path, self._parsed(path, content))
         card = self._checked(_Card, path, listed.data[0])
         more_cards = [
@@ -405,7 +428,7 @@ class EngineProbe:
             ProbeError: The server does not answer, or lists no model with a context.
         """
         path = "/v1/models"
-        listed = self._checked(_ModelList, path, await self._json("GET", path, None))
+        listed = self._checked(_ModelList, path, await self._json(path))
         models = []
         for entry in listed.data:
             if self._checked(_AdapterCard, path, entry).parent is None:
@@ -416,7 +439,7 @@ class EngineProbe:
     async def version(self) -> str | None:
         """Return vLLM's release; None: the server does not tell it."""
         try:
-            answer = await self._json("GET", "/version", None)
+            answer = await self._json("/version")
             return self._checked(_Version, "/version", answer).version
         except ProbeError:
             return None
@@ -424,10 +447,10 @@ class EngineProbe:
     async def kv_cache_dtype(self) -> str | None:
         """Return the type of the KV cache as vLLM names it, such as ``auto``; None: the server does not tell it."""
         try:
-            page = (await self._content("GET", "/metrics")).decode(errors="replace")
+            metrics = _parse_metrics(await self._content("/metrics"))
         except ProbeError:
             return None
-        match = _CACHE_DTYPE.search(page)
+        match = _CACHE_DTYPE.search(_cache_config(metrics))
         return match[1] if match else None
 
     async def load_adapter(self, adapter: Adapter) -> None:
@@ -438,7 +461,6 @@ class EngineProbe:
         """
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
         await self._content(
-            "POST",
             "/v1/load_lora_adapter",
             body,
             timeout_s=LOAD_S,
@@ -452,7 +474,6 @@ class EngineProbe:
             ProbeError: It does not answer, or refuses.
         """
         await self._content(
-            "POST",
             "/v1/unload_lora_adapter",
             {"lora_name": name},
             timeout_s=LOAD_S,
@@ -500,7 +521,7 @@ class EngineProbe:
         """
         path = "/detokenize"
         body = {"model": model, "tokens": list(token_ids)}
-        answer = await self._json("POST", path, body)
+        answer = await self._json(path, body)
         return self._checked(_Detokenized, path, answer).prompt
 
     async def token_scores(
@@ -513,7 +534,7 @@ class EngineProbe:
             ProbeError: The engine does not answer within ``timeout_s``.
         """
         answer = await self._json(
-            "POST", COMPLETIONS, _scoring_body(model, token_ids), timeout_s=timeout_s
+            COMPLETIONS, _scoring_body(model, token_ids), timeout_s=timeout_s
         )
         scores = self._only_choice(_RankedPrompt, answer).prompt_logprobs[1:]
         try:
@@ -533,7 +554,7 @@ class EngineProbe:
             ProbeError: The engine does not answer within ``timeout_s``.
         """
         request = {**body, "logprobs": 0}
-        answer = await self._json("POST", COMPLETIONS, request, timeout_s=timeout_s)
+        answer = await self._json(COMPLETIONS, request, timeout_s=timeout_s)
         choices = self._checked(_Choices, COMPLETIONS, answer).choices
         samples = [self._scored(_Sample, choice) for choice in choices]
         return tuple(
@@ -552,7 +573,7 @@ class EngineProbe:
             RefusedError: The engine does not take such a request.
             ProbeError: The engine does not answer within ``timeout_s``, or not with a message.
         """
-        answer = await self._json("POST", CHAT, body, timeout_s=timeout_s)
+        answer = await self._json(CHAT, body, timeout_s=timeout_s)
         choices = self._checked(_Choices, CHAT, answer).choices
         message = choices[0].get("message") if choices else None
         if not isinstance(message, dict):
@@ -569,7 +590,7 @@ class EngineProbe:
             BusyError: It has no room for the request now.
             ProbeError: The engine does not answer within ``timeout_s``, or not with an object.
         """
-        answer = await self._json("POST", path, body, timeout_s=timeout_s)
+        answer = await self._json(path, body, timeout_s=timeout_s)
         self._checked(_ParsedAnswer, path, answer)
         assert isinstance(answer, dict)
         return answer
@@ -583,7 +604,7 @@ class EngineProbe:
             ProbeError: The engine does not answer within ``timeout_s``, or without log-probabilities.
         """
         answer = await self._json(
-            "POST", COMPLETIONS, _scoring_body(model, token_ids), timeout_s=timeout_s
+            COMPLETIONS, _scoring_body(model, token_ids), timeout_s=timeout_s
         )
         choice = self._only_choice(_ScoredPrompt, answer)
         # the first token follows nothing, and has no score
@@ -613,7 +634,7 @@ class EngineProbe:
             "return_token_ids": True,
             "logprobs": 0,
         }
-        answer = await self._json("POST", COMPLETIONS, body, timeout_s=timeout_s)
+        answer = await self._json(COMPLETIONS, body, timeout_s=timeout_s)
         choice = self._only_choice(_ScoredCompletion, answer)
         if len(choice.token_ids) != len(choice.logprobs.token_logprobs):
             raise ProbeError(
@@ -663,7 +684,7 @@ class EngineProbe:
             "thinking_token_budget": 1,
         }
         try:
-            await self._json("POST", CHAT, body, timeout_s=timeout_s)
+            await self._json(CHAT, body, timeout_s=timeout_s)
         except ProbeError:
             return False
         return True
@@ -731,23 +752,19 @@ class EngineProbe:
 
     async def _tokenized(self, body: Mapping[str, Any]) -> list[int]:
         path = "/tokenize"
-        answer = await self._json("POST", path, body)
+        answer = await self._json(path, body)
         return list(self._checked(_TokenIds, path, answer).tokens)
 
     async def _json(
         self,
-        method: str,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> object:
-        return self._parsed(
-            path, await self._content(method, path, body, timeout_s=timeout_s)
-        )
+        return self._parsed(path, await self._content(path, body, timeout_s=timeout_s))
 
     async def _content(
         self,
-        method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
@@ -756,13 +773,12 @@ class EngineProbe:
     ) -> bytes:
         """Return the body of an answer of status 200; the parameters are those of ``_content_and_headers``."""
         content, _ = await self._content_and_headers(
-            method, path, body, timeout_s, may_repeat=may_repeat
+            path, body, timeout_s, may_repeat=may_repeat
         )
         return content
 
     async def _content_and_headers(
         self,
-        method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
@@ -772,10 +788,9 @@ class EngineProbe:
         """Return the body of an answer of status 200, and its headers.
 
         Args:
-            method: HTTP method.
             path: Path and query.
-            body: What is sent, as JSON.
-            timeout_s: Longest time; None: the client's for each step, and ``ANSWER_S`` in all.
+            body: What is sent, as JSON, in a POST request; None: a GET request is sent.
+            timeout_s: Longest time of a POST request; None: the client's for each step, and ``ANSWER_S`` in all.
             may_repeat: Send the request once more if the server closes its connection before it has answered.
 
         Raises:
@@ -787,18 +802,10 @@ class EngineProbe:
             and path in {CHAT, COMPLETIONS}
         ):
             body = {**body, "priority": self.priority}
-        timeout: httpx.Timeout | float = self.client.timeout
         limit_s = ANSWER_S
         if timeout_s is not None:
-            timeout = timeout_s
             limit_s = timeout_s
-        request = self.client.build_request(
-            method,
-            f"{self.url}{path}",
-            json=body,
-            headers=self._headers(),
-            timeout=timeout,
-        )
+        request = self._request(path, body, timeout_s)
         async with self._errors(path, limit_s):
             try:
                 response, content = await self._whole_answer(path, request)
@@ -809,6 +816,36 @@ class EngineProbe:
         if response.status_code != httpx.codes.OK:
             raise self._refusal(path, response.status_code, content)
         return content, response.headers
+
+    def _request(
+        self, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+    ) -> httpx.Request:
+        """Return the POST request with a body, or a path's GET request, which is made once."""
+        if body is None:
+            request = self._gets.get(path)
+            if request is None:
+                request = self._make_request("GET", path)
+                self._gets[path] = request
+            return request
+        return self._make_request("POST", path, body, timeout_s)
+
+    def _make_request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> httpx.Request:
+        timeout: httpx.Timeout | float = self.client.timeout
+        if timeout_s is not None:
+            timeout = timeout_s
+        return self.client.build_request(
+            method,
+            f"{self.url}{path}",
+            json=body,
+            headers=self._headers(),
+            timeout=timeout,
+        )
 
     async def _whole_answer(
         self, path: str, request: httpx.Request
@@ -882,14 +919,14 @@ class EngineProbe:
                 f"{self.url}{path} does not answer as vLLM does: {field}: {first_fault['msg']}"
             ) from None
 
-    def _number(self, name: str, text: str) -> float:
+    def _number(self, metric: _Metric) -> float:
         try:
-            value = float(text)
+            value = float(metric.value)
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and value >= 0):
             raise ProbeError(
-                f"{self.url}/metrics: vllm:{name} is {text[:50]}, which is no number from 0 up"
+                f"{self.url}/metrics: vllm:{metric.name} is {metric.value[:50]}, which is no number from 0 up"
             )
         return value
 
@@ -910,9 +947,22 @@ def _scoring_body(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _first_int(pattern: re.Pattern[str], page: str) -> int | None:
-    """Return the number that a pattern finds first on a page of metrics; None: it finds none."""
-    match = pattern.search(page)
+def _parse_metrics(page: bytes) -> list[_Metric]:
+    """Return what is read of a page of metrics, in the page's order."""
+    lines = "\n" + page.decode(errors="replace")
+    return [_Metric(*match) for match in _METRIC.findall(lines)]
+
+
+def _cache_config(metrics: Sequence[_Metric]) -> str:
+    """Return the labels that hold the configuration of an engine's KV cache, one line for each of its metrics."""
+    return "\n".join(
+        metric.labels for metric in metrics if metric.name == _CACHE_CONFIG
+    )
+
+
+def _first_int(pattern: re.Pattern[str], cache_config: str) -> int | None:
+    """Return the number that a pattern finds first; None: it finds none."""
+    match = pattern.search(cache_config)
     if match is None:
         return None
     return int(match[1])

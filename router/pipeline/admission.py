@@ -94,7 +94,8 @@ class Admission:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(DISPATCH_EVERY_S)
-            self._dispatch()
+            if self._queue.count:
+                self._dispatch()
 
     async def enter(self, decision: Decision, key_id: str, priority: int) -> Grant:
         """Return a slot, at once or after a wait; give it back by ``leave``. ``priority`` is in vLLM's numbers, lower first.

@@ -18,9 +18,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-import httpx
-
 from tiers.background import lasting
+from tiers.engine_client import EngineClient
 from tiers.errors import PortInUseError, UnknownReplicaError
 from tiers.lifecycle.discovery import Discovery
 from tiers.lifecycle.elsewhere_engine import ElsewhereEngine
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
     from pathlib import Path
     from typing import Any
+
+    import httpx
 
     from tiers.fleet import Fleet
     from tiers.lifecycle.options import SupervisorOptions
@@ -79,9 +80,7 @@ class Supervisor:
     ) -> None:
         self.fleet = fleet
         self._options = options
-        self._client = httpx.AsyncClient(
-            timeout=PROBE_TIMEOUT_S, trust_env=False, transport=transport
-        )
+        self._client = EngineClient(PROBE_TIMEOUT_S, transport)
         self._engines: dict[str, Engine] = {}
         # by tier, so that no id is used twice
         self._replicas_made: Counter[str] = Counter()

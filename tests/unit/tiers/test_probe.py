@@ -245,6 +245,18 @@ async def test_counters_are_summed_over_their_labels() -> None:
     assert counters == Counters(prompt_tokens=300, cache_hits=15)
 
 
+async def test_labels_may_hold_braces() -> None:
+    """Prometheus escapes line breaks and quotes in labels, and no braces."""
+    page = GAUGES.format(0, 0) + (
+        'vllm:cache_config_info{block_size="16",extra="{}",kv_cache_size_tokens="512"} 1.0\n'
+        'vllm:prompt_tokens_total{model_name="{m}"} 7\n'
+    )
+    gauges, counters = await readings(page)
+    assert gauges.kv_block_tokens == 16
+    assert gauges.kv_cache_tokens == 512
+    assert counters.prompt_tokens == 7
+
+
 async def test_drafts_are_counted() -> None:
     """Those proposed, and those accepted; the counters by position in a draft are others."""
     page = (
