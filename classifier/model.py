@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from math import exp, log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import fasttext
+from msgspec import Struct
 
 from classifier.errors import WeightsError
 from classifier.kinds import JUDGED
@@ -68,7 +69,7 @@ MARKS = {
 }
 
 
-class Prediction(NamedTuple):
+class Prediction(Struct, frozen=True):
     """What the model finds in a text. All but the last two are probabilities, 0..1.
 
     Attributes:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from msgspec import Struct
@@ -66,7 +66,7 @@ def as_boolean(value: Any) -> bool:
         return False
 
 
-class _WrittenMembers(NamedTuple):
+class _WrittenMembers(Struct, frozen=True):
     """The text of each member of an object, without long data, and what puts that data back."""
 
     texts: Mapping[str, msgspec.Raw]
