@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence  # noqa: TC003  msgspec reads it for the decision log
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -32,7 +32,7 @@ LONGEST_BLOCKS = 4096  # per prompt: 1 MB of text; what follows counts as not ca
 BLOCK_SLACK = BLOCK_TOKENS + 128
 
 
-class Part(NamedTuple):
+class Part(Struct, frozen=True):
     """A part of a prompt, such as a message.
 
     Attributes:

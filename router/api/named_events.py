@@ -132,31 +132,31 @@ def read_messages(document: JsonObject) -> Conversation:
     messages = _objects(document.get("messages"))
     for message in messages:
         _read_message(message, conversation)
-    if messages and _results_in(messages[-1]):
+    if messages and _of_type("tool_result", _objects(messages[-1].get("content"))):
         conversation.tool_use = ToolUse.RESULT
     return conversation
 
 
-def _results_in(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the blocks of a message that are results of tools."""
-    blocks = _objects(message.get("content"))
-    return [block for block in blocks if block.get("type") == "tool_result"]
+def _of_type(kind: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [block for block in blocks if block.get("type") == kind]
 
 
 def _read_message(message: dict[str, Any], conversation: Conversation) -> None:
     """Add a message to a conversation. Results of tools are no turn of the user, though they have the user's role."""
     content = message.get("content")
     text = text_of(content)
-    blocks = _objects(content)
-    results = _results_in(message)
     role = message.get("role")
+    if isinstance(content, str):
+        conversation.add(role, text)
+        return
+    blocks = _objects(content)
+    results = _of_type("tool_result", blocks)
     if results and not text:
         role = "tool"
     for result in results:
         conversation.add_extra("tool", text_of(result.get("content")))
     conversation.add(role, text)
-    calls = [block for block in blocks if block.get("type") == "tool_use"]
-    for tool_call in calls:
+    for tool_call in _of_type("tool_use", blocks):
         conversation.add_extra("assistant", str(tool_call.get("input")))
     counted_blocks = [
         block for block in blocks if str(block.get("type")) not in _NO_OTHER_PARTS

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -143,7 +144,7 @@ def _read_prompt(
     return read_completion(document, counter)
 
 
-class _Routing(NamedTuple):
+class _Routing(Struct, frozen=True):
     """What a request says of who is to serve it."""
 
     fields: OpenAIFields

@@ -352,7 +352,7 @@ _BESIDES_TEXT = {"echo", "logprobs", "return_token_ids"}
 
 def may_ask_token_ids(document: JsonObject) -> bool:
     """Tell whether the ids of a streamed chat's tokens can be asked for, and be taken out of what its caller gets."""
-    return not any(map(document.get, _BESIDES_TEXT))
+    return not document.has_any(_BESIDES_TEXT)
 
 
 def may_be_silent(document: JsonObject) -> bool:
@@ -394,7 +394,7 @@ def continuation_terms_of(
 
 def may_be_resumed(document: JsonObject, *, choices: int = 1) -> bool:
     """Tell whether the streamed answer of a request can be resumed by an engine that knows how to."""
-    return choices == 1 and not any(map(document.get, _NOT_RESUMABLE))
+    return choices == 1 and not document.has_any(_NOT_RESUMABLE)
 
 
 def may_response_be_resumed(document: JsonObject) -> bool:
@@ -417,7 +417,7 @@ def _has_plain_answer(document: JsonObject) -> bool:
     options = document.get("stream_options")
     if isinstance(options, dict) and options.get("continuous_usage_stats"):
         return False
-    return not any(map(document.get, document.values.keys() & _NOT_CONTINUABLE))
+    return not document.has_any(_NOT_CONTINUABLE)
 
 
 def _is_plain_format(response_format: Any) -> bool:

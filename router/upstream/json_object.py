@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, NoReturn
 
 import msgspec
+from msgspec import Struct
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
@@ -66,8 +66,14 @@ def as_boolean(value: Any) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class JsonObject:
+class _WrittenMembers(Struct, frozen=True):
+    """The text of each member of an object, without long data, and what puts that data back."""
+
+    texts: Mapping[str, msgspec.Raw]
+    cut_text: CutText
+
+
+class JsonObject(Struct, frozen=True, dict=True):
     """A JSON object. Of members that share a key the last counts, as in most decoders.
 
     It is decoded at once; its members' texts are searched only when they are needed.
@@ -93,32 +99,34 @@ class JsonObject:
         return JsonObject(body, values)
 
     @cached_property
-    def _cut(self) -> CutText:
-        return cut(self.raw)
-
-    @cached_property
-    def _members(self) -> Mapping[str, Any]:
-        """The values as they are written, without long data.
-
-        They are rendered anew if one holds a lone surrogate, which only Python's decoder takes.
-        """
+    def _written(self) -> _WrittenMembers:
+        """The members as they are written, searched for once."""
+        cut_text = cut(self.raw)
         try:
-            return _MEMBERS.decode(self._cut.text)
+            texts = _MEMBERS.decode(cut_text.text)
         except msgspec.DecodeError:
-            return {
+            # One holds a lone surrogate, which only Python's decoder takes: they are rendered anew.
+            texts = {
                 key: msgspec.Raw(json.dumps(value).encode())
                 for key, value in self.values.items()
             }
+        return _WrittenMembers(texts, cut_text)
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 
+    def has_any(self, keys: set[str]) -> bool:
+        """Tell whether one of some members is there and neither empty, 0 nor false."""
+        return not keys.isdisjoint(self.values) and any(map(self.values.get, keys))
+
     def text_of(self, key: str) -> str:
-        return self._cut.put_back(bytes(self._members.get(key, b""))).decode()
+        written = self._written
+        return written.cut_text.put_back(bytes(written.texts.get(key, b""))).decode()
 
     def edited(self, changes: Mapping[str, Any]) -> bytes:
         """Return the object as JSON with members replaced, added, or, by None, left out; ``bytes`` are JSON already."""
-        members = dict(self._members)
+        written = self._written
+        members: dict[str, Any] = dict(written.texts)
         for key, value in changes.items():
             members.pop(key, None)
             if value is not None:
@@ -131,7 +139,7 @@ class JsonObject:
                 for key, value in members.items()
             ]
             text = b"{%b}" % b",".join(texts)
-        return self._cut.put_back(text)
+        return written.cut_text.put_back(text)
 
 
 def _decoded(body: bytes) -> Any:

@@ -6,7 +6,8 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from msgspec import Struct
 
 # Data is looked for in steps of so many bytes: shorter data may be missed, and is read like any text.
 STEP_BYTES = 1 << 15
@@ -21,7 +22,7 @@ _MARK = secrets.token_hex(16).encode()
 _NUMBERED_MARK = re.compile(_MARK + rb"(\d+);")
 
 
-class CutText(NamedTuple):
+class CutText(Struct, frozen=True):
     """A JSON text without its long data.
 
     Attributes:
