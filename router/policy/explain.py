@@ -190,9 +190,9 @@ def _kind(comparison: TierComparison) -> str:
     prompt_class = features.prompt_class
     complexity = features.complexity or Complexity.MODERATE
     if features.confidence >= SURE_CONFIDENCE or prompt_class is PromptClass.UNKNOWN:
-        class_name = prompt_class.value.replace("_", " ")
-        return f"{class_name}, {complexity.value}"
-    return f"probably {prompt_class.value}, {complexity.value}"
+        class_name = prompt_class.replace("_", " ")
+        return f"{class_name}, {complexity}"
+    return f"probably {prompt_class}, {complexity}"
 
 
 def _chosen_text(comparison: TierComparison, chosen: TierEstimate) -> str:

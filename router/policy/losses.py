@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -108,10 +109,11 @@ class ExpectedLoss:
     @property
     def basis(self) -> str:
         """Return in words what it rests on."""
-        if self.source is LossSource.MEASURED:
+        source = self.source
+        if source is LossSource.MEASURED:
             return f"measured on {self.answers} answers"
         origin = self.said or "published for models of this size"
-        if self.source is LossSource.ESTIMATED:
+        if source is LossSource.ESTIMATED:
             origin = "estimated from what is published for other models"
         if self.answers:
             return f"{origin}; {self.answers} answers here do not tell more yet"
@@ -258,6 +260,7 @@ def mixed(first: ExpectedLoss, second: ExpectedLoss, share: float) -> ExpectedLo
     )
 
 
+@lru_cache(1024)  # every answer says its reason, and few shares differ
 def of_100(share: float) -> str:
     """Return a share of answers for people, as in "2.1 of 100"."""
     answers = share * 100
