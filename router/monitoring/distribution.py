@@ -9,8 +9,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from msgspec import Struct
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
@@ -20,7 +21,7 @@ Values: TypeAlias = "tuple[str, ...]"
 Bucket: TypeAlias = "tuple[str, float] | tuple[str, float, Exemplar]"
 
 
-class NotedTrace(NamedTuple):
+class NotedTrace(Struct, frozen=True):
     """The trace that a number comes from, and when it was noted, in seconds since 1970."""
 
     trace_id: str
