@@ -265,16 +265,13 @@ def made_record(
     # Its constructor would look for a file, a thread and a process.
     record = logging.LogRecord.__new__(logging.LogRecord)
     now = time.time()
-    record.__dict__.update(
-        _RECORD,
-        name=name,
-        levelno=level,
-        levelname=logging.getLevelName(level),
-        msg=text,
-        created=now,
-        msecs=now * 1000 % 1000,
-        **attributes,
-    )
+    record.__dict__ = _RECORD | attributes
+    record.name = name
+    record.levelno = level
+    record.levelname = logging.getLevelName(level)
+    record.msg = text
+    record.created = now
+    record.msecs = now * 1000 % 1000
     return record
 
 

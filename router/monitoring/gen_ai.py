@@ -10,19 +10,16 @@ of their own: they are shown as well, unless the standard variable ``OTEL_SEMCON
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from router.api.paths import COMPLETIONS
+from router.monitoring.distribution import Distribution, Values
 from router.telemetry.record import Hop, Outcome, RequestRecord
 from router.telemetry.request_trace import OVERFLOW_PROVIDER, PROVIDER
 
@@ -93,7 +90,6 @@ UNKNOWN = "unknown"
 OPT_IN = "OTEL_SEMCONV_STABILITY_OPT_IN"
 LATEST_ALONE = "gen_ai_latest_experimental"
 NO_TIER = "none"
-Values: TypeAlias = "tuple[str, ...]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,49 +219,6 @@ INSTRUMENTS = (
 )
 
 
-@dataclass(slots=True)
-class _Series:
-    """Numbers with the same attributes.
-
-    Attributes:
-        counts: How many are in each bucket; the last bucket has no bound.
-        total: Their sum.
-    """
-
-    counts: list[int]
-    total: float = 0.0
-
-
-@dataclass(slots=True)
-class _Distribution:
-    """Numbers by attributes. A histogram of the library takes five times as long, and each request adds to eight."""
-
-    bounds: tuple[float, ...]
-    series: dict[Values, _Series] = field(default_factory=dict)
-
-    def add(self, attribute_values: Values, number: float) -> None:
-        series = self.series.get(attribute_values)
-        if series is None:
-            series = _Series([0] * (len(self.bounds) + 1))
-            self.series[attribute_values] = series
-        series.counts[bisect_left(self.bounds, number)] += 1
-        series.total += number
-
-    def samples(self) -> Iterator[tuple[Values, list[tuple[str, float]], float]]:
-        """Yield attributes, cumulative buckets and the sum of each series."""
-        bounds = [*map(floatToGoString, self.bounds), "+Inf"]
-        for attribute_values, series in self.series.items():
-            cumulative_counts = [float(count) for count in accumulate(series.counts)]
-            buckets = list(zip(bounds, cumulative_counts, strict=True))
-            yield attribute_values, buckets, series.total
-
-    def totals(self) -> dict[Values, float]:
-        return {
-            attribute_values: series.total
-            for attribute_values, series in self.series.items()
-        }
-
-
 class GenAiMetrics(Collector):
     """Durations and tokens of requests, and of their attempts."""
 
@@ -273,15 +226,15 @@ class GenAiMetrics(Collector):
         self._model = model
         opted_in = os.environ.get(OPT_IN, "").split(",")
         self._is_latest_alone = LATEST_ALONE in opted_in
-        self._attempt_durations = _Distribution(DURATION_S)
-        self._first_chunks = _Distribution(DURATION_S)
-        self._input_tokens = _Distribution(TOKENS)
-        self._output_tokens = _Distribution(TOKENS)
+        self._attempt_durations = Distribution(DURATION_S)
+        self._first_chunks = Distribution(DURATION_S)
+        self._input_tokens = Distribution(TOKENS)
+        self._output_tokens = Distribution(TOKENS)
         self._cached_tokens: defaultdict[Values, int] = defaultdict(int)
         self._reasoning_tokens: defaultdict[Values, int] = defaultdict(int)
-        self._request_durations = _Distribution(DURATION_S)
-        self._first_tokens = _Distribution(FIRST_TOKEN_S)
-        self._times_per_token = _Distribution(OUTPUT_TOKEN_S)
+        self._request_durations = Distribution(DURATION_S)
+        self._first_tokens = Distribution(FIRST_TOKEN_S)
+        self._times_per_token = Distribution(OUTPUT_TOKEN_S)
 
     def observe(self, record: RequestRecord) -> None:
         hops = [] if record.journey is None else record.journey.hops
@@ -369,7 +322,7 @@ def _call_of(hop: Hop) -> Values:
     return hop.operation, PROVIDER, hop.model, hop.model, hop.tier
 
 
-def _histogram(instrument: Instrument, distribution: _Distribution) -> Metric:
+def _histogram(instrument: Instrument, distribution: Distribution) -> Metric:
     family = HistogramMetricFamily(
         instrument.family, instrument.text, labels=instrument.labels
     )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -263,6 +264,7 @@ def mixed(first: ExpectedLoss, second: ExpectedLoss, share: float) -> ExpectedLo
     )
 
 
+@lru_cache(1024)  # every answer says its reason, and few shares differ
 def of_100(share: float) -> str:
     """Return a share of answers for people, as in "2.1 of 100"."""
     answers = share * 100

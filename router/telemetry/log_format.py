@@ -11,21 +11,13 @@ from typing import Any, ClassVar
 
 from pydantic_core import to_json
 
-from router.telemetry.record import Outcome, render_summary
+from router.telemetry.record import Outcome, RequestRecord, render_summary
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Times from this many milliseconds on are shown in seconds.
 SHOWN_IN_SECONDS_MS = 10_000.0
 # Times from this many milliseconds on are shown without a decimal.
 SHOWN_WHOLE_MS = 100
-
-
-def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return a line's own fields; a request's record is rendered here, in the thread that writes."""
-    fields = getattr(record, "fields", {})
-    if isinstance(fields, dict):
-        return fields
-    return {"event": "request", **render_summary(fields)}
 
 
 class JsonFormatter(logging.Formatter):
@@ -42,11 +34,15 @@ class JsonFormatter(logging.Formatter):
         ids = getattr(record, "ids", None)
         if ids:
             line["request_id"], line["trace_id"] = ids
-        fields = _fields_of(record)
-        line |= fields
-        if fields.get("event") == "request":
-            line["arrived_at"] = fields["at"]
+        fields = getattr(record, "fields", {})
+        if isinstance(fields, RequestRecord):
+            # It is rendered here, in the thread that writes.
+            line["event"] = "request"
+            line |= render_summary(fields)
+            line["arrived_at"] = line["at"]
             line["at"] = logged_at
+        else:
+            line |= fields
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return _encode(line)
@@ -69,9 +65,10 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = _fields_of(record)
+        fields = getattr(record, "fields", {})
         message = str(record.msg)
-        if fields.get("event") == "request":
+        if isinstance(fields, RequestRecord):
+            fields = render_summary(fields)
             message = request_line(fields)
         text = escaped(message)
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))

@@ -25,9 +25,10 @@ from contextvars import ContextVar
 from logging.handlers import QueueHandler
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 from urllib.parse import quote
 
+from msgspec import Struct
 from starlette.types import Scope
 
 from router.line_file import (
@@ -59,7 +60,7 @@ SHOWN_BY_THE_COMMAND = "qarr.tiers.lifecycle"
 log = logging.getLogger("qarr.request")
 
 
-class _PresentRequest(NamedTuple):
+class _PresentRequest(Struct, frozen=True):
     """The ids of the request that a task serves, and when it arrived, in seconds by the monotonic clock."""
 
     request_id: str

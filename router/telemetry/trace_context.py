@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from random import Random
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from msgspec import Struct
 from starlette.types import Scope
 
 Headers: TypeAlias = "tuple[tuple[bytes, bytes], ...]"
@@ -32,7 +33,7 @@ def trace_id_of(traceparent: str) -> str | None:
     return None if match is None else match[1]
 
 
-class CallersTrace(NamedTuple):
+class CallersTrace(Struct, frozen=True):
     """The trace that a request belongs to.
 
     Attributes:

@@ -61,6 +61,8 @@ ANSWERED = "qarr.answered"
 MAX_REQUEST_ID_BYTES = 128
 # The headers that a request without spans passes on to engines, traceparent first; None: it has spans.
 _PASSED_HEADERS: ContextVar[Headers | None] = ContextVar("qarr_passed", default=None)
+# The context of a request whose caller sends no trace.
+_NO_PARENT = Context()
 # The id of the next root span, for which the sampler was asked beforehand; None: it has not been chosen.
 _CHOSEN_TRACE_ID: ContextVar[int | None] = ContextVar("qarr_trace_id", default=None)
 
@@ -270,7 +272,7 @@ def _is_sampled(
     provider: TracerProvider, callers_trace: CallersTrace, span_name: str
 ) -> bool:
     """Ask the sampler whether a request is to have a server span."""
-    parent_context = Context()
+    parent_context = _NO_PARENT
     if callers_trace.parent is not None:
         carrier = {
             name.decode(): value.decode("latin-1")

@@ -112,7 +112,9 @@ def record(**fields: Any) -> RequestRecord:
     }
     for group in ("served", "tokens", "times"):
         own = {
-            name: fields.pop(name) for name in values[group]._fields if name in fields
+            name: fields.pop(name)
+            for name in values[group].__struct_fields__
+            if name in fields
         }
-        values[group] = values[group]._replace(**own)
+        values[group] = replace(values[group], **own)
     return RequestRecord(**{**values, **fields})
