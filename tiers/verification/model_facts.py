@@ -10,6 +10,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiers.errors import ProbeError, RefusedError
+from tiers.together import first_error, run_all
 from tiers.verification.findings import EngineIdentity, FrozenFinding
 
 if TYPE_CHECKING:
@@ -281,21 +282,23 @@ async def observe_facts(
         )
     plan = WRITING_PLANS[extent]
     # The engine computes them in one batch.
-    ends, drawn, call, thinks = await asyncio.gather(
-        observer.find_ends(),
-        observer.draw(plan.requests),
-        observer.parse_call(plan),
-        observer.thinks(),
-    )
+    try:
+        async with asyncio.TaskGroup() as group:
+            ends = group.create_task(observer.find_ends())
+            drawn = group.create_task(observer.draw(plan.requests))
+            call = group.create_task(observer.parse_call(plan))
+            thinks = group.create_task(observer.thinks())
+    except ExceptionGroup as errors:
+        raise first_error(errors) from errors
     return ModelFacts(
         identity=engine.identity,
         texts=tuple(texts),
         chats=chats,
-        ends=ends,
-        drawn=drawn,
-        call=call,
+        ends=ends.result(),
+        drawn=drawn.result(),
+        call=call.result(),
         is_call_written=observer.is_call_written,
-        thinks=thinks,
+        thinks=thinks.result(),
         not_told=tuple(observer.not_told),
     )
 
@@ -369,8 +372,9 @@ class _Observer:
 
     async def draw(self, requests: int) -> tuple[DrawnTexts, ...]:
         """Draw continuations of all openings, with so many requests for each."""
-        drawn = [self._draw_after(opening, requests) for opening in OPENINGS]
-        return tuple(await asyncio.gather(*drawn))
+        return await run_all(
+            self._draw_after(opening, requests) for opening in OPENINGS
+        )
 
     async def _draw_after(self, opening: str, requests: int) -> DrawnTexts:
         """Draw continuations without naming any sampling parameter, then neutral ones.

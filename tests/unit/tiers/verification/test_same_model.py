@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import httpx
@@ -9,6 +11,8 @@ import pytest
 
 from tests.fakes.engine import serving
 from tests.unit.tiers.verification.small_model import SmallModel
+from tests.waiting import within
+from tiers.errors import ProbeError
 from tiers.verification.engine import ComparedEngine
 from tiers.verification.findings import Verdict
 from tiers.verification.model_facts import ModelFacts, observe_facts
@@ -198,3 +202,44 @@ async def test_faults_come_first() -> None:
 async def test_facts_can_be_saved() -> None:
     facts = await facts_of(SmallModel())
     assert ModelFacts.model_validate_json(facts.model_dump_json()) == facts
+
+
+@dataclass(slots=True)
+class DyingEngine(httpx.AsyncBaseTransport):
+    """An engine that answers nonsense to completions, once it has a chat that it never answers.
+
+    Attributes:
+        open_chats: Number of chats that somebody still waits for.
+    """
+
+    open_chats: int = 0
+    _has_chat: asyncio.Event = field(default_factory=asyncio.Event)
+    _sound: httpx.ASGITransport = field(
+        default_factory=lambda: httpx.ASGITransport(SmallModel().app)
+    )
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/completions":
+            await within(self._has_chat.wait(), "a chat")
+            return httpx.Response(200, text="nonsense")
+        if request.url.path == "/v1/chat/completions":
+            await self._wait_for_ever()
+        return await self._sound.handle_async_request(request)
+
+    async def _wait_for_ever(self) -> None:
+        self.open_chats += 1
+        self._has_chat.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.open_chats -= 1
+
+
+async def test_nothing_is_asked_any_more_once_an_engine_has_failed() -> None:
+    """A request that outlives its client may leave a connection that nobody closes."""
+    engine = DyingEngine()
+    async with httpx.AsyncClient(transport=engine) as client:
+        compared_engine = await ComparedEngine.connect(client, "http://engine", "")
+        with pytest.raises(ProbeError):
+            await within(observe_facts(compared_engine), "the engine to fail")
+    assert engine.open_chats == 0
