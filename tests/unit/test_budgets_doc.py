@@ -13,6 +13,7 @@ import pytest
 
 from router.auth.api_keys import read_key_file
 from router.section import PROJECT
+from tests.ports import reserved_ports
 from tests.unit.router_stack import router_stack
 from tests.waiting import until, within
 
@@ -49,6 +50,10 @@ async def test_the_commands_do_what_they_say(
     """The commands make keys and a team, and show in every form what a request of one key used."""
     file = tmp_path / "keys.json"
     monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(file))
+    # where a router of this machine serves without keys, at its socket or port, the first key is made after a question
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (port,) = reserved_ports()
+    monkeypatch.setenv("QARR_SERVER__PORT", str(port))
     commands_that_add, commands_that_show = BLOCKS
     printed = await run(commands_that_add)
     keys = re.findall(r"^qarr-\S+$", printed, re.MULTILINE)

@@ -16,6 +16,7 @@ from router.section import PROJECT
 from router.settings import load_settings
 from router.upstream.overflow import _LEFT_OUT
 from router.upstream.settings import OverflowSettings
+from tests.ports import reserved_ports
 
 TEXT = (PROJECT / "docs/scaling.md").read_text("utf-8").partition("\n## Overflow")[2]
 BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
@@ -39,6 +40,10 @@ def test_the_commands_are_taken_as_shown(
 ) -> None:
     """The key that is added allows the overflow; other keys do not, and their records do not mention it."""
     monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(tmp_path / "keys.json"))
+    # where a router of this machine serves without keys, at its socket or port, the first key is made after a question
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (port,) = reserved_ports()
+    monkeypatch.setenv("QARR_SERVER__PORT", str(port))
     making, examining = BLOCKS["bash"].splitlines()
     for command in (making, "qarr keys add plain"):
         result = CliRunner().invoke(make_app(), command.split()[1:])
