@@ -109,9 +109,20 @@ def causes(report: str) -> dict[str, float]:
 
 @contextmanager
 def router(
-    checkout: Path, stub: tuple[int, ...], profile: Path | None
+    checkout: Path,
+    stub: tuple[int, ...],
+    profile: Path | None,
+    *,
+    python: Path | None = None,
 ) -> Iterator[tuple[int, psutil.Process]]:
-    """Run a checkout's router on the first core; yield its port and process."""
+    """Run a checkout's router on the first core; yield its port and process.
+
+    Args:
+        checkout: Its ``.venv`` has the ``qarr`` command.
+        stub: Ports of the engines.
+        profile: Where cProfile writes; None: it does not run.
+        python: Runs the router; None: the checkout's own.
+    """
     command = PROXIES[OURS].command
     assert command is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -119,9 +130,9 @@ def router(
         place = Place(engines, free_port(), "", Path(folder), default_tokenizer())
         (_, *arguments), env = command(place)
         # not from the working directory
-        python = [str(checkout / ".venv/bin/python"), "-P"]
-        python += ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
-        argv = [*python, str(checkout / ".venv/bin/qarr"), *arguments]
+        run = [str(python or checkout / ".venv/bin/python"), "-P"]
+        run += ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
+        argv = [*run, str(checkout / ".venv/bin/qarr"), *arguments]
         core = str(min(os.sched_getaffinity(0)))
         log = Path(folder) / "output.log"
         with process(
