@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+from interpreters import ratio_to_first
 from measure import ROOT
 from proxies import BASE, OURS, OURS_GENERATE, PROXIES
 from side_by_side import BUSY, DIRECT, GATEWAY_LOADS, LOADS
@@ -322,6 +323,24 @@ def turn_costs(to_results: str) -> str:
     return table(head, rows) + "\n" + paragraph(words)
 
 
+def interpreters(to_results: str) -> str:
+    """Return what the router costs on one Python and another."""
+    run = read_json("interpreters.json")
+    loads = run["cpu_us"]
+    names = list(next(iter(loads.values())))
+    rows = [
+        [name, *(f"{ratio_to_first(costs, name):.2f}" for costs in loads.values())]
+        for name in names
+    ]
+    command, source, _ = run["head"]
+    words = (
+        "CPU time an answer, as a ratio to the first line in the same pass. "
+        f"`{command.removeprefix('$ ')}` ([results]({to_results}/interpreters.txt)): {source}."
+    )
+    head = ["Python", *(LOADS[load].title for load in loads)]
+    return table(head, rows) + "\n" + paragraph(words)
+
+
 def gateways(to_results: str) -> str:
     """Return what every proxy adds, and what it reads of a prompt for that."""
     run = SideBySide.read(to_results)
@@ -329,6 +348,8 @@ def gateways(to_results: str) -> str:
     bursts = run.record.get("bursts", {})
     rows = []
     for proxy, version in run.record["versions"].items():
+        if proxy not in PROXIES:
+            continue  # another commit of this project
         of_load = [run.rows(name)[proxy] for name in loads]
         if proxy == DIRECT:
             times = [
@@ -1166,6 +1187,7 @@ FIGURES: dict[str, Callable[[str], str]] = {
     "router-cost": router_cost,
     "router-load": router_load,
     "turn-costs": turn_costs,
+    "interpreters": interpreters,
 }
 
 

@@ -176,7 +176,8 @@ async def test_a_new_engine_that_fails_leaves_the_old_one(
 ) -> None:
     """Recycling with an engine that does not start ends with the reason, and nothing has changed."""
     async with own_engines(tmp_path, monkeypatch) as own:
-        own.next_starts(exit_after_s=0.1)
+        # otherwise it might be ready for a moment, and would be started again
+        own.next_starts(exit_after_s=0.1, alive=False)
         pid = own.first.state.pid
         operation = await finished(own, "recycle", "fast-0")
         assert operation.state == "failed"
