@@ -103,7 +103,8 @@ async def test_a_stream_is_resumed_from_a_router_that_drains(tmp_path: Path) -> 
                 line = await anext(lines)
                 if line.startswith("id: "):
                     last_id = line.removeprefix("id: ")
-        # A second stream keeps the router from ending.
+        # A second stream keeps the router from ending; the first one must not have ended when it begins.
+        routers.behaviours["fast"].delay_s = 1.0
         second = a_stream(routers.url, tier="fast")
         await until(lambda: routers.behaviours["fast"].running == 2)
         process.send_signal(signal.SIGTERM)

@@ -35,8 +35,8 @@ TOOLS = [
     }
 ]
 # the longest silence, and less than half of what the engines below are silent for
-SHORT_S = 0.2
-HELD = {"delay_s": 0.1}
+SHORT_S = 0.4
+HELD = {"delay_s": 0.2}
 FORMATS = {"/v1/messages": MESSAGE_FORMAT, "/v1/responses": RESPONSE_FORMAT}
 TIMES = {"token_timeout_s": SHORT_S, "first_token_timeout_s": SHORT_S}
 
