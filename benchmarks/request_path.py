@@ -49,7 +49,7 @@ SAMPLED = re.compile(r"\s*([\d.]+)%\s+(\S+)\s+\[(.)\]\s+(.+?)\s*")
 ALLOCATION = re.compile(
     r"\w*([Mm]alloc|[Ff]ree|[Rr]ealloc|dealloc)\w*|\w*_(alloc|GC_\w+|New|NewReference)|gc_\w+|unlink_chunk.*"
 )
-# The symbols of Python's own library that are not the interpreter's: regular expressions, and the loops of containers.
+# They are part of Python's own library, as the interpreter is.
 REGULAR_EXPRESSIONS = re.compile(r"sre_\w+|_sre_\w+|pattern_\w+|match_\w+")
 MIN_SHARE = 0.005  # of what is shown by itself
 

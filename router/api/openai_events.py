@@ -63,8 +63,8 @@ class RelayedEvents:
     def encode(self, chunks: Sequence[Chunk]) -> bool:
         """Send what came together, but for events that the caller would not have got from the engine.
 
-        It runs for each token, so the usual event, with text and the ids of its tokens, is made here without further calls.
-        ``_event`` makes the others, the first one among them, and would make the same of this one.
+        A token of plain text comes from the parser as it is to be sent. ``_event`` makes the other events, and the first one
+        of all, which those of another engine are made to look like; it would make the same of a token of plain text.
         """
         events = []
         for chunk in chunks:

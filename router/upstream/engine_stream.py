@@ -443,6 +443,7 @@ class EngineStream(EngineAnswer):
         """Note what chunks hold; return the tokens that they stand for."""
         tokens = 0
         for chunk in chunks:
+            # one token of plain text holds nothing of what is looked for below
             if chunk.without_ids and self._has_output and not self.is_thinking:
                 self._tells_tokens = True
                 self._latest_tokens = 1
