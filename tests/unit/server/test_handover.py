@@ -66,7 +66,7 @@ async def test_a_signal_drains(tmp_path: Path) -> None:
         assert (await client.get(f"{routers.url}/readyz")).status_code == 200
         routers.behaviours["fast"].delay_s = 0.3
         stream = a_stream(routers.url, tier="fast")
-        await until(lambda: routers.behaviours["fast"].running)
+        await until(lambda: routers.behaviours["fast"].callers)
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(10):
             while (
@@ -93,8 +93,16 @@ async def test_a_stream_is_resumed_from_a_router_that_drains(tmp_path: Path) -> 
         httpx.AsyncClient(timeout=60, trust_env=False) as client,
     ):
         process = await routers.start()
-        routers.behaviours["fast"].delay_s = 0.3
-        body = {"prompt": "hi", "tier": "fast", "resumable": True}
+        engine = routers.behaviours["fast"]
+        # Both streams last until the rest is asked for; then the engine hurries.
+        engine.answer = ANSWER * 100
+        engine.delay_s = 0.1
+        body = {
+            "prompt": "hi",
+            "tier": "fast",
+            "resumable": True,
+            "max_tokens": len(engine.answer),
+        }
         async with client.stream("POST", f"{routers.url}/generate", json=body) as lost:
             lines = lost.aiter_lines()
             last_id = ""
@@ -103,10 +111,9 @@ async def test_a_stream_is_resumed_from_a_router_that_drains(tmp_path: Path) -> 
                 line = await anext(lines)
                 if line.startswith("id: "):
                     last_id = line.removeprefix("id: ")
-        # A second stream keeps the router from ending; the first one must not have ended when it begins.
-        routers.behaviours["fast"].delay_s = 1.0
-        second = a_stream(routers.url, tier="fast")
-        await until(lambda: routers.behaviours["fast"].running == 2)
+        # A second stream keeps the router from ending; the first one goes on, though its client has left.
+        second = a_stream(routers.url, tier="fast", max_tokens=len(engine.answer))
+        await until(lambda: engine.callers == 2)
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(10):
             while (await client.get(f"{routers.url}/readyz")).status_code != 503:
@@ -115,11 +122,16 @@ async def test_a_stream_is_resumed_from_a_router_that_drains(tmp_path: Path) -> 
             f"{routers.url}/generate", json=body, headers={"last-event-id": "x.1"}
         )
         assert wrong.status_code == 404
-        resumed = await client.post(
-            f"{routers.url}/generate", json=body, headers={"last-event-id": last_id}
-        )
-        assert resumed.status_code == 200
-        assert events(resumed.text)[-1][0] == "done"
+        async with client.stream(
+            "POST",
+            f"{routers.url}/generate",
+            json=body,
+            headers={"last-event-id": last_id},
+        ) as resumed:
+            assert resumed.status_code == 200
+            engine.delay_s = 0
+            rest = (await resumed.aread()).decode()
+        assert events(rest)[-1][0] == "done"
         assert (await second).status_code == 200
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
@@ -130,7 +142,7 @@ async def test_draining_is_bounded(tmp_path: Path) -> None:
         process = await routers.start(QARR_SERVER__DRAIN_S="0.5")
         routers.behaviours["fast"].stall_after = 2
         stream = a_stream(routers.url, tier="fast")
-        await until(lambda: routers.behaviours["fast"].running)
+        await until(lambda: routers.behaviours["fast"].callers)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 30) == 0
         name, problem = events((await stream).text)[-1]
@@ -147,7 +159,7 @@ async def test_the_second_signal_ends_at_once(
         process = await routers.start(QARR_SERVER__DRAIN_S="600")
         routers.behaviours["fast"].stall_after = 2
         stream = a_stream(routers.url, tier="fast")
-        await until(lambda: routers.behaviours["fast"].running)
+        await until(lambda: routers.behaviours["fast"].callers)
         process.send_signal(number)
         async with asyncio.timeout(30), httpx.AsyncClient(trust_env=False) as client:
             while (await client.get(f"{routers.url}/readyz")).status_code != 503:
@@ -224,7 +236,7 @@ async def test_a_takeover_refuses_and_cuts_nobody(tmp_path: Path) -> None:
         ]
         await until(lambda: count > 20)
         long = a_stream(routers.url, tier="precise", max_tokens=len(ANSWER) * 200)
-        await until(lambda: routers.behaviours["precise"].running)
+        await until(lambda: routers.behaviours["precise"].callers)
         new = await routers.start("--takeover")
         assert await asyncio.wait_for(old.wait(), 90) == 0
         assert events((await long).text)[-1][0] == "done"
