@@ -236,7 +236,7 @@ async def test_a_takeover_refuses_and_cuts_nobody(tmp_path: Path) -> None:
         ]
         await until(lambda: count > 20)
         long = a_stream(routers.url, tier="precise", max_tokens=len(ANSWER) * 200)
-        await until(lambda: routers.behaviours["precise"].callers)
+        await until(lambda: routers.behaviours["precise"].running)
         new = await routers.start("--takeover")
         assert await asyncio.wait_for(old.wait(), 90) == 0
         assert events((await long).text)[-1][0] == "done"
