@@ -70,10 +70,8 @@ _NOT_CONTINUABLE = {
     "guided_regex",
     "kv_transfer_params",
     "logprob_token_ids",
-    "logprobs",
     "mm_payload",
     "prompt_embeds",
-    "prompt_logprobs",
     "return_prompt_text",
     "return_token_ids",
     "return_token_offsets",
@@ -93,8 +91,6 @@ _NOT_RESUMABLE = {
     "functions",
     "kv_transfer_params",
     "logprob_token_ids",
-    "logprobs",
-    "prompt_logprobs",
     "return_prompt_text",
     "return_token_ids",
     "return_token_offsets",
@@ -394,7 +390,11 @@ def continuation_terms_of(
 
 def may_be_resumed(document: JsonObject, *, choices: int = 1) -> bool:
     """Tell whether the streamed answer of a request can be resumed by an engine that knows how to."""
-    return choices == 1 and not document.has_any(_NOT_RESUMABLE)
+    return (
+        choices == 1
+        and not document.has_any(_NOT_RESUMABLE)
+        and not _has_log_probabilities(document)
+    )
 
 
 def may_response_be_resumed(document: JsonObject) -> bool:
@@ -410,6 +410,15 @@ def _is_engines_tool(tool: Any) -> bool:
     return isinstance(tool, dict) and tool.get("type") in _ENGINES_TOOLS
 
 
+def _has_log_probabilities(document: JsonObject) -> bool:
+    """Tell whether a streamed answer has log-probabilities. In a completion, 0 asks for those of its own tokens alone."""
+    for member in ("logprobs", "prompt_logprobs"):
+        value = document.get(member)
+        if value is not None and value is not False:
+            return True
+    return False
+
+
 def _has_plain_answer(document: JsonObject) -> bool:
     """Tell whether a streamed answer is text alone, without counts in each chunk."""
     if not _is_plain_format(document.get("response_format")):
@@ -417,7 +426,9 @@ def _has_plain_answer(document: JsonObject) -> bool:
     options = document.get("stream_options")
     if isinstance(options, dict) and options.get("continuous_usage_stats"):
         return False
-    return not document.has_any(_NOT_CONTINUABLE)
+    return not document.has_any(_NOT_CONTINUABLE) and not _has_log_probabilities(
+        document
+    )
 
 
 def _is_plain_format(response_format: Any) -> bool:

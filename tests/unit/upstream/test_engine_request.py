@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from router.upstream.engine_request import (
     EngineRequest,
     continuation_terms_of,
+    may_be_resumed,
     may_response_be_resumed,
 )
 from router.upstream.json_object import JsonObject
@@ -77,6 +78,25 @@ def test_a_budget_of_thoughts_that_cannot_be_reached_is_none(
     asked = relay(body, path="/v1/messages")
     assert json.loads(asked.body(replica(takes_thinking=True)))["thinking"] == sent
     assert "thinking" not in json.loads(asked.body(replica(takes_thinking=False)))
+
+
+@pytest.mark.parametrize(
+    ("more", "may_be"),
+    [
+        ({}, True),
+        ({"logprobs": None, "prompt_logprobs": None}, True),
+        ({"logprobs": False, "top_logprobs": 0}, True),
+        ({"logprobs": 0}, False),
+        ({"logprobs": 2}, False),
+        ({"prompt_logprobs": 0}, False),
+    ],
+)
+def test_an_answer_with_log_probabilities_is_not_resumed(
+    more: dict[str, Any], *, may_be: bool
+) -> None:
+    """In a completion, 0 asks for those of the answer's own tokens."""
+    document = JsonObject.parse(json.dumps({"prompt": "hi", **more}).encode())
+    assert may_be_resumed(document) is may_be
 
 
 @pytest.mark.parametrize(
@@ -196,6 +216,7 @@ def test_what_traces_are_told_are_numbers() -> None:
         {"tools": [{"type": "function"}]},
         {"response_format": {"type": "json_schema"}},
         {"logprobs": True},
+        {"logprobs": 0},
         {"stream_options": {"continuous_usage_stats": True}},
         {
             "messages": [
