@@ -793,13 +793,20 @@ def _could_meet_times(
     """Tell whether a tier might meet the bounds on times at some load; one whose speed is not known might."""
     if estimate.obstacle in CALLERS_OWN or tier.spec.absent:
         return False
-    ready = [replica for replica in tier.replicas if replica.status is READY]
-    if not ready:
-        return True
-    return any(
-        _meets_times_idle(replica.speed, tier.spec, comparison, demand, cached_tokens=0)
-        for replica in ready
-    )
+    is_any_ready = False
+    for position, replica in enumerate(tier.replicas):
+        if replica.status is not READY:
+            continue
+        is_any_ready = True
+        if _meets_times_idle(
+            replica.speed,
+            tier.spec,
+            comparison,
+            demand,
+            cached_tokens=tier.cached[position] if tier.cached else 0,
+        ):
+            return True
+    return not is_any_ready
 
 
 def _meets_times_idle(

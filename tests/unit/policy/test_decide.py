@@ -293,6 +293,19 @@ def test_bounds_that_no_load_explains_are_told_from_those_that_are_missed_now(
     assert not decide(query(sla=sla), fleet(), TABLE).are_times_impossible
 
 
+def test_bounds_that_a_prefix_cache_meets_are_not_impossible() -> None:
+    """A replica that holds most of a conversation meets, when idle, what none could that computes all of it."""
+    speeds = dict.fromkeys(STANDARD_TIERS, SpeedModel(0, 1, 10))
+    loads = dict.fromkeys(
+        STANDARD_TIERS, ReplicaLoad(8, prompt_tokens=3000, output_tokens=800)
+    )
+    asked = query(prompt_tokens=2000, sla=Sla(ttft_ms=1000))
+    there = fleet(speeds=speeds, loads=loads)
+    assert decide(asked, there, TABLE).are_times_impossible
+    holding = warmed(there, {PRECISE: 1900})
+    assert not decide(asked, holding, TABLE).are_times_impossible
+
+
 def test_slow_lower_precision_is_passed_over() -> None:
     """A tier over four times slower per token than a higher precision has nothing to offer; four times is still taken."""
     slow = {BALANCED: SpeedModel(0, 0, 401), PRECISE: SpeedModel(0, 0, 100)}
