@@ -86,13 +86,14 @@ def cause(shared_object: str, mode: str, symbol: str) -> str:
     """Return what a sample of perf's was spent on: the kernel, Python's allocator or interpreter, or a C library."""
     if mode == "k":
         return "kernel"
-    if ALLOCATION.fullmatch(symbol):
+    name = symbol.partition("@")[0]  # without the version, as in cfree@GLIBC_2.2.5
+    if ALLOCATION.fullmatch(name):
         return "allocation"
     if not re.match(r"libpython|python3", shared_object):
         library = re.split(r"[.-]", shared_object)[0]
         names = {"loop": "uvloop", "parser": "httptools", "_core": "msgspec"}
         return f"C: {names.get(library, library)}"
-    if REGULAR_EXPRESSIONS.fullmatch(symbol):
+    if REGULAR_EXPRESSIONS.fullmatch(name):
         return "regular expressions"
     return "interpreter"
 
