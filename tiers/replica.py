@@ -310,7 +310,6 @@ class Replica:
         fingerprint: The engine's own, from its answers.
         takes_priority: The engine schedules by priority; others refuse requests that have one.
         takes_thinking: The engine takes a bound on tokens of reasoning; others refuse it.
-        resumes: The engine resumes answers that others have begun, and tells its tokens in comments.
         source: Who names it; None: it was started here.
         outstanding_tokens: Tokens of the router's requests that it has still to compute: of prompts, and of outputs. It
             changes with every token, so it is not in ``state``.
@@ -328,7 +327,6 @@ class Replica:
     status: InitVar[ReplicaStatus] = ReplicaStatus.STARTING
     takes_priority: bool = True
     takes_thinking: bool = True
-    resumes: bool = False
     fingerprint: str | None = None
     source: str | None = None
     options: FleetOptions = field(default_factory=FleetOptions)
@@ -349,6 +347,11 @@ class Replica:
             id=self.id, url=self.url, precision=self.spec.precision, status=status
         )
         self.adopt(self.options)
+
+    @property
+    def resumes(self) -> bool:
+        """Tell whether the engine resumes answers that others have begun."""
+        return self.state.resumes
 
     def adopt(self, options: FleetOptions) -> None:
         """Take the fleet's options, with a new breaker and a new limit."""

@@ -138,6 +138,7 @@ class ReplicaState(Struct, frozen=True):
         prompts_at: Monotonic time at which the first of those prompts was begun.
         speed: How fast it is; None: not known.
         build: What its engine computes with; None: it was not asked yet.
+        resumes: Its engine resumes answers that others have begun, and tells its tokens in comments.
         verification: What is known of what its engine computes; None: it has not started yet.
         verification_detail: How that is known, for people.
     """
@@ -163,6 +164,7 @@ class ReplicaState(Struct, frozen=True):
     failed: int = 0
     gauges: Gauges | None = None
     build: EngineBuild | None = None
+    resumes: bool = False
     verification: VerificationState | None = None
     verification_detail: str = ""
 

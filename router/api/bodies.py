@@ -476,6 +476,7 @@ def _render_engine(replica: ReplicaState, *, inside: bool) -> dict[str, Any]:
     build = replica.build
     rendered: dict[str, Any] = {
         "engine": None if build is None else asdict(build),
+        "resumes": replica.resumes,
         "verification": replica.verification and replica.verification.value,
         "verification_detail": replica.verification_detail if inside else "",
         "engine_running": None,

@@ -182,7 +182,7 @@ async def _learn_capability(replica: Replica) -> None:
     """Note what an engine announces, as the router does when an engine becomes ready."""
     async with httpx.AsyncClient(trust_env=False) as http:
         listed = await http.get(f"{replica.url}/v1/models")
-    replica.resumes = listed.headers.get("x-qarr-resume") == "1"
+    replica.update(resumes=listed.headers.get("x-qarr-resume") == "1")
     assert replica.resumes
 
 

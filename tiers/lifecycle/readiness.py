@@ -112,7 +112,7 @@ class Readiness:
         replica = engine.replica
         model = await probe.model()
         replica.model = model.name
-        replica.resumes = model.resumes
+        replica.update(resumes=model.resumes)
         engine.served = served_of(model)
         if await self._adapters.restore(engine, model.adapters):
             model = await probe.model()

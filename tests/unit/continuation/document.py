@@ -75,7 +75,8 @@ worse.{figures}
 ## Engines with QARR's plugin
 
 Engines that `qarr up` starts, the image of `deploy/Containerfile.engine`, and others where `tiers/engine_plugin` is
-installed. They announce it with the header `x-qarr-resume: 1`. The successor must have the plugin too.
+installed. They announce it with the header `x-qarr-resume: 1`, and `GET /tiers` says `"resumes": true` of them. The
+successor must have the plugin too.
 
 {resuming}
 

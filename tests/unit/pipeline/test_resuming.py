@@ -180,7 +180,7 @@ async def test_engines_that_resume_nothing_are_not_asked(tmp_path: Path) -> None
     """Without the plugin, an engine would take the request for a new one, and the answer would be doubled."""
     async with agents(tmp_path, fast={"break_at": 3}) as stack:
         for replica in stack.fleet.replicas:
-            replica.resumes = replica.spec.name is FAST
+            replica.update(resumes=replica.spec.name is FAST)
         text = (await ask(stack)).text
         assert "stream_broken" in text
         assert "[DONE]" not in text
@@ -194,7 +194,7 @@ async def test_an_engine_that_tells_no_tokens_cannot_be_gone_on_from(
 ) -> None:
     async with agents(tmp_path, fast={"break_at": 12}) as stack:
         for replica in stack.fleet.replicas:
-            replica.resumes = replica.spec.name is not FAST
+            replica.update(resumes=replica.spec.name is not FAST)
         text = (await ask(stack)).text
         assert "[DONE]" not in text
         assert stack.engines[BALANCED].requests == []

@@ -331,7 +331,7 @@ async def test_a_resumed_answer_counts_its_own_tokens() -> None:
     behaviour = Behaviour(prompt_tokens=12, resumes=True)
     async with upstream_stack(fast=behaviour) as stack:
         for replica in stack.fleet.replicas:
-            replica.resumes = True
+            replica.update(resumes=True)
         origin = replace(HI, splicer=ChatSplicer)
         point = ResumePoint(token_ids=(PIECE, PIECE + 1, PIECE + 2))
         request = origin.resumed_at(point, number=1)
@@ -359,7 +359,7 @@ async def test_only_engines_that_tell_tokens_in_comments_are_asked_to() -> None:
     async with upstream_stack(fast=behaviour) as stack:
         document = {**HI.document, "include_reasoning": False}
         for resumes in (False, True):
-            stack.replica(FAST).resumes = resumes
+            stack.replica(FAST).update(resumes=resumes)
             answer = await stack.stream(
                 document=document, splicer=ChatSplicer, asks_token_ids=True
             )

@@ -90,7 +90,7 @@ async def test_comments_with_token_ids_show_it_as_well(
     behaviour = Behaviour(held_from=held_from, resumes=True, **HELD)
     splicer = {"/v1/messages": MessageSplicer, "/v1/responses": ResponseSplicer}[path]
     async with upstream_stack(TIMES, fast=behaviour) as stack:
-        stack.replica(FAST).resumes = True
+        stack.replica(FAST).update(resumes=True)
         request = replace(asked(path, tools=TOOLS), splicer=splicer)
         assert await answered(stack, request) == "".join(ANSWER)
         assert stack.held() == 0
