@@ -51,7 +51,8 @@ MIN_NAMED_PROBABILITY = (
 # Probabilities are kept this far from 0 and 1, so that their log-odds are finite.
 PROBABILITY_MARGIN = 1e-4
 MAX_LOG_ODDS = 30.0  # Log-odds are cut here, so that ``exp`` does not overflow.
-# Words with a single space between them are one part: parts are joined by spaces anyway, and fewer are found sooner.
+# Words with single spaces between them are matched together: ``line_of`` joins parts by spaces, so the line is the same, and
+# fewer matches take less time.
 _PARTS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*|\d|\n|[^\w\s]+|_+")
 # ``_PARTS`` for ASCII, faster
 _ASCII_PARTS = re.compile(

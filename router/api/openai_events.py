@@ -63,8 +63,8 @@ class RelayedEvents:
     def encode(self, chunks: Sequence[Chunk]) -> bool:
         """Send what came together, but for events that the caller would not have got from the engine.
 
-        A token of plain text comes from the parser as it is to be sent. ``_event`` makes the other events, and the first one
-        of all, which those of another engine are made to look like; it would make the same of a token of plain text.
+        A token of plain text comes from the parser as it is to be sent. ``_event`` makes all other events. It also makes the
+        first event of the stream, because it keeps that one as the template for what other engines add.
         """
         events = []
         for chunk in chunks:

@@ -85,7 +85,7 @@ class ChatSplicer:
         event = data_of(chunk.raw)
         event.update(self._shared)
         if not chunk.choice:
-            return replace(chunk, raw=_encoded(event))
+            return replace(chunk, raw=_encoded(event), without_ids=b"")
         (choice, *_) = event["choices"]
         delta = choice.get("delta")
         rest: dict[str, Any] = {}
@@ -106,6 +106,7 @@ class ChatSplicer:
         return replace(
             chunk,
             raw=_encoded(event),
+            without_ids=b"",
             text=text,
             other=has_other_output,
             blank=delta is not None and not rest,

@@ -116,7 +116,7 @@ class JsonObject(Struct, frozen=True, dict=True):
         return self.values.get(key, default)
 
     def has_any(self, keys: set[str]) -> bool:
-        """Tell whether one of some members is there and neither empty, 0 nor false."""
+        """Tell whether any of these members is set: not null, false, 0 or empty."""
         return not keys.isdisjoint(self.values) and any(map(self.values.get, keys))
 
     def text_of(self, key: str) -> str:

@@ -73,13 +73,13 @@ _MEMBERS_WITH_REASONING = ("reasoning", "reasoning_content")
 _EVENT = msgspec.json.Decoder(_ChunkEvent)
 _COMPLETION = msgspec.json.Decoder(_Completion)
 _IDS = msgspec.json.Decoder(_Ids)
-# An event that holds one token of plain text, as vLLM writes it where the ids of tokens are asked for. Texts that would have
-# to be decoded, with escapes or characters beyond ASCII, are left out.
+# An event that holds one token of plain text, as vLLM writes it where the ids of tokens are asked for. It does not match a
+# text with escapes or non-ASCII characters, because that would have to be decoded.
 _PLAIN_TOKEN = re.compile(
-    rb'(data: \{"id":"[!#-[\]-~]++","object":"[a-z._]++","created":[0-9]++,"model":"[ !#-[\]-~]++",'
+    rb'(data: \{"id":"[!#-[\]-~]++","object":"[a-z._]++","created":(?:0|[1-9][0-9]*+),"model":"[ !#-[\]-~]++",'
     rb'"choices":\[\{"index":0,(?:"delta":(\{)"content"|"text"):"([ !#-[\]-~]++)"(?(2)\}),'
     rb'"logprobs":null,"finish_reason":null,(?:"stop_reason":null,)?(?:"prompt_token_ids":null,)?'
-    rb'"token_ids":)\[([0-9]{1,9})\]\}\]\}'
+    rb'"token_ids":)\[(0|[1-9][0-9]{0,8})\]\}\]\}'
 )
 
 
@@ -103,7 +103,7 @@ class Chunk(Struct, frozen=True):
         detail: The part of the event that a ``Splicer`` reads, decoded: a chat's delta with other output than text, or the
             whole of an event that has a name; None: there is none.
         without_ids: The event, written with null for its token's id and with the empty line after it, if the event holds one
-            token of plain text and nothing else; empty: it is another one.
+            token of plain text and nothing else; empty: it is another one, or ``raw`` was changed.
     """
 
     raw: bytes = b""
@@ -123,7 +123,7 @@ class Chunk(Struct, frozen=True):
 
 
 def read_plain_token(raw: bytes) -> Chunk | None:
-    """Read an event that holds one token of plain text and nothing else; None: it may hold anything.
+    """Read an event that holds one token of plain text and nothing else; None: it is left to ``parse_event``.
 
     Most events of most streams are such, and ``parse_event`` takes twice the time.
     """
@@ -286,8 +286,8 @@ def without_false_zero(output_details: Any) -> Any:
     return output_details
 
 
-def _read_no_event(_raw: bytes) -> None:
-    """Leave an event to the usual reader."""
+def _leave_to_read_event(_raw: bytes) -> None:
+    """Take no event for a plain token: ``AnswerFormat.read_event`` reads all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ class AnswerFormat:
     read_whole: Callable[[bytes], WholeAnswer | None]
     usual: re.Pattern[bytes]
     done: bytes = b""
-    read_plain_token: Callable[[bytes], Chunk | None] = _read_no_event
+    read_plain_token: Callable[[bytes], Chunk | None] = _leave_to_read_event
 
 
 COMPLETION_FORMAT = AnswerFormat(

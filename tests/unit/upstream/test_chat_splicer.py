@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from router.upstream.chat_splicer import ChatSplicer
 from router.upstream.errors import SeamError
 from router.upstream.splicing import Sent
-from router.upstream.sse import Chunk, parse_event
+from router.upstream.sse import Chunk, parse_event, read_plain_token
 
 FIRST = {
     "id": "chatcmpl-first",
@@ -90,6 +90,23 @@ def put_together(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
             known[1] += part["function"].get("name", "")
             known[2] += part["function"].get("arguments", "")
     return answer
+
+
+def test_a_token_of_plain_text_is_passed_on_as_it_was_changed() -> None:
+    """An engine may tell token ids in its events although it was not asked for them."""
+    splicer = ChatSplicer()
+    splicer.begin(Sent(event(FIRST, ROLE), "Hel"))
+    raw = (
+        b'data: {"id":"chatcmpl-resumed","object":"chat.completion.chunk","created":2,"model":"m","choices":'
+        b'[{"index":0,"delta":{"content":"Hello"},"logprobs":null,"finish_reason":null,"token_ids":[7]}]}'
+    )
+    plain = read_plain_token(raw)
+    assert plain is not None
+    unsent = splicer.splice(plain)
+    assert unsent is not None
+    assert unsent.text == "lo"
+    assert json.loads(unsent.raw[6:])["id"] == "chatcmpl-first"
+    assert unsent.without_ids == b""
 
 
 WHOLE = [

@@ -187,13 +187,14 @@ def test_a_plain_token_is_read_as_other_events_are(token: bytes) -> None:
 
 @pytest.mark.parametrize("token", [CHAT_TOKEN, COMPLETION_TOKEN])
 def test_nothing_but_a_plain_token_is_taken_for_one(token: bytes) -> None:
-    """Each byte is left out, doubled, and replaced."""
+    """Each byte is left out, doubled, replaced, and preceded by a 0, with which no number of JSON begins."""
     for position in range(len(token)):
         before, after = token[:position], token[position + 1 :]
         byte = token[position : position + 1]
         replacements = [
             b"",
             byte * 2,
+            b"0" + byte,
             *(b"%c" % other for other in b'x9 "\\{}[]:,\n\0\xc3\xff'),
         ]
         for replacement in replacements:
