@@ -1,6 +1,7 @@
-"""Numbers by labels, in buckets, that are plain until a scrape: the library's histograms take five times as long for each.
+"""Histograms that are plain Python numbers until a scrape.
 
-Each request adds to more than a dozen of them, on the event loop, which owns them: they need no lock.
+To observe a value in one of the library's takes five times as long. Each request adds to more than a dozen of them, on the
+event loop, which owns them: they need no lock.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from prometheus_client.utils import floatToGoString
 
 # The values of a series' labels.
 Values: TypeAlias = "tuple[str, ...]"
-# A bound as Prometheus writes it, how many numbers do not exceed it, and perhaps the last number that the bucket got.
+# A bound as Prometheus writes it, how many values do not exceed it, and perhaps the last value that the bucket got.
 Bucket: TypeAlias = "tuple[str, float] | tuple[str, float, Exemplar]"
 
 
 class NotedTrace(Struct, frozen=True):
-    """The trace that a number comes from, and when it was noted, in seconds since 1970."""
+    """The trace that a value comes from, and when it was noted, in seconds since 1970."""
 
     trace_id: str
     at: float
@@ -30,37 +31,37 @@ class NotedTrace(Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Series:
-    """Numbers with the same labels.
+    """Observed values with the same labels.
 
     Attributes:
         counts: How many are in each bucket; the last bucket has no bound.
         total: Their sum.
-        examples: The last number of each bucket whose trace is known, with its trace.
+        exemplars: The last value of each bucket whose trace is known, with its trace, by the bucket's index.
     """
 
     counts: list[int]
     total: float = 0.0
-    examples: dict[int, tuple[float, NotedTrace]] = field(default_factory=dict)
+    exemplars: dict[int, tuple[float, NotedTrace]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Distribution:
-    """Numbers by labels; ``bounds`` are those of the buckets."""
+    """Observed values by labels; ``bounds`` are those of the buckets."""
 
     bounds: tuple[float, ...]
     series: dict[Values, _Series] = field(default_factory=dict)
 
     def add(
-        self, values: Values, number: float, trace: NotedTrace | None = None
+        self, values: Values, observed: float, trace: NotedTrace | None = None
     ) -> None:
         series = self.series.get(values)
         if series is None:
             series = self.begin(values)
-        bucket = bisect_left(self.bounds, number)
-        series.counts[bucket] += 1
-        series.total += number
+        bucket_index = bisect_left(self.bounds, observed)
+        series.counts[bucket_index] += 1
+        series.total += observed
         if trace is not None:
-            series.examples[bucket] = (number, trace)
+            series.exemplars[bucket_index] = (observed, trace)
 
     def begin(self, values: Values) -> _Series:
         """Begin a series, which is shown from now on."""
@@ -73,10 +74,10 @@ class Distribution:
         bounds = [*map(floatToGoString, self.bounds), "+Inf"]
         for values, series in self.series.items():
             buckets: list[Bucket] = []
-            for number, count in enumerate(accumulate(series.counts)):
-                bucket = (bounds[number], float(count))
-                if number in series.examples:
-                    exemplar = _exemplar(*series.examples[number])
+            for bucket_index, count in enumerate(accumulate(series.counts)):
+                bucket = (bounds[bucket_index], float(count))
+                if bucket_index in series.exemplars:
+                    exemplar = _exemplar(*series.exemplars[bucket_index])
                     buckets.append((*bucket, exemplar))
                 else:
                     buckets.append(bucket)
@@ -86,5 +87,5 @@ class Distribution:
         return {values: series.total for values, series in self.series.items()}
 
 
-def _exemplar(number: float, trace: NotedTrace) -> Exemplar:
-    return Exemplar({"trace_id": trace.trace_id}, number, trace.at)
+def _exemplar(observed: float, trace: NotedTrace) -> Exemplar:
+    return Exemplar({"trace_id": trace.trace_id}, observed, trace.at)

@@ -32,9 +32,9 @@ from router.policy.decision import (
     TierComparison,
     TierEstimate,
     Unfitness,
+    are_all_known_under_load,
     is_noticeably_later,
     latest_unnoticed_ms,
-    without_known_speed,
 )
 from router.policy.explain import obstacle_text, reason, refusal_reason
 from router.policy.losses import Z90
@@ -535,10 +535,10 @@ def _choose(
     if query.features.prompt_class is PromptClass.SMALL_TALK:
         return _lowest_in_time(fit), Basis.SMALL_TALK
     allowed = _within_loss(fit)
-    if without_known_speed(allowed):
-        chosen = _lowest(allowed, table.max_slowdown)
-    else:
+    if are_all_known_under_load(allowed):
         chosen = _fastest_or_cheapest(allowed, table.objective)
+    else:
+        chosen = _lowest(allowed, table.max_slowdown)
     own = comparison.conversation_tier
     if (
         own is not None

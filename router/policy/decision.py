@@ -421,9 +421,9 @@ class TierEstimate(Struct, frozen=True):
         )
 
 
-def without_known_speed(estimates: Sequence[TierEstimate]) -> list[TierEstimate]:
-    """Return the tiers whose speed was not measured with other requests at the same time."""
-    return [estimate for estimate in estimates if not estimate.is_known_under_load]
+def are_all_known_under_load(estimates: Sequence[TierEstimate]) -> bool:
+    """Tell whether every tier's speed was measured with other requests at the same time."""
+    return all(estimate.is_known_under_load for estimate in estimates)
 
 
 def is_noticeably_later(finish_ms: float, soonest_ms: float) -> bool:

@@ -13,8 +13,8 @@ from router.policy.decision import (
     Basis,
     Refusal,
     Unfitness,
+    are_all_known_under_load,
     is_noticeably_later,
-    without_known_speed,
 )
 from router.policy.losses import of_100
 from tiers.preparing import about
@@ -168,13 +168,13 @@ def _why(comparison: TierComparison, chosen: TierEstimate) -> str:
     """Return what a choice rests on."""
     if comparison.given_up:
         return _given_up_text(comparison, chosen)
-    text_of_loss = _TEXT_OF_LOSS.get(comparison.basis)
-    if text_of_loss is not None:
+    text_of_choice = _TEXT_BY_BASIS.get(comparison.basis)
+    if text_of_choice is not None:
         acceptable = [
             estimate for estimate in comparison.considered if estimate.meets_bounds
         ]
-        loss_text = text_of_loss(comparison, chosen, acceptable)
-        return f"{_kind(comparison)}: {loss_text}"
+        choice_text = text_of_choice(comparison, chosen, acceptable)
+        return f"{_kind(comparison)}: {choice_text}"
     if comparison.basis is Basis.HINT:
         return _hint_text(comparison, chosen)
     if comparison.basis is Basis.DEGRADED_QUALITY:
@@ -184,8 +184,12 @@ def _why(comparison: TierComparison, chosen: TierEstimate) -> str:
     if comparison.basis is Basis.SORT and comparison.query.sort is not None:
         sorted_text = _sorted_text(chosen, comparison.query.sort)
         return f"{_kind(comparison)}: {sorted_text}"
-    held_text = f"{chosen.tier} holds {chosen.held_tokens} tokens of the conversation"
-    return f"{_kind(comparison)}: {held_text}, which leaves it only if that pays"
+    if comparison.basis is Basis.CONVERSATION:
+        held_text = (
+            f"{chosen.tier} holds {chosen.held_tokens} tokens of the conversation"
+        )
+        return f"{_kind(comparison)}: {held_text}, which leaves it only if that pays"
+    raise AssertionError(f"there are no words for basis {comparison.basis}")
 
 
 def _hint_text(comparison: TierComparison, chosen: TierEstimate) -> str:
@@ -270,8 +274,8 @@ def _little_loss_text(
     return _alone_text(comparison, chosen, acceptable)
 
 
-# The words for the choices that were made among acceptable tiers by the loss that is expected.
-_TEXT_OF_LOSS: dict[
+# How each choice among the acceptable tiers is worded.
+_TEXT_BY_BASIS: dict[
     Basis, Callable[[TierComparison, TierEstimate, Sequence[TierEstimate]], str]
 ] = {
     Basis.MIN_LOSS: _little_loss_text,
@@ -330,7 +334,7 @@ def _advantage(
         and not estimate.is_unfit
         and estimate.quality.is_allowed
     ]
-    if rivals and not without_known_speed([chosen, *rivals]):
+    if rivals and are_all_known_under_load([chosen, *rivals]):
         return _faster_text(comparison, chosen, rivals)
     if _fit_below(comparison, chosen, acceptable):
         return "is much faster here than lower precisions"

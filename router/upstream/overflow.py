@@ -269,17 +269,16 @@ _COMPLETION_DECODER = msgspec.json.Decoder(_OverflowCompletion)
 
 
 def read_whole(content: bytes) -> WholeAnswer | None:
-    """Read an answer that is not streamed, with or without token counts; None where it is no completion."""
+    """Read an answer that is not streamed; None where it is no completion. Without token counts its usage is empty."""
     try:
         completion = decoded(_COMPLETION_DECODER, content)
     except EngineBrokeError:
         return None
     usage = completion.usage or {}
-    if not all(
-        isinstance(usage.get(name, 0), int)
-        for name in ("prompt_tokens", "completion_tokens")
-    ):
-        return None
+    for name in ("prompt_tokens", "completion_tokens"):
+        count = usage.get(name, 0)
+        if not isinstance(count, int) or count < 0:
+            return None
     if any(
         choice.message is None and choice.text is None for choice in completion.choices
     ):

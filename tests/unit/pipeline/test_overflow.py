@@ -551,6 +551,8 @@ async def test_a_refusal_there_is_told_without_its_words(
         b"<html>sign in</html>",
         b"{}",
         b'{"choices":[]}',
+        b'{"choices":[{"text":"Paris"}],"usage":{"prompt_tokens":-5}}',
+        b'{"choices":[{"text":"Paris"}],"usage":{"completion_tokens":"7"}}',
         b'data: {"error":{"message":"x"}}\n\n',
     ],
 )

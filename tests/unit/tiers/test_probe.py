@@ -283,6 +283,23 @@ async def test_older_engines_name_the_cache_gauge_otherwise() -> None:
     assert gauges.kv_cache_tokens == 4096
 
 
+async def test_the_cores_of_a_data_parallel_engine_are_one_replica() -> None:
+    page = "".join(
+        f'vllm:num_requests_running{{engine="{core}",model_name="m"}} {running}\n'
+        f'vllm:num_requests_waiting{{engine="{core}",model_name="m"}} {waiting}\n'
+        f'vllm:kv_cache_usage_perc{{engine="{core}",model_name="m"}} {usage}\n'
+        f'vllm:generation_tokens_total{{engine="{core}",model_name="m"}} 5\n'
+        f'vllm:cache_config_info{{block_size="16",engine="{core}",kv_cache_size_tokens="4096"}} 1\n'
+        for core, running, waiting, usage in ((0, 7, 2, 0.75), (1, 0, 0, 0.25))
+    )
+    gauges, counters = await readings(page)
+    assert (gauges.running, gauges.waiting) == (7, 2)
+    assert gauges.kv_cache_usage == 0.5
+    assert gauges.kv_cache_tokens == 8192
+    assert gauges.kv_block_tokens == 16
+    assert counters.output_tokens == 10
+
+
 async def test_the_tokens_of_a_prompt_are_scored() -> None:
     """Each but the first, in their order."""
     async with (
