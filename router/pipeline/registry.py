@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -48,7 +47,6 @@ WINDOW_S = 60.0
 WINDOW_RECORDS = 20_000
 # the longest time until observers know of a request that has ended
 OBSERVED_AFTER_S = 0.05
-_LONG_QUOTATION = re.compile(r"(?<!\w)(['\"])(?:(?!\1).){24,}(?:\1|$)", re.DOTALL)
 State = Literal["waiting", "prefill", "decode"]
 
 
@@ -259,9 +257,9 @@ def _refusal_of(failure: BaseException) -> _Ending | None:
     if isinstance(failure, OverBudgetError):
         return _refused(OVER_BUDGET, str(failure), is_callers_mistake=True)
     if isinstance(failure, EngineRefusedError):
-        # Drop long quotations from the engine's message: they may contain the prompt.
-        message = _LONG_QUOTATION.sub("'...'", failure.detail)
-        return _refused(ENGINE_REFUSED, message, is_callers_mistake=True)
+        return _refused(
+            ENGINE_REFUSED, failure.without_words, is_callers_mistake=True
+        )
     if isinstance(failure, NoSlotError):
         return _refused(
             Refusal.AT_CAPACITY.value, str(failure), is_callers_mistake=False

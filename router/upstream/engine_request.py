@@ -407,7 +407,10 @@ def may_response_be_resumed(document: JsonObject) -> bool:
 
 
 def _is_engines_tool(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("type") in _ENGINES_TOOLS
+    if not isinstance(tool, dict):
+        return False
+    kind = tool.get("type")
+    return isinstance(kind, str) and kind in _ENGINES_TOOLS
 
 
 def _has_log_probabilities(document: JsonObject) -> bool:

@@ -38,13 +38,29 @@ class EngineFailedError(_AskAgainError):
 
 
 class EngineRefusedError(UpstreamError):
-    """The engine says that the request is wrong: its message, its HTTP status, and its whole answer."""
+    """The engine says that the request is wrong.
 
-    def __init__(self, detail: str, status: int = 400, body: bytes = b"") -> None:
+    Args:
+        detail: The engine's words. They may quote the prompt.
+        status: The HTTP status.
+        body: The engine's whole answer.
+        kind: The engine's type of error, and the field that it names, as far as these are plain names.
+    """
+
+    def __init__(
+        self, detail: str, status: int = 400, body: bytes = b"", *, kind: str = ""
+    ) -> None:
         super().__init__(detail)
         self.detail = detail
         self.status = status
         self.body = body
+        self.kind = kind
+
+    @property
+    def without_words(self) -> str:
+        """Return what of it may be logged."""
+        kind_text = f", {self.kind}" if self.kind else ""
+        return f"the engine refused it: HTTP {self.status}{kind_text}"
 
 
 class EngineTooSlowError(UpstreamError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,7 +12,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import count
 from secrets import token_hex
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeGuard, cast
 from weakref import WeakValueDictionary
 
 import httpx
@@ -63,6 +64,8 @@ MAX_ERROR_BYTES = 65536  # no more of an engine's error is read: it would help n
 LARGE_BYTES = 1 << 18
 log = logging.getLogger(f"qarr.{__name__}")
 # Statuses of an engine that blame the router or the moment, not the request.
+# The name of an error or of a field: too short, and of too few characters, to hold much of a prompt.
+_NAME = re.compile(r"[A-Za-z_][\w.\[\]-]{0,59}", re.ASCII)
 _NOT_THE_REQUEST = {401, 403, 408, 425, 429}
 NOT_IMPLEMENTED = 501  # vLLM's status for an option that it does not have
 # Who sends a small request without a lease: the router itself, or a caller of one of these endpoints.
@@ -529,8 +532,13 @@ def _seconds_in(retry_after: str | None) -> float | None:
 
 def refusal(status: int, body: bytes) -> EngineRefusedError:
     """Return the error for a request that an engine refuses, with the beginning of the engine's message."""
-    try:
-        message = read_json(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = ""
-    return EngineRefusedError(str(message)[:300] or f"HTTP {status}", status, body)
+    error = _vllm_error_in(body) or {}
+    message = str(error.get("message") or f"HTTP {status}")[:300]
+    names = [error.get("type"), error.get("param")]
+    kind = " of ".join(filter(_is_name, names))
+    return EngineRefusedError(message, status, body, kind=kind)
+
+
+def _is_name(value: object) -> TypeGuard[str]:
+    """Tell whether what an engine says is the name of an error or of a field, and holds nothing of a prompt."""
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -24,6 +26,7 @@ from router.telemetry.record import (
     render_summary,
 )
 from router.upstream.errors import EngineBrokeError, EngineRefusedError
+from router.upstream.upstream import refusal
 from tests.fakes.engine import Behaviour
 from tests.unit.pipeline.registries import context, ended, entry, registry_of
 from tests.unit.upstream_stack import QUERY, UpstreamStack, text_of, upstream_stack
@@ -193,22 +196,24 @@ async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "shown"),
+    ("error", "shown"),
     [
-        ("min_tokens must be at most max_tokens=7, got 9.", "min_tokens must be at most max_tokens=7, got 9."),
-        ("This model's context is 9 tokens, you've got 10", "This model's context is 9 tokens, you've got 10"),
-        ("Unexpected \"role\" in 'Dear diary, today I told \"nobody\" that'", "Unexpected \"role\" in '...'"),
-        ("input_value='Dear diary, today I told nobody th", "input_value='...'"),
+        ({"type": "BadRequestError", "param": "messages"}, "HTTP 400, BadRequestError of messages"),
+        ({"type": "BadRequestError", "param": None}, "HTTP 400, BadRequestError"),
+        ({"type": "my PIN is 4711", "param": "messages"}, "HTTP 400, messages"),
+        ({"type": ["BadRequestError"], "param": "a" * 61}, "HTTP 400"),
+        ({}, "HTTP 400"),
     ],
 )  # fmt: skip
-async def test_an_engines_words_are_told_without_the_prompt(
-    words: str, shown: str
+async def test_why_an_engine_refused_is_told_without_its_words(
+    error: dict[str, Any], shown: str
 ) -> None:
-    """Why it refused a request; what it quotes at length may be of the prompt."""
+    """They may quote the prompt, as vLLM's do of a field with a wrong type."""
+    words = "Input should be a valid list, 'input': 'my PIN is 4711'"
+    body = json.dumps({"error": {"message": words, **error}}).encode()
     async with upstream_stack() as stack:
-        record = ended(
-            registry_of(), stack.decision(), EngineRefusedError(words, 400, b"")
-        )
+        record = ended(registry_of(), stack.decision(), refusal(400, body))
+    shown = f"the engine refused it: {shown}"
     assert record.outcome == Outcome.REFUSED
     assert render_summary(record)["reason"] == shown
     assert request_line(render_summary(record)).endswith(f" why: {shown}")

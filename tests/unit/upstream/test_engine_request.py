@@ -107,12 +107,13 @@ def test_an_answer_with_log_probabilities_is_not_resumed(
         ([{"type": "function"}, {"type": "web_search_preview"}], False),
         ([{"type": "code_interpreter"}], False),
         ([{"type": "mcp"}], False),
+        ([{"type": ["mcp"]}, {"type": {}}, 5], True),
     ],
 )
 def test_a_response_in_which_the_engine_calls_tools_is_not_resumed(
     tools: list[dict[str, Any]], *, may_be: bool
 ) -> None:
-    """It has several turns of the model."""
+    """It has several turns of the model. A type that is no text is the engine's to refuse."""
     document = JsonObject.parse(json.dumps({"input": "hi", "tools": tools}).encode())
     assert may_response_be_resumed(document) is may_be
 
