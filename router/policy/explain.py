@@ -419,7 +419,12 @@ def _unfit(comparison: TierComparison, estimate: TierEstimate) -> str:
         allowed_share = of_100(comparison.bound or 0.0)
         return f"{_kind(comparison)}: {tier} may get up to {wrong_share} answers wrong, {allowed_share} allowed"
     wrong_share = of_100(quality.loss.mean)
-    return f"{_kind(comparison)}: {tier} is expected to get {wrong_share} answers wrong, more than policy.loss_budget allows"
+    table = comparison.table
+    allowed_share = of_100(max(table.budget(tier), table.negligible_loss))
+    return (
+        f"{_kind(comparison)}: {tier} is expected to get {wrong_share} answers wrong, while "
+        f"policy.loss_budget allows {allowed_share}"
+    )
 
 
 def _slow_text(estimate: TierEstimate, query: RoutingQuery, confidence_z: float) -> str:
@@ -462,12 +467,12 @@ def _no_better(considered: Sequence[TierEstimate]) -> str:
     """Return why none of the fit tiers serves, to follow why the chosen one is unfit."""
     obstacles = {estimate.obstacle for estimate in considered if not estimate.is_unfit}
     if obstacles <= {Refusal.NOT_ALLOWED}:
-        return "none of which this key allows"
+        return "and this key allows no better tier"
     if obstacles <= {Refusal.NOT_ALLOWED, Refusal.EXCLUDED}:
-        return "none of which the request allows"
+        return "and the request allows no better tier"
     if None in obstacles:
-        return "none of which is expected to meet the SLA"
-    return "none of which can serve now"
+        return "and no better tier is expected to meet the SLA"
+    return "and no better tier can serve now"
 
 
 def obstacle_text(obstacle: Obstacle, tier: TierSnapshot, query: RoutingQuery) -> str:

@@ -96,6 +96,7 @@ class PolicyStore:
         self._loaded_state: list[object] = []
         self.quality: QualityProfile | None = None
         self.verdicts: Mapping[TierName, TierVerdict] = {}
+        self._logged_pointless: frozenset[TierName] = frozenset()
         self.table = policy_table(settings, fleet.specs, self._parameters)
         self._load()
 
@@ -224,6 +225,14 @@ class PolicyStore:
                     )
         return texts
 
+    def _log_pointless_tiers(self) -> None:
+        """Log once of each tier that it may not pay: every measurement loads the profiles anew."""
+        texts = self.pointless
+        for tier, text in texts.items():
+            if tier not in self._logged_pointless:
+                log.info("%s", text)
+        self._logged_pointless = frozenset(texts)
+
     def _is_pointless_beside(self, lower: TierSpec, higher: TierSpec) -> bool:
         """Tell whether a higher precision is faster than a lower one, and loses no more."""
         losses_by_tier = self.table.losses
@@ -290,8 +299,7 @@ class PolicyStore:
         self._rank_by_loss()
         self._set_speeds(speeds)
         self._judge()
-        for text in self.pointless.values():
-            log.info("%s", text)
+        self._log_pointless_tiers()
 
     @property
     def worse(self) -> dict[TierName, str]:

@@ -167,7 +167,7 @@ class IdleClient(MeasuringClient):
         lease = self._fleet.lease(tier, prompt_tokens=0, max_tokens=0, over_limit=True)
         if lease is None:
             yield httpx.Response(
-                httpx.codes.SERVICE_UNAVAILABLE, text="no slot is free"
+                httpx.codes.SERVICE_UNAVAILABLE, text="none of its replicas is ready"
             )
             return
         replica = lease.replica

@@ -29,6 +29,8 @@ LONGEST_RETRY_S = 10.0
 # A request waits at most so long for those of others to end, or for a slot of a full or absent tier.
 MAX_WAIT_S = 600.0
 ANSWER_TIMEOUT_S = 900.0
+# An idle connection is used again for so long: vLLM's server closes one after 5 s, perhaps while a request is on its way.
+KEEP_ALIVE_S = 2.0
 TAIL_BYTES = 2000
 TOO_LONG = "maximum context length"  # what routers and vLLM say of a request that does not fit the context
 PASSING_REFUSALS = {
@@ -131,7 +133,7 @@ class MeasuringClient(ABC):
             headers=headers,
             timeout=ANSWER_TIMEOUT_S,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S),
             verify=verify,
         )
 

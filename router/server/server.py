@@ -161,11 +161,13 @@ class Server(UvicornServer):
         idle_deadline = now + IDLE_S if idle_too else now
         why = "another router takes over" if idle_too else "shutting down"
         open_requests = len(self._server_state.active_requests)
+        how_to_hasten = "" if idle_too else "; a second signal ends them at once"
         log.info(
-            "%s: %d open requests have %g s to finish",
+            "%s: %d open requests have %g s to finish%s",
             why,
             open_requests,
             self._drain_s,
+            how_to_hasten if open_requests else "",
         )
         await asyncio.sleep(POLL_S)
         while time.monotonic() < deadline and self._may_still_be_used(idle_deadline):  # noqa: ASYNC110

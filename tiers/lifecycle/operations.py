@@ -317,7 +317,7 @@ class Operations:
         operation.detail = "drained"
         if open_requests:
             operation.detail = (
-                f"{open_requests} requests are still open; it gets no new ones"
+                f"{_open_requests(open_requests)} left; it gets no new ones"
             )
 
     async def _remove(self, operation: Operation, engine: Engine) -> None:
@@ -333,7 +333,7 @@ class Operations:
         operation.detail = "removed"
         if open_requests:
             operation.detail = (
-                f"removed; the engine has {open_requests} open requests to finish"
+                f"removed; the engine has {_open_requests(open_requests)} to finish"
             )
         log.info("%s is removed: %s", engine.replica.id, engine.replica.url)
 
@@ -393,10 +393,16 @@ class Operations:
         operation.detail = f"{successor_id} serves{_requests_broken_off(broken_off)}"
 
     async def _drained(self, operation: Operation, replica: Replica) -> int:
-        """Wait up to ``drain_s`` for open requests to finish; return the number that are left."""
+        """Wait up to ``drain_s`` for open requests to finish; return the number that are left.
+
+        The router's own measurements are not waited for: they give way, as to a caller's request.
+        """
+        preempt = self._control.fleet.preempt
+        if preempt is not None:
+            preempt()
         deadline = time.monotonic() + self._options.drain_s
         while replica.state.in_flight and time.monotonic() < deadline:
-            operation.detail = f"waits for {replica.state.in_flight} open requests"
+            operation.detail = f"waits for {_open_requests(replica.state.in_flight)}"
             await asyncio.sleep(POLL_S)
         return replica.state.in_flight
 
@@ -414,8 +420,12 @@ class Operations:
             )
 
 
+def _open_requests(count: int) -> str:
+    return "1 open request" if count == 1 else f"{count} open requests"
+
+
 def _requests_broken_off(count: int) -> str:
-    return f"; {count} requests were broken off" if count else ""
+    return f"; {_open_requests(count)} broken off" if count else ""
 
 
 def _break_off(running: Operation) -> None:

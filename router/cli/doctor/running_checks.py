@@ -16,7 +16,7 @@ from tiers.spec import PRECISIONS, TierName, VerificationState
 from tiers.verification.findings import Verdict
 
 DETAIL_CHARS = 200
-TRANSIENT_STATES = {"starting", "warming", "draining"}
+TRANSIENT_STATES = {"starting", "warming"}
 
 
 def check_router(context: CheckContext) -> Iterator[Finding]:
@@ -138,13 +138,21 @@ def _judge_replica(replica: dict[str, Any], check: str) -> Finding:
             f"{text}, {replica['served']} served, {replica['failed']} failed", check
         )
     if state in TRANSIENT_STATES:
+        return warning(text, "wait; 'qarr tiers' shows how long", check)
+    if state == "draining":
         return warning(
-            text, "wait, or 'qarr tiers resume' it, if it was drained", check
+            text, f"'qarr tiers resume {replica_id}' gives it requests again", check
         )
     if state == "quarantined":
         return problem(
             text,
             f"repair it where it runs; 'qarr tiers resume {replica_id}' checks it again",
+            check,
+        )
+    if replica.get("source") is not None:
+        return problem(
+            text,
+            "start it, or correct the cause, where it runs: the router tries it again every few seconds",
             check,
         )
     return problem(

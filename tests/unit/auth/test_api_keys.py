@@ -213,7 +213,7 @@ async def test_a_key_bounds_tiers_and_priority(tmp_path: Path, keys_file: Path) 
             messages=[{"role": "user", "content": "Write a Python function that adds"}],
         )
         assert code.headers["x-qarr-tier"] == "fast"
-        assert "none of which this key allows" in code.headers["x-qarr-reason"]
+        assert "and this key allows no better tier" in code.headers["x-qarr-reason"]
         refused = await ask(stack, hard, model="precise")
         assert refused.status_code == 403
         assert refused.json()["error"]["code"] == "beyond_key"

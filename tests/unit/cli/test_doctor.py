@@ -448,6 +448,25 @@ def test_what_a_fleet_means() -> None:
     ]
 
 
+def test_an_engine_that_runs_elsewhere_is_mended_there() -> None:
+    """This machine has no log of it, and cannot restart it."""
+    replica = {
+        "id": "fast-0",
+        "state": "unreachable",
+        "detail": "http://127.0.0.1:9999 does not answer",
+        "breaker": "closed",
+        "served": 0,
+        "failed": 0,
+        "source": "command",
+    }
+    (finding,) = judge_fleet({"tiers": [{"tier": "fast", "replicas": [replica]}]})
+    assert finding.health is PROBLEM
+    assert "where it runs" in finding.remedy
+    replica["source"] = None
+    (finding,) = judge_fleet({"tiers": [{"tier": "fast", "replicas": [replica]}]})
+    assert "qarr tiers restart fast-0" in finding.remedy
+
+
 def test_what_is_measured_is_said() -> None:
     """How far it is, what is known, and what to run where nobody measures by itself."""
     every = list(STANDARD_TIERS)

@@ -181,7 +181,7 @@ def test_a_tool_loop_leaves_a_tier_beyond_the_loss_budget() -> None:
     decision = decide(turn(), holding({FAST: HELD}), TABLE)
     assert decision.tier is PRECISE
     assert "the conversation leaves fast" in decision.reason
-    assert "more than policy.loss_budget allows" in decision.reason
+    assert "while policy.loss_budget allows" in decision.reason
 
 
 def test_a_drained_tier_that_holds_nothing_any_more_is_forgotten() -> None:

@@ -215,7 +215,8 @@ def test_class_that_nothing_allows_is_degraded_and_says_so() -> None:
     decision = decide(query(PromptClass.CODE), fleet(states), TABLE)
     assert decision.tier is FAST
     assert decision.reason.startswith(
-        "degraded to fast: code, moderate: fast is expected to get 5.0 of 100 answers wrong, more than"
+        "degraded to fast: code, moderate: fast is expected to get 5.0 of 100 answers wrong, while policy.loss_budget "
+        "allows 0.5 of 100, and no better tier can serve now"
     )
 
 
@@ -395,7 +396,7 @@ def test_cheapest_within_the_budget() -> None:
     # fast loses too much, and balanced would do at a higher cost
     assert code.tier is PRECISE
     assert said(code) == [
-        "code, moderate: fast is expected to get 20 of 100 answers wrong, more than policy.loss_budget allows",
+        "code, moderate: fast is expected to get 20 of 100 answers wrong, while policy.loss_budget allows 10 of 100",
         "would do, finished in 40 s instead of 6.2 s, with 40 s of engine time instead of 6.3",
         CHOSEN,
     ]

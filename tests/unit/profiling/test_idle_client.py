@@ -253,7 +253,8 @@ async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             rig.client.time(BALANCED, [1], 4, report_first_token=nothing),
         ):
             with pytest.raises(
-                ProfileError, match="balanced answered HTTP 503: no slot is free"
+                ProfileError,
+                match="balanced answered HTTP 503: none of its replicas is ready",
             ):
                 await asking
 

@@ -49,6 +49,19 @@ async def finished(own: Own, kind: Kind, replica: str) -> Operation:
     return operation
 
 
+async def test_a_drain_does_not_wait_for_the_routers_own_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests give way, as to a caller's."""
+    async with own_engines(tmp_path, monkeypatch) as own:
+        lease = own.fleet.lease(TierName.FAST, prompt_tokens=0, max_tokens=0)
+        assert lease is not None
+        own.fleet.preempt = lease.release
+        operation = own.supervisor.operations.begin("drain", "fast-0")
+        await until(lambda: operation.state == "done")
+        assert operation.detail == "drained"
+
+
 async def test_drain_and_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +71,7 @@ async def test_drain_and_resume(
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
         operation = own.supervisor.operations.begin("drain", "fast-0")
-        await until(lambda: operation.detail == "waits for 1 open requests")
+        await until(lambda: operation.detail == "waits for 1 open request")
         assert own.first.state.status is DRAINING
         assert own.fleet.snapshot().tiers[0].status is DRAINING
         assert own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1) is None
@@ -109,7 +122,7 @@ async def test_restart_drains_stops_and_starts(
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
         operation = own.supervisor.operations.begin("restart", "fast-0")
-        await until(lambda: operation.detail == "waits for 1 open requests")
+        await until(lambda: operation.detail == "waits for 1 open request")
         assert own.first.state.pid == pid
         lease.release()
         await until(lambda: operation.state == "done")
@@ -132,7 +145,7 @@ async def test_drain_is_bounded(
     ) as own:
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
         operation = await finished(own, "drain", "fast-0")
-        assert operation.detail == "1 requests are still open; it gets no new ones"
+        assert operation.detail == "1 open request left; it gets no new ones"
         pid = own.first.state.pid
         assert (await finished(own, "restart", "fast-0")).state == "done"
         assert own.first.state.pid != pid
@@ -153,7 +166,7 @@ async def test_recycling_never_lowers_capacity(
         def has_ended() -> bool:
             nonlocal least
             least = min(least, sum(r.state.status is READY for r in own.fleet.replicas))
-            if operation.detail == "waits for 1 open requests":
+            if operation.detail == "waits for 1 open request":
                 assert lease.replica.state.status is DRAINING
                 lease.release()
             return operation.state != "running"
@@ -424,7 +437,7 @@ async def test_stopping_breaks_operations_off() -> None:
     lease = fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
     assert lease is not None
     drain = ours.begin("drain", "fast-0")
-    await until(lambda: drain.detail == "waits for 1 open requests")
+    await until(lambda: drain.detail == "waits for 1 open request")
     await ours.stop()
     assert drain.state == "failed"
     assert drain.detail == "broken off"

@@ -119,7 +119,7 @@ async def test_a_removed_engine_drains_and_is_forgotten(tmp_path: Path) -> None:
         await until(
             lambda: (
                 fleet.replicas[0].state.status is DRAINING
-                and "1 open requests" in operation.detail
+                and "1 open request" in operation.detail
             )
         )
         assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
@@ -148,7 +148,7 @@ async def test_a_removal_at_once_waits_for_nobody(tmp_path: Path) -> None:
         operation = await removed(supervisor, "fast-0", now=True)
         assert patient.state == "failed"
         assert operation.state == "done"
-        assert operation.detail == "removed; the engine has 1 open requests to finish"
+        assert operation.detail == "removed; the engine has 1 open request to finish"
         lease.release()
         assert lease.replica.state.in_flight == 0
 
@@ -239,7 +239,7 @@ async def test_an_engine_that_never_ends_its_requests_is_removed_after_drain_s(
             "no slot"
         ):
             operation = await removed(supervisor, "fast-0")
-        assert operation.detail == "removed; the engine has 1 open requests to finish"
+        assert operation.detail == "removed; the engine has 1 open request to finish"
 
 
 async def test_engines_come_and_go_many_times_and_nothing_is_left(
