@@ -247,16 +247,32 @@ class Lease(Struct, eq=False):
         """Return until when a silent answer is waited for; see ``Replica.may_be_silent_until``."""
         return self.replica.may_be_silent_until(now, limit_s, is_expected=is_expected)
 
-    def failed(self, error: str) -> None:
-        """Count a failed attempt, by its kind of error."""
+    def failed(self, error: str, *, is_judged: bool = True) -> None:
+        """Count a failed attempt, by its kind of error.
+
+        With ``is_judged`` it speaks against the replica. Without it the request itself may be at fault: the replica gets
+        no fewer requests, unless ``blame`` is called.
+        """
         replica = self.replica
         self._fleet.failures[replica.spec.name, error] += 1
         if self.sent is not None:
             self.sent.take_back(replica.prefixes)
+        if is_judged:
+            self._count_against_replica()
+        replica.update(failed=replica.state.failed + 1)
+
+    def blame(self) -> None:
+        """Let a failed attempt speak against the replica, if it does not yet."""
+        if not self._judged:
+            self._count_against_replica()
+
+    def _count_against_replica(self) -> None:
+        """Give the replica fewer requests, or none for a while."""
+        replica = self.replica
         replica.limiter.failed()
         self._judged = True
         replica.breaker.failed(monotonic(), probe=self._probe)
-        replica.update(failed=replica.state.failed + 1)
+        replica.update()
 
     def release(self) -> None:
         """Free the slots. Only the first call counts."""

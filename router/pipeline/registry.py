@@ -257,9 +257,7 @@ def _refusal_of(failure: BaseException) -> _Ending | None:
     if isinstance(failure, OverBudgetError):
         return _refused(OVER_BUDGET, str(failure), is_callers_mistake=True)
     if isinstance(failure, EngineRefusedError):
-        return _refused(
-            ENGINE_REFUSED, failure.without_words, is_callers_mistake=True
-        )
+        return _refused(ENGINE_REFUSED, failure.without_words, is_callers_mistake=True)
     if isinstance(failure, NoSlotError):
         return _refused(
             Refusal.AT_CAPACITY.value, str(failure), is_callers_mistake=False

@@ -70,7 +70,7 @@ class OverflowHold:
     sent: SentPrompt | None = None
     _released: bool = False
 
-    def note(self, *_: object) -> None:
+    def note(self, *_: object, **_named: object) -> None:
         """Ignore what a lease would learn from."""
 
     first_token = produced = finished = failed = note

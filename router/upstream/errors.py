@@ -34,7 +34,24 @@ class _AskAgainError(UpstreamError):
 
 
 class EngineFailedError(_AskAgainError):
-    """The engine, or a proxy in front of it, answered with an error of its own."""
+    """The engine, or a proxy in front of it, answered with an error of its own.
+
+    Args:
+        detail: What is wrong, without any of the prompt's text.
+        retry_after_s: When it can be asked again, in seconds; None: it does not say.
+        is_requests_fault_possible: The engine works, and an error within it has ended the request: others may end it in
+            the same way.
+    """
+
+    def __init__(
+        self,
+        detail: str,
+        retry_after_s: float | None = None,
+        *,
+        is_requests_fault_possible: bool = False,
+    ) -> None:
+        super().__init__(detail, retry_after_s)
+        self.is_requests_fault_possible = is_requests_fault_possible
 
 
 class EngineRefusedError(UpstreamError):

@@ -166,6 +166,7 @@ class Upstream:
         if not is_continuation:
             self._retries.requests += 1
         errors: dict[str, UpstreamError] = {}  # why attempts failed, by replica
+        failed_leases: list[Lease] = []
         tiers: list[TierName] = []
         for tier in self._tiers_to_try(decision, may_switch=elsewhere):
             tiers.append(tier)
@@ -181,7 +182,7 @@ class Upstream:
                     break
                 self._count_attempt(tier, lease, errors)
                 try:
-                    return await self._attempt(
+                    answer = await self._attempt(
                         tier, lease, request, number=len(errors), sent_at=sent_at
                     )
                 except (
@@ -191,7 +192,11 @@ class Upstream:
                 ) as error:
                     errors[lease.replica.id] = error
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
+                    failed_leases.append(lease)
                     lease = None
+                else:
+                    _blame(failed_leases)
+                    return answer
         if not errors:
             raise NoSlotError(f"every slot on {', '.join(tiers)} is taken")
         raise no_answer(errors.values(), *_reports(errors))
@@ -453,7 +458,10 @@ async def give_up(
         if isinstance(failure, UpstreamError) and not isinstance(
             failure, EngineRefusedError
         ):
-            lease.failed(error_name(failure))
+            lease.failed(
+                error_name(failure),
+                is_judged=not _is_requests_fault_possible(failure),
+            )
         lease.release()
         end_hop(hop, failure)
         if body is not None:
@@ -462,6 +470,16 @@ async def give_up(
             raise failure from without_trace(error)
     finally:
         del failure  # break the reference cycle between the exception and this frame
+
+
+def _blame(failed_leases: Iterable[Lease]) -> None:
+    """Let failed attempts speak against their replicas: another one answers the same request."""
+    for lease in failed_leases:
+        lease.blame()
+
+
+def _is_requests_fault_possible(error: BaseException) -> bool:
+    return isinstance(error, EngineFailedError) and error.is_requests_fault_possible
 
 
 def _translate(
@@ -489,7 +507,14 @@ def status_error(
     """
     is_client_error = 400 <= status < 500 and status not in _NOT_THE_REQUEST  # noqa: PLR2004
     if not is_client_error and status != NOT_IMPLEMENTED:
-        return EngineFailedError(f"HTTP {status}", _seconds_in(retry_after))
+        is_engines_own = status == httpx.codes.INTERNAL_SERVER_ERROR and (
+            body is not None and _vllm_error_in(body) is not None
+        )
+        return EngineFailedError(
+            f"HTTP {status}",
+            _seconds_in(retry_after),
+            is_requests_fault_possible=is_engines_own,
+        )
     if body is None:
         return refusal(status, b"")
     vllm_error = _vllm_error_in(body)

@@ -102,7 +102,8 @@ class Behaviour:
         held: How many requests hang now.
         instead: The bodies that some paths answer with instead, with status 200.
         heads: The headers of the last request to each path.
-        running: How many requests are computed now.
+        running: How many requests are computed now, apart from measurements of its speed.
+        measuring: How many measurements of its speed are computed now.
         callers: How many of these are streams of callers that asked for token ids.
         adapters: The folders of its LoRA adapters, by name.
         loads: Whether it loads adapters while it runs.
@@ -156,6 +157,7 @@ class Behaviour:
     loads: bool = True
     instead: dict[str, str] = field(default_factory=dict)
     running: int = 0
+    measuring: int = 0
     callers: int = 0
     tokens: int = 0
     measurements: int = 0
@@ -342,7 +344,7 @@ class FakeEngine(Surface):
                 f'engine="0",kv_cache_dtype_skip_layers="[]"}} 1.0\n'
             )
         return PlainTextResponse(
-            f"{cache_config}vllm:num_requests_running{label} {float(self.behaviour.running)}\n"
+            f"{cache_config}vllm:num_requests_running{label} {float(self.behaviour.running + self.behaviour.measuring)}\n"
             f"vllm:num_requests_waiting{label} 0.0\nvllm:kv_cache_usage_perc{label} {self.behaviour.kv_cache_usage}\n"
             f"vllm:prompt_tokens_total{label} 0.0\n{generated if self.behaviour.counts else ''}"
             f"vllm:time_to_first_token_seconds_sum{label} 0.0\nvllm:time_to_first_token_seconds_count{label} 0.0\n"
@@ -707,7 +709,9 @@ class FakeEngine(Surface):
     ) -> AsyncGenerator[bytes, None]:
         behaviour = self.behaviour
         prompt = _ids_of(body)
-        behaviour.running += 1
+        is_measurement = _measures_speed(body)
+        behaviour.running += not is_measurement
+        behaviour.measuring += is_measurement
         computing = True
         counted = bool((body.get("stream_options") or {}).get("include_usage"))
         # The last chunk has this member, whichever chunk that is.
@@ -787,7 +791,8 @@ class FakeEngine(Surface):
             if behaviour.break_after == done + len(pieces):
                 raise ConnectionResetError
             # vLLM's scheduler is done with a request before its last chunk is sent.
-            behaviour.running -= 1
+            behaviour.running -= not is_measurement
+            behaviour.measuring -= is_measurement
             behaviour.callers -= wants_ids
             computing = False
             is_cut = number + 1 - done == self._most(body, chat=chat)
@@ -808,7 +813,8 @@ class FakeEngine(Surface):
                 )
             yield b"data: [DONE]\n\n"
         finally:
-            behaviour.running -= computing
+            behaviour.running -= computing and not is_measurement
+            behaviour.measuring -= computing and is_measurement
             behaviour.callers -= computing and wants_ids
 
     def _delta(

@@ -121,45 +121,42 @@ def _judge_replica(replica: dict[str, Any], check: str) -> Finding:
     replica_id = replica["id"]
     state = replica["state"]
     text = f"{replica_id} is {state}{_first_line(replica['detail'])}"
-    if state == "ready" and replica["breaker"] != "closed":
-        return warning(
-            f"{text}, but gets few requests or none after failures",
-            f"'qarr logs {replica_id} --level warning' has its last lines",
-            check,
-        )
-    if state == "ready" and replica.get("verification") == VerificationState.DIFFERS:
-        return warning(
-            f"{text}, but may answer wrongly",
-            "start it as its reference is started; if it is meant to be so, 'qarr tiers record' its tier",
-            check,
-        )
     if state == "ready":
-        return ok(
-            f"{text}, {replica['served']} served, {replica['failed']} failed", check
-        )
+        return _judge_ready_replica(replica, text, check)
     if state in TRANSIENT_STATES:
         return warning(text, "wait; 'qarr tiers' shows how long", check)
     if state == "draining":
         return warning(
             text, f"'qarr tiers resume {replica_id}' gives it requests again", check
         )
-    if state == "quarantined":
-        return problem(
-            text,
-            f"repair it where it runs; 'qarr tiers resume {replica_id}' checks it again",
+    return problem(text, _how_to_repair(replica), check)
+
+
+def _judge_ready_replica(replica: dict[str, Any], text: str, check: str) -> Finding:
+    if replica["breaker"] != "closed":
+        return warning(
+            f"{text}, but gets few requests or none after failures",
+            f"'qarr logs {replica['id']} --level warning' has its last lines",
             check,
+        )
+    if replica.get("verification") == VerificationState.DIFFERS:
+        return warning(
+            f"{text}, but may answer wrongly",
+            "start it as its reference is started; if it is meant to be so, 'qarr tiers record' its tier",
+            check,
+        )
+    return ok(f"{text}, {replica['served']} served, {replica['failed']} failed", check)
+
+
+def _how_to_repair(replica: dict[str, Any]) -> str:
+    replica_id = replica["id"]
+    if replica["state"] == "quarantined":
+        return (
+            f"repair it where it runs; 'qarr tiers resume {replica_id}' checks it again"
         )
     if replica.get("source") is not None:
-        return problem(
-            text,
-            "start it, or correct the cause, where it runs: the router tries it again every few seconds",
-            check,
-        )
-    return problem(
-        text,
-        f"'qarr logs {replica_id}', correct the cause, then 'qarr tiers restart {replica_id}'",
-        check,
-    )
+        return "start it, or correct the cause, where it runs: the router tries it again every few seconds"
+    return f"'qarr logs {replica_id}', correct the cause, then 'qarr tiers restart {replica_id}'"
 
 
 def is_demo(fleet: dict[str, Any]) -> bool:

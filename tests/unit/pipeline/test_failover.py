@@ -20,6 +20,7 @@ from router.pipeline.failover import StopStringJoiner, _readings
 from tests.fakes.engine import PIECE, Behaviour
 from tests.unit.router_stack import Stack, events, router_stack
 from tests.waiting import until
+from tiers.breaker import BreakerState
 from tiers.spec import STANDARD_TIERS, TierName
 
 pytestmark = pytest.mark.anyio
@@ -81,6 +82,33 @@ async def chat(stack: Stack, **more: Any) -> str:
             f"{stack.url}/v1/chat/completions", json=body, headers=HINT
         )
     ).text
+
+
+async def test_a_request_that_every_engine_fails_speaks_against_none(
+    tmp_path: Path,
+) -> None:
+    """One caller's request, sent again and again, must not take the engines away from others."""
+    failing = {"status": 500}
+    faults = dict.fromkeys(STANDARD_TIERS, failing)
+    async with faulty_stack(tmp_path, faults) as stack:
+        for _ in range(8):
+            answer = await stack.generate(tier="fast", stream=False)
+            assert answer.status_code == 503
+        states = [replica.breaker.state(0.0) for replica in stack.fleet.replicas]
+        assert states == [BreakerState.CLOSED] * 3
+        assert stack.fleet.replicas[0].state.failed == 8
+        for engine in stack.engines.values():
+            engine.status = 200
+        assert (await stack.generate(tier="fast")).headers["x-qarr-tier"] == "fast"
+
+
+async def test_an_engine_that_fails_what_others_answer_rests(tmp_path: Path) -> None:
+    async with faulty_stack(tmp_path, {"fast": {"status": 500}}) as stack:
+        for _ in range(3):
+            answer = await stack.generate(tier="fast", stream=False)
+            assert answer.headers["x-qarr-tier"] == "balanced"
+        assert stack.fleet.replicas[0].breaker.state(0.0) is BreakerState.OPEN
+        assert stack.leases() == 0
 
 
 @pytest.mark.parametrize("pieces", [1, 4])

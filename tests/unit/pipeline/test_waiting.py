@@ -274,7 +274,7 @@ async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(
     async with router_stack(tmp_path, overrides) as stack:
         engine = stack.engines[FAST]
         breaker = stack.fleet.replicas[0].breaker
-        engine.status = 500
+        engine.status = 503
         for _ in range(3):
             await stack.generate(stream=False)
         assert breaker.state(time.monotonic()) is BreakerState.OPEN
