@@ -309,6 +309,7 @@ def describe(error: Exception) -> Problem:
         "internal-error",
         title="Internal error",
         detail="see the router's log for the request id",
+        headers={"connection": "close"},  # the server closes it after such an error
     )
 
 

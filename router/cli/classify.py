@@ -214,13 +214,14 @@ def _for_people(description: dict[str, Any]) -> str:
         ("complexity", description["complexity"]),
         ("tokens", tokens),
         ("tier", f"{description['tier'] or 'none'}: {description['reason']}"),
-        ("", ""),
-        ("weighed most", "(log-odds)"),
     ]
+    weight_rows = []
     for output, pieces in description["why"].items():
         if pieces:
             weights = [f"{piece!r} {weight:+.1f}" for piece, weight in pieces]
-            rows.append((output, ", ".join(weights)))
+            weight_rows.append((output, ", ".join(weights)))
+    if weight_rows:
+        rows += [("", ""), ("weighed most", "(log-odds)"), *weight_rows]
     return "\n".join(f"{name:15}{value}".rstrip() for name, value in rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from router.auth.access import KeyStore, open_access
@@ -59,8 +60,10 @@ def listen(settings: Settings) -> socket.socket:
             (host, port), family=family, backlog=2048, dualstack_ipv6=takes_ipv4_too
         )
     except OSError as error:
+        # ``strerror`` of ``create_server`` repeats the address.
+        fault_text = os.strerror(error.errno) if error.errno else str(error)
         raise ListenError(
-            f"cannot listen on {host}:{port} ({error.strerror}): end what listens there, or choose another port (--port)"
+            f"cannot listen on {host}:{port} ({fault_text}): end what listens there, or choose another port (--port)"
         ) from error
     # Connections inherit it: without it the first token waits 40 ms and more for the acknowledgement of the headers.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

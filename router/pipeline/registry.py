@@ -279,8 +279,10 @@ def _failed(failure: BaseException) -> _Ending:
     if isinstance(failure, UpstreamError):
         why_not = str(failure)
     elif isinstance(failure, asyncio.CancelledError):
-        # the router stops, and this request was still open at its deadline
         kind = "Draining"
+        why_not = (
+            "the router has stopped, and the request was still open at its deadline"
+        )
     return _Ending(Outcome.ERROR, kind, why_not)
 
 

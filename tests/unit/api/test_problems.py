@@ -62,6 +62,7 @@ def test_unforeseen_errors_tell_nothing() -> None:
     """An error that nobody thought of is a 500 without its text."""
     problem = describe(RuntimeError("secret path /etc/shadow"))
     assert problem.status == 500
+    assert problem.headers == {"connection": "close"}
     assert "secret" not in str(problem.body({}))
     assert problems.MEDIA_TYPE == "application/problem+json"
 

@@ -143,3 +143,9 @@ def test_the_idle_fleet_has_a_ready_replica_in_each_tier() -> None:
         ReplicaStatus.READY
     }
     assert {r.in_flight for tier in fleet.tiers for r in tier.replicas} == {0}
+
+
+def test_a_prompt_of_which_nothing_weighed_has_no_heading_for_it() -> None:
+    result = qarr("classify", "What is 17*23?")
+    assert result.stdout.startswith("class")
+    assert "weighed most" not in result.stdout

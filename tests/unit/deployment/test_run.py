@@ -68,7 +68,7 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
         port = sock.getsockname()[1]
         with pytest.raises(
             ListenError,
-            match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use",
+            match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\)",
         ):
             listen(settings(server={"port": port}))
     with pytest.raises(ListenError, match=r"cannot listen on 192\.0\.2\.1:0"):

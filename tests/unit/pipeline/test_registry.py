@@ -176,6 +176,7 @@ async def test_a_client_that_goes_away_is_no_error(error: BaseException) -> None
         )
         assert record.outcome == Outcome.ERROR
         assert record.error == name
+        assert "CancelledError" not in record.why_not
 
 
 async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> None:
