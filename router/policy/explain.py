@@ -9,6 +9,7 @@ from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.decision import (
     BY_CALLER,
+    CALLERS_OWN,
     SURE_CONFIDENCE,
     Basis,
     Refusal,
@@ -269,9 +270,24 @@ def _little_loss_text(
         good_text = _good_text(chosen, highest)
         advantage_text = _advantage(comparison, chosen, acceptable)
         parts.append(f"{chosen.tier} {good_text}, and {advantage_text}")
-    if parts:
-        return "; ".join(parts)
-    return _alone_text(comparison, chosen, acceptable)
+    if not parts:
+        return _alone_text(comparison, chosen, acceptable)
+    parts += _better_out_of_service(comparison, chosen)
+    return "; ".join(parts)
+
+
+def _better_out_of_service(
+    comparison: TierComparison, chosen: TierEstimate
+) -> list[str]:
+    """Return which tiers would lose less than the chosen one, and why they cannot serve now."""
+    return [
+        f"{estimate.tier} {estimate.obstacle_text}"
+        for estimate in comparison.considered
+        if estimate.obstacle is not None
+        and estimate.obstacle not in CALLERS_OWN
+        and estimate.state is not ReplicaStatus.ABSENT
+        and estimate.quality.loss.mean < chosen.quality.loss.mean
+    ]
 
 
 # How each choice among the acceptable tiers is worded.

@@ -949,3 +949,13 @@ def test_where_all_are_late_the_least_late_serves() -> None:
     )
     bound = Sla(tpot_ms=10, max_quality_loss=0.0)  # within the loss that is allowed
     assert decide(query(sla=bound), fleet(speeds=speeds), PROFILED).tier is PRECISE
+
+
+def test_a_better_tier_that_cannot_serve_is_named() -> None:
+    """Else the reason would compare with a tier that was never asked. One that is left out on purpose is not named."""
+    drained = {PRECISE: ReplicaStatus.DRAINING}
+    decision = decide(query(PromptClass.MATH), fleet(drained, MEASURED), TABLE)
+    assert decision.tier is BALANCED
+    assert decision.reason.endswith("; precise is draining")
+    ready = decide(query(PromptClass.MATH), fleet(speeds=MEASURED), TABLE)
+    assert "precise is" not in ready.reason
