@@ -37,7 +37,7 @@ from router.upstream.errors import (
     without_trace,
 )
 from router.upstream.json_object import read_json
-from router.upstream.progress import AnswerProgress, ContinuationTerms
+from router.upstream.progress import AnswerProgress, ContinuationTerms, StopToken
 from router.upstream.splicing import Sent, Splicer
 from router.upstream.sse import Chunk
 from router.upstream.upstream import Upstream
@@ -53,6 +53,8 @@ CONTEXT_TOKENS = 8
 # it has bytes, at most four.
 MAX_DROPPED_TOKENS = 8
 DETOKENIZE_TIMEOUT_S = 5.0
+# what is raised if an engine does not answer, or not with a text
+CANNOT_TELL = (UpstreamError, TimeoutError, ValueError, LookupError, TypeError)
 log = logging.getLogger(f"qarr.{__name__}")
 
 
@@ -208,7 +210,8 @@ class _TextSeam:
                 )
             )
             if joiner.stopped is not None:
-                self.progress.stop_at(self.begins + joiner.end)
+                text_so_far = self.progress.text + ended_by
+                self.progress.stop_at(text_so_far[: self.begins + joiner.end])
                 break
         return self.out(joined_chunks) and joiner.stopped is None
 
@@ -291,7 +294,21 @@ class Continuation:
         receive: ReceiveChunks,
         drain: Drain,
     ) -> None:
-        """Let ``receive`` have the rest of an answer; raise ``broken``, or what broke last, if nobody can continue it."""
+        """Let ``receive`` have the rest of an answer; raise ``broken``, or what broke last, if nobody can continue it.
+
+        Of an answer that ends with a stop string over a break, tokens after that string do not count.
+        """
+        await self._relay_rest(answer, broken, receive, drain)
+        if self.progress.stop_token is not None:
+            await self._end_with_stop_token(self.progress.stop_token, answer.parts[-1])
+
+    async def _relay_rest(
+        self,
+        answer: EngineStream,
+        broken: EngineBrokeError,
+        receive: ReceiveChunks,
+        drain: Drain,
+    ) -> None:
         progress = self.progress
         failing = answer
         failed_replica_ids = set[str]()
@@ -590,7 +607,7 @@ class Continuation:
                 if is_text_known:
                     return await self._text_at_last_point(replica)
                 return await self._text_near_the_end(replica)
-        except (UpstreamError, TimeoutError, ValueError, LookupError, TypeError):
+        except CANNOT_TELL:
             return None
 
     async def _text_at_last_point(self, replica: Replica) -> _KnownText | None:
@@ -671,6 +688,63 @@ class Continuation:
                     return _KnownText(end, progress.text[: start.characters] + reading)
             return None
         return None
+
+    async def _end_with_stop_token(
+        self, stop_token: StopToken, last_part: EngineStream
+    ) -> None:
+        """Drop the tokens that were computed after the one that completes the answer's stop string.
+
+        There may be many, because the last engine holds text back and does not see a stop string that began before its part.
+        Where no engine can tell which token completes the string, only those tokens count that it must have taken.
+        """
+        progress = self.progress
+        tokens = stop_token.fewest
+        if stop_token.fewest < stop_token.most:
+            for replica in self._replicas_to_ask(last_part):
+                tokens_by_engine = await self._ask_for_tokens(replica, stop_token)
+                if tokens_by_engine is not None:
+                    tokens = tokens_by_engine
+                    break
+        progress.end_with(tokens)
+        last_part.output_tokens = max(tokens - progress.begun.tokens, 0)
+
+    async def _ask_for_tokens(
+        self, replica: Replica, stop_token: StopToken
+    ) -> int | None:
+        """Ask an engine how many tokens an answer with its stop string has; None: it cannot tell."""
+        try:
+            async with asyncio.timeout(DETOKENIZE_TIMEOUT_S):
+                return await self._tokens_to_stop(replica, stop_token)
+        except CANNOT_TELL:
+            return None
+
+    async def _tokens_to_stop(
+        self, replica: Replica, stop_token: StopToken
+    ) -> int | None:
+        """Return the fewest tokens whose text includes the stop string; None if all of them have another text."""
+        output_ids = self.progress.output_ids
+        start = stop_token.start
+        text_after_start = stop_token.text[start.characters :]
+        context_ids = output_ids[: start.tokens][-CONTEXT_TOKENS:]
+        context_text = await self._context_text(context_ids, replica)
+
+        async def are_enough(tokens: int) -> bool:
+            ids = [*context_ids, *output_ids[start.tokens : tokens]]
+            engine_text = await self._detokenized(ids, replica)
+            readings = _readings(engine_text, context_text)
+            return any(reading.startswith(text_after_start) for reading in readings)
+
+        fewest = stop_token.fewest
+        most = stop_token.most
+        if not await are_enough(most):
+            return None
+        while fewest < most:
+            middle = (fewest + most) // 2
+            if await are_enough(middle):
+                most = middle
+            else:
+                fewest = middle + 1
+        return fewest
 
     async def _context_text(
         self, context_ids: Sequence[int], replica: Replica

@@ -23,6 +23,22 @@ class Point(NamedTuple):
     characters: int
 
 
+class StopToken(NamedTuple):
+    """The token that completes a stop string, as far as a stream shows which one that is.
+
+    Attributes:
+        text: The answer's text up to the end of the stop string.
+        start: The last known point before that end.
+        fewest: The fewest tokens that the text may take.
+        most: The most tokens that it may take.
+    """
+
+    text: str
+    start: Point
+    fewest: int
+    most: int
+
+
 BEGINNING = Point(0, 0)
 _no_ids = partial(array, "I")  # an empty array, of 4 bytes a token
 
@@ -45,6 +61,8 @@ class AnswerProgress:
         counted: Whether the engine has told the tokens of all that came.
         silent: Tokens that came alone and without any text, by their number: parts of characters, and special ones.
         begun: Where the engine that computes has begun.
+        searched: A known point before which no stop string ends: of text that came, engine and router see that.
+        stop_token: The token that completes the stop string which ended the answer; None: the router has found none.
         splicer: Knows what was sent besides text, for an engine that resumes the answer; None: it may not be resumed.
         tokens_come_apart: Whether the engine tells the tokens of output before it, in comments, rather than with it.
     """
@@ -58,6 +76,8 @@ class AnswerProgress:
     counted: bool = True
     silent: list[int] = field(default_factory=list)
     begun: Point = BEGINNING
+    searched: Point = BEGINNING
+    stop_token: StopToken | None = None
     splicer: Splicer | None = None
     tokens_come_apart: bool = False
     _written: StringIO = field(default_factory=StringIO)
@@ -151,6 +171,8 @@ class AnswerProgress:
 
     def rest_at(self, tokens: int, text: str) -> None:
         """Go back, or on, to where the text of so many tokens is known; another engine begins there."""
+        if self._has_text:
+            self.searched = self.point
         del self.output_ids[tokens:]
         self._written = StringIO()
         self.received_characters = self._written.write(text)
@@ -159,15 +181,28 @@ class AnswerProgress:
         self.silent = []
         self._has_text = False
 
-    def stop_at(self, characters: int) -> None:
-        """End the answer with the token that completed a stop string; those after it were computed for nothing."""
-        tokens_to_keep = len(self.output_ids)
-        for tokens, characters_so_far in self._points:
-            if characters_so_far >= characters:
-                tokens_to_keep = tokens
+    def stop_at(self, text: str) -> None:
+        """End the answer with a stop string, up to whose end its text is ``text``; tokens after it are not counted.
+
+        Until ``end_with`` says which token completes the stop string, as many tokens count as it may have taken.
+        """
+        start = self.searched
+        fewest = start.tokens + 1
+        most = len(self.output_ids)
+        if self.begun.characters < len(text):
+            start = self.begun
+        for tokens, characters in self._points:
+            if characters >= len(text):
+                most = tokens
                 break
-        del self.output_ids[tokens_to_keep:]
+            fewest = tokens + 1
+        self.stop_token = StopToken(text, start, min(fewest, most), most)
+        self.end_with(most)
         self.finish_reason = "stop"
+
+    def end_with(self, tokens: int) -> None:
+        """Drop the tokens after the first ``tokens``: they were computed for nothing."""
+        del self.output_ids[tokens:]
 
     @property
     def usage(self) -> dict[str, int]:

@@ -201,6 +201,28 @@ async def test_what_was_cached_is_not_charged_after_a_break(
         assert record.usage[0].cached == expected
 
 
+async def test_tokens_after_a_stop_string_over_a_break_are_charged_to_no_tier(
+    tmp_path: Path,
+) -> None:
+    """The second engine computes many of them before its text shows the stop string, of which it added one token."""
+    answer = (*"ab" * 20, "E", "ND", "x", *"tuv" * 30)
+    async with shop(tmp_path, {"ann": {"engine_seconds_per_day": PLENTY}}) as at:
+        (stack,) = at.stacks
+        for behaviour in stack.engines.values():
+            behaviour.answer = answer
+        stack.engines[TierName.FAST].break_after = 42
+        stop = {"stop": ["ENDx", "Q" * 40], "max_tokens": 120}
+        whole = await at.ask("ann", stream=True, tier="fast", **stop)
+        found = events(whole.text)
+        assert found[-1][1]["usage"]["completion_tokens"] == 43
+        await ended(at.stacks)
+        record = stack.pipeline.registry.kept()[-1]
+        first, second = record.usage
+        assert (first.tier, first.output) == (TierName.FAST, 42)
+        assert second.output == 1
+        assert second.prompt == first.prompt + 42
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
 async def test_two_routers_never_exceed_a_budget(
     kind: str, tmp_path: Path, redis_server: RedisServer

@@ -95,6 +95,9 @@ Engines given by URL that run unmodified vLLM, or a vLLM release that the plugin
 - After the finish reason only the last events are missing, such as `usage`. Nothing more is computed then.
 - The tokens that follow may differ from those that the first engine would have chosen: sampling begins anew, and
   another precision may decide otherwise. Seeds and the penalties for presence and frequency count from the break on.
+- `usage` counts up to the token that completes a stop string, also if the string spans a break. Where engines cannot
+  tell which token that is (they fail, or special tokens lie within the string), it counts the fewest that the string
+  can have taken: never too many.
 - A required tier without another healthy replica ends with an error: `tier_policy` is kept to.
 - Answers that are not streamed start again, except at `/generate`, where they go on like streams.
 """

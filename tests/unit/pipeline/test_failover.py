@@ -649,6 +649,89 @@ async def test_a_stop_string_over_two_breaks_is_seen(tmp_path: Path) -> None:
         assert [len(engine.requests) for engine in stack.engines.values()] == [1, 1, 1]
 
 
+# The longest stop string makes engines hold back 39 characters, so the token that completes the other one comes without text.
+SPANNING = (*"ab" * 20, "E", "ND", "x", *"tuv" * 30)
+SPANNING_STOPS = ["ENDx", "Q" * 40]
+TOKENS_TO_STOP = 43
+
+
+async def count_tokens(stack: Stack, path: str, **body: Any) -> int:
+    """Return the output tokens that a streamed answer's usage tells, whose text and finish reason are checked."""
+    body = {"prompt": "hi", "stop": SPANNING_STOPS, "max_tokens": 120, **body}
+    if path == "/generate":
+        found = events((await stack.generate(tier="fast", **body)).text)
+        assert "".join(data.get("text", "") for _, data in found) == "ab" * 20
+        assert found[-1][1]["finish_reason"] == "stop"
+        return int(found[-1][1]["usage"]["completion_tokens"])
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if path == "/v1/chat/completions":
+        del body["prompt"]
+        body["messages"] = [{"role": "user", "content": "hi"}]
+    url = f"{stack.url}{path}"
+    text = (await stack.client.post(url, json=body, headers=HINT)).text
+    choices = [choice for chunk in chunks(text) for choice in chunk["choices"]]
+    texts = [
+        choice.get("text") or choice.get("delta", {}).get("content") or ""
+        for choice in choices
+    ]
+    assert "".join(texts) == "ab" * 20
+    assert choices[-1]["finish_reason"] == "stop"
+    (counts,) = usage(text)
+    return counts["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/generate"]
+)
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_usage_ends_with_the_token_that_completes_a_stop_string(
+    tmp_path: Path, path: str, group: int, *, resumes: bool
+) -> None:
+    """Tokens that the next engine computes before its text shows that the answer has ended are not counted."""
+    faults = {tier: {"group": group, "resumes": resumes} for tier in STANDARD_TIERS}
+    faults["fast"]["break_after"] = 42
+    async with faulty_stack(tmp_path, faults, SPANNING) as stack:
+        assert await count_tokens(stack, path) == TOKENS_TO_STOP
+        assert stack.engines[TierName.BALANCED].requests
+        assert stack.leases() == 0
+
+
+@pytest.mark.parametrize("after", [41, 42])
+async def test_usage_counts_all_tokens_of_a_stop_strings_last_character(
+    tmp_path: Path, after: int
+) -> None:
+    """A token that ends within a character does not complete the stop string."""
+    answer = [*SPANNING[:40], b"E", b"\xc3", b"\xa9", b"x", *SPANNING[43:]]
+    stops = ["E\N{LATIN SMALL LETTER E WITH ACUTE}", *SPANNING_STOPS]
+    faults = {"fast": {"break_after": after}}
+    async with faulty_stack(tmp_path, faults, tuple(answer)) as stack:
+        tokens = await count_tokens(stack, "/v1/completions", stop=stops)
+        assert tokens == TOKENS_TO_STOP
+
+
+async def test_usage_does_not_count_what_came_after_a_stop_string_that_was_not_told(
+    tmp_path: Path,
+) -> None:
+    """The second engine completes it and breaks before its text shows that."""
+    faults = {"fast": {"break_after": 41}, "balanced": {"break_after": 60}}
+    async with faulty_stack(tmp_path, faults, SPANNING) as stack:
+        assert await count_tokens(stack, "/v1/completions") == TOKENS_TO_STOP
+        assert stack.engines[TierName.PRECISE].requests
+
+
+async def test_usage_counts_no_token_that_may_not_have_been_needed(
+    tmp_path: Path,
+) -> None:
+    """A special token confuses the engines' text: as few tokens are counted as the stop string can have taken."""
+    answer = (*SPANNING[:42], "<special>", *SPANNING[42:])
+    faults: dict[str, dict[str, Any]] = {"fast": {"break_after": 42}}
+    async with faulty_stack(tmp_path, faults, answer) as stack:
+        for behaviour in stack.engines.values():
+            behaviour.special = (42,)
+        assert await count_tokens(stack, "/v1/completions") == TOKENS_TO_STOP
+
+
 async def test_generate_keeps_its_parameters_and_its_stop_strings_when_it_is_continued(
     tmp_path: Path,
 ) -> None:

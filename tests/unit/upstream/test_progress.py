@@ -7,7 +7,13 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.upstream.progress import AnswerProgress, ContinuationTerms, Point
+from router.upstream.progress import (
+    BEGINNING,
+    AnswerProgress,
+    ContinuationTerms,
+    Point,
+    StopToken,
+)
 from router.upstream.sse import Chunk
 
 
@@ -79,10 +85,35 @@ def test_going_back_forgets_what_came_after() -> None:
 
 
 def test_a_stop_string_ends_with_the_token_that_completes_it() -> None:
-    progress = spoken(AnswerProgress(), ("ab", (1,)), ("cd", (2,)), ("ef", (3,)))
-    progress.stop_at(3)
+    progress = spoken(AnswerProgress(), ("ab", (1,)), ("cd", (2,)))
+    progress.stop_at("abc")
     assert list(progress.output_ids) == [1, 2]
     assert progress.finish_reason == "stop"
+    assert progress.stop_token == StopToken("abc", BEGINNING, fewest=2, most=2)
+
+
+def test_a_stop_string_may_end_with_any_token_whose_text_is_held_back() -> None:
+    """Between the point where an engine begins and its first text, nobody knows which token has which text."""
+    progress = spoken(AnswerProgress(held_back=3), ("abcd", (1,)), ("efg", (2,)))
+    progress.rest_at(2, "abcdefghij")
+    spoken(progress, ("", (3,)), ("", (4,)), ("k", (5,)), ("l", (6,)))
+    progress.stop_at("abcdefghijk")
+    begun = Point(2, 10)
+    assert progress.stop_token == StopToken("abcdefghijk", begun, fewest=3, most=5)
+    assert list(progress.output_ids) == [1, 2, 3, 4, 5]
+
+
+def test_a_stop_string_may_end_before_the_engine_began_that_computes() -> None:
+    """The engine before it was only asked about that text, and broke before it had told it."""
+    progress = spoken(AnswerProgress(held_back=3), ("abcd", (1,)), ("efg", (2,)))
+    progress.rest_at(2, "abcdefghij")
+    spoken(progress, ("", (3,)), ("", (4,)))
+    progress.rest_at(4, "abcdefghijkl")
+    spoken(progress, ("", (5,)))
+    progress.stop_at("abcdefghi")
+    known = Point(1, 7)
+    assert progress.searched == known
+    assert progress.stop_token == StopToken("abcdefghi", known, fewest=2, most=4)
 
 
 @given(
