@@ -249,7 +249,9 @@ async def _try(
         behaviour.break_at = None
     report.rounds += 1
     report.broken += bool(broken)
-    end = _judged(whole, got)
+    # Which token completes a stop string cannot always be told; then too few count, never too many.
+    may_count_fewer = way != "works" or bool(one.special)
+    end = _judged(whole, got, may_count_fewer=may_count_fewer)
     report.ends[end if broken else "unbroken"] += 1
     if end.startswith("WRONG"):
         report.faults.append(
@@ -257,17 +259,17 @@ async def _try(
         )
 
 
-def _judged(whole: Got, got: Got) -> str:
+def _judged(whole: Got, got: Got, *, may_count_fewer: bool) -> str:
     """Return how an answer ended, in words."""
     if got == whole:
         return "whole"
     if (
-        whole.stop
-        and got.usage > whole.usage
+        may_count_fewer
+        and whole.stop
+        and got.usage < whole.usage
         and replace(got, usage=whole.usage) == whole
     ):
-        # that string was seen only with what came after it
-        return "whole, some tokens after its stop string counted"
+        return "whole, some tokens of its stop string not counted"
     if got.status != 200:
         return (
             "refused before the first token"

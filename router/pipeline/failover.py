@@ -721,17 +721,23 @@ class Continuation:
     async def _tokens_to_stop(
         self, replica: Replica, stop_token: StopToken
     ) -> int | None:
-        """Return the fewest tokens whose text includes the stop string; None if all of them have another text."""
+        """Return after how many tokens an engine sees the stop string; None if all tokens have another text.
+
+        These are the fewest whose text includes it and does not end within a character: vLLM keeps such text back.
+        """
         output_ids = self.progress.output_ids
         start = stop_token.start
         text_after_start = stop_token.text[start.characters :]
         context_ids = output_ids[: start.tokens][-CONTEXT_TOKENS:]
         context_text = await self._context_text(context_ids, replica)
 
-        async def are_enough(tokens: int) -> bool:
+        async def readings_of(tokens: int) -> tuple[str, ...]:
             ids = [*context_ids, *output_ids[start.tokens : tokens]]
             engine_text = await self._detokenized(ids, replica)
-            readings = _readings(engine_text, context_text)
+            return _readings(engine_text, context_text)
+
+        async def are_enough(tokens: int) -> bool:
+            readings = await readings_of(tokens)
             return any(reading.startswith(text_after_start) for reading in readings)
 
         fewest = stop_token.fewest
@@ -744,6 +750,10 @@ class Continuation:
                 most = middle
             else:
                 fewest = middle + 1
+        while fewest < stop_token.most and _end_within_character(
+            await readings_of(fewest)
+        ):
+            fewest += 1
         return fewest
 
     async def _context_text(
@@ -801,6 +811,10 @@ def _text_beyond(
             return None
         return reading[len(sent_text) :]
     return None
+
+
+def _end_within_character(readings: Sequence[str]) -> bool:
+    return any(reading.endswith(BROKEN_CHARACTER) for reading in readings)
 
 
 def _readings(text: str, context_text: str | None) -> tuple[str, ...]:
